@@ -90,11 +90,7 @@ def _named(
   data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
   """Returns the metrics of a split by their names, given those of each label."""
-  if tasks_lib.is_one_click(data.labels):
-    (found,) = scores.values()
-  else:
-    found = tasks_lib.joined(data.labels, scores)
-  return {f"{split}_{name}": value for name, value in found.items()}
+  return {f"{split}_{name}": value for name, value in tasks_lib.joined(data.labels, scores).items()}
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:

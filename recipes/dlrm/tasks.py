@@ -5,6 +5,7 @@ the number of labels, O of outputs: one of a label, or as many as it has classes
 not count in a row, since its value is missing or its mask is not 1, is NaN there.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import UserError
-from ..evaluation.metrics import BinnedClickMetrics
+from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics, Groups
 from ..tables.spec import Label
 from ..training import layers, losses
 
@@ -239,51 +240,73 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
 # --- metrics --------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Metrics:
-  """The metrics of all labels by their names, and `logloss`, the weighted sum of their losses.
+  """The metrics of all labels.
 
-  Of clicks `auc` and `logloss`, of classes `logloss` and `accuracy`, of a regression
-  `squared_loss`, the mean of the squared errors of log(1 + value), of which none below 0 is served.
+  Of clicks those of `ClickMetrics` and, by users and slices, of `GroupedClickMetrics`, and
+  `reliability`, a histogram; of classes `logloss` and `accuracy`; of a regression `squared_loss`,
+  the mean of the squared errors of log(1 + value), of which none below 0 is served.
+
+  Attributes:
+    labels: by name.
+    clicks: of labels of clicks.
+    sums: float64 sums of the others' measures, and of their weights.
+    measured: compiled `_measured`.
   """
 
-  def __init__(self, labels: Labels, mesh: jax.sharding.Mesh | None = None):
-    clicks = [name for name, label in labels.items() if label.loss == "binary"]
-    self._clicks = {name: BinnedClickMetrics(mesh, weighted=True) for name in clicks}
-    self._labels, self._sums = labels, dict[str, np.ndarray]()
-    self._measured = _compiled(tuple(labels.items()), mesh)
+  labels: Labels
+  clicks: Mapping[str, tuple[ClickMetrics, GroupedClickMetrics]]
+  sums: Mapping[str, Any]
+  measured: Any
 
-  def update(
-    self, outputs: jax.Array, targets: jax.Array, mask: jax.Array, weight: jax.Array | None
-  ) -> None:
-    """Adds a batch.
+  @classmethod
+  def empty(cls, labels: Labels, grouping: Groups, mesh: Mesh | None = None) -> "Metrics":
+    """Returns the metrics of no row."""
+    names = [name for name, label in labels.items() if label.loss == "binary"]
+    clicks = {name: (ClickMetrics.empty(mesh), GroupedClickMetrics(grouping)) for name in names}
+    others = {name: 0.0 for name in labels if name not in names}
+    return cls(labels, clicks, others, _compiled(tuple(labels.items()), mesh))
+
+  def update(self, outputs: jax.Array, batch: Mapping[str, Any]) -> "Metrics":
+    """Returns the metrics with one batch more.
 
     Args:
       outputs: `[B]` or `[B, O]`.
-      targets: `[B, T]`.
-      mask: bool `[B]`, False for rows that only fill up the last batch.
-      weight: float `[B]`, or None.
+      batch: has `label`, `features`, `mask` bool `[B]`, False for rows that only fill up the last
+        batch, and perhaps `weight`.
     """
-    clicks, sums = self._measured(outputs, targets, mask, weight)
-    for name, values in jax.device_get(sums).items():
-      self._sums[name] = self._sums.get(name, 0) + values.astype(np.float64)
-    for name, (logits, target, amount) in clicks.items():
-      self._clicks[name].update(logits, target, None, amount)
+    mask, weight, clicks, sums = batch["mask"], batch.get("weight"), {}, self.sums
+    if is_one_click(self.labels):
+      ((name, _),) = self.labels.items()
+      of_clicks = {name: (outputs, batch["label"], mask, weight)}
+    else:
+      of_clicks, found = self.measured(outputs, batch["label"], mask, weight)
+      sums = {name: sums[name] + x.astype(np.float64) for name, x in jax.device_get(found).items()}
+    for name, (logits, label, *counts) in of_clicks.items():
+      metrics, grouped = self.clicks[name]
+      if grouped.groups:
+        grouped = grouped.update(logits, label, batch["features"], *counts)
+      clicks[name] = metrics.update(logits, label, *counts), grouped
+    return dataclasses.replace(self, clicks=clicks, sums=sums)
 
-  def compute(self) -> dict[str, float]:
-    """Returns `{"<label>_auc", "<label>_logloss", ..., "logloss"}`."""
-    scores = {}
-    for name, label in self._labels.items():
+  def compute(self) -> dict[str, Any]:
+    """Returns the metrics of one label of clicks, else those of all as `joined` names them."""
+    scores: dict[str, dict[str, Any]] = {}
+    for name, label in self.labels.items():
       if label.loss == "binary":
-        scores[name] = self._clicks[name].compute()
+        metrics, grouped = self.clicks[name]
+        curve = {"reliability": metrics.reliability()}
+        scores[name] = metrics.compute() | grouped.compute() | curve
       else:
-        *sums, total = self._sums[name].tolist()
+        *sums, total = self.sums[name].tolist()
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
-    return joined(self._labels, scores)
+    return joined(self.labels, scores)
 
 
 @functools.cache
-def _compiled(labels: tuple[tuple[str, Label], ...], mesh: jax.sharding.Mesh | None) -> Any:
+def _compiled(labels: tuple[tuple[str, Label], ...], mesh: Mesh | None) -> Any:
   """Returns `_measured` of the labels, whose sums are whole in every process."""
   whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
   return jax.jit(functools.partial(_measured, dict(labels)), out_shardings=(None, whole))
@@ -296,38 +319,43 @@ def _measured(
   mask: jax.Array,
   weight: jax.Array | None,
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-  """Returns logits, targets and weights `[B]` of labels of clicks; sums of the others' measures."""
+  """Returns logits, labels, whether they count and weights `[B]` of clicks; sums of the others."""
   clicks: dict[str, Any] = {}
   sums: dict[str, jax.Array] = {}
-  rows = jnp.where(mask, 1.0 if weight is None else weight, 0).astype(jnp.float32)
+  weight = jnp.ones_like(mask, jnp.float32) if weight is None else weight
   for name, label, own, target, counts in cut(labels, outputs, targets):
-    amount = jnp.where(counts, rows, 0)
+    counts &= mask
     if label.loss == "binary":
-      clicks[name] = own[:, 0], target, amount
+      clicks[name] = own[:, 0], target, counts, weight
       continue
     own = jnp.maximum(own, 0) if label.loss == "squared_log" else own
-    values = [loss_of(label, own, target), jnp.ones_like(amount)]
+    values, amount = [loss_of(label, own, target)], jnp.where(counts, weight, 0)
     if label.loss == "softmax":
-      values.insert(1, jnp.argmax(own, axis=1) == target)
-    sums[name] = jnp.stack([jnp.sum(jnp.where(amount > 0, x * amount, 0)) for x in values])
+      values.append(jnp.argmax(own, axis=1) == target)
+    total = lambda x, amount=amount: jnp.sum(jnp.where(amount > 0, x * amount, 0))
+    sums[name] = jnp.stack([*map(total, values), jnp.sum(amount)])
   return clicks, sums
 
 
-def metric_names(labels: Labels) -> list[str]:
-  """Returns the names of what a run is measured by."""
-  if is_one_click(labels):
-    return ["auc", "logloss"]
-  more = {"binary": ["auc"], "softmax": ["accuracy"], "squared_log": []}
-  of = lambda label: [*more[label.loss], label.metric]
-  return [f"{name}_{each}" for name, label in labels.items() for each in of(label)] + ["logloss"]
+def metric_names(labels: Labels, grouping: Groups) -> list[str]:
+  """Returns the names of what a run is measured by; slices of one outcome lack some."""
+  of = {"softmax": ("logloss", "accuracy"), "squared_log": ("squared_loss",)}
+  of["binary"] = (*CLICK_NAMES, *grouping.names)
+  scores = {name: dict.fromkeys(of[label.loss], 0.0) for name, label in labels.items()}
+  return [*joined(labels, scores)]
 
 
-def joined(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-  """Returns the metrics of labels under their names, and the weighted sum of all losses.
+def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  """Returns the metrics of labels under their names, and `logloss`, the weighted sum of the losses.
 
-  >>> joined(ONE_CLICK, {"label": {"auc": 0.5, "logloss": 0.7}})
-  {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
+  The metrics of one label of clicks stay as they are.
+
+  >>> several = {"a": Label(), "b": Label(weight=0.5)}
+  >>> joined(several, {"a": {"logloss": 0.5}, "b": {"logloss": 0.25}})
+  {'a_logloss': 0.5, 'b_logloss': 0.25, 'logloss': 0.625}
   """
+  if is_one_click(labels):
+    return dict(*scores.values())
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
   losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
   if not losses.keys() <= named.keys():

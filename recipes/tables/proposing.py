@@ -264,7 +264,8 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   """
   columns, named = sample.columns, roles.pairs
   if roles.positive and (not roles.label or roles.more):
-    raise UserError(f"--positive={roles.positive} is a value of the label: give one --label too")
+    how = "give one label alone" if roles.more else "give --label too"
+    raise UserError(f"--positive={roles.positive} is a value of the label: {how}")
   for role, name in named:
     if name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
