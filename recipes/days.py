@@ -26,7 +26,6 @@ from embed.planning import aligned
 from . import arrays, evaluate, export, files, hosts, main
 from .dlrm import tasks
 from .errors import UserError
-from .evaluation.metrics import Groups
 from .run import settings
 from .run import workdir as runs
 from .tables import spec
@@ -83,7 +82,7 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
     before = folder
   if recipe == "dlrm":
     kinds = spec.parse({name: kind.to_dict() for name, kind in config.columns.items()})
-    shown = (tasks.metric_names(spec.labels(kinds), Groups())[0], "logloss")
+    shown = (tasks.metric_names(spec.labels(kinds))[0], "logloss")
   else:
     shown = (f"recall@{config.ks[0]}", f"ndcg@{config.ks[0]}")
   draw(history, shown, workdir / "days.png")

@@ -15,15 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserError
-from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics, Groups
+from ..evaluation.metrics import (
+  CLICK_NAMES,
+  ClickMetrics,
+  Double,
+  GroupedClickMetrics,
+  Groups,
+  plus,
+)
 from ..tables.spec import Label
 from ..training import layers, losses
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
+_NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
@@ -240,73 +248,110 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
 # --- metrics --------------------------------------------------------------------------------------
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("clicks", "grouped", "sums"),
+  meta_fields=("labels", "mesh"),
+)
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-  """The metrics of all labels.
+  """The metrics of all labels, as a metric of `evaluation.metrics`.
 
-  Of clicks those of `ClickMetrics` and, by users and slices, of `GroupedClickMetrics`, and
-  `reliability`, a histogram; of classes `logloss` and `accuracy`; of a regression `squared_loss`,
-  the mean of the squared errors of log(1 + value), of which none below 0 is served.
+  Of clicks those of `ClickMetrics` and `GroupedClickMetrics`, of classes `logloss` and `accuracy`,
+  of a regression `squared_loss`, the mean of the squared errors of log(1 + value), of which none
+  below 0 is served. One label of clicks has them by these names; several have them under their own
+  names, and `logloss` is the weighted sum of their losses.
 
   Attributes:
-    labels: by name.
-    clicks: of labels of clicks.
-    sums: float64 sums of the others' measures, and of their weights.
-    measured: compiled `_measured`.
+    clicks, grouped: metrics of the labels of clicks by name.
+    sums: sums of the measures of other labels by name, and of weights, each as two float32.
+    labels: options by name.
+    mesh: over which the batches are split.
   """
 
-  labels: Labels
-  clicks: Mapping[str, tuple[ClickMetrics, GroupedClickMetrics]]
-  sums: Mapping[str, Any]
-  measured: Any
+  clicks: dict[str, ClickMetrics]
+  grouped: dict[str, GroupedClickMetrics]
+  sums: dict[str, Double]
+  labels: tuple[tuple[str, Label], ...]
+  mesh: jax.sharding.Mesh | None = None
 
   @classmethod
-  def empty(cls, labels: Labels, grouping: Groups, mesh: Mesh | None = None) -> "Metrics":
-    """Returns the metrics of no row."""
-    names = [name for name, label in labels.items() if label.loss == "binary"]
-    clicks = {name: (ClickMetrics.empty(mesh), GroupedClickMetrics(grouping)) for name in names}
-    others = {name: 0.0 for name in labels if name not in names}
-    return cls(labels, clicks, others, _compiled(tuple(labels.items()), mesh))
+  def empty(
+    cls, labels: Labels, groups: Groups = _NO_GROUPS, mesh: jax.sharding.Mesh | None = None
+  ) -> "Metrics":
+    """Returns the metrics of no example."""
+    clicks = [name for name, label in labels.items() if label.loss == "binary"]
+    return cls(
+      {name: ClickMetrics.empty(mesh) for name in clicks},
+      {name: GroupedClickMetrics(groups) for name in clicks if groups},
+      {},
+      tuple(labels.items()),
+      mesh,
+    )
 
-  def update(self, outputs: jax.Array, batch: Mapping[str, Any]) -> "Metrics":
-    """Returns the metrics with one batch more.
+  def update(
+    self,
+    outputs: jax.Array,
+    targets: jax.Array,
+    ids: Mapping[str, jax.Array],
+    mask: jax.Array,
+    weight: jax.Array | None,
+  ) -> "Metrics":
+    """Returns the metrics with a batch more, which take over the memory of these.
 
     Args:
       outputs: `[B]` or `[B, O]`.
-      batch: has `label`, `features`, `mask` bool `[B]`, False for rows that only fill up the last
-        batch, and perhaps `weight`.
+      targets: `[B]` or `[B, T]`.
+      ids: of users and slices; see `GroupedClickMetrics.update`.
+      mask: bool `[B]`, False for rows that only fill up the last batch.
+      weight: float `[B]`, or None.
     """
-    mask, weight, clicks, sums = batch["mask"], batch.get("weight"), {}, self.sums
-    if is_one_click(self.labels):
-      ((name, _),) = self.labels.items()
-      of_clicks = {name: (outputs, batch["label"], mask, weight)}
-    else:
-      of_clicks, found = self.measured(outputs, batch["label"], mask, weight)
-      sums = {name: sums[name] + x.astype(np.float64) for name, x in jax.device_get(found).items()}
-    for name, (logits, label, *counts) in of_clicks.items():
-      metrics, grouped = self.clicks[name]
-      if grouped.groups:
-        grouped = grouped.update(logits, label, batch["features"], *counts)
-      clicks[name] = metrics.update(logits, label, *counts), grouped
-    return dataclasses.replace(self, clicks=clicks, sums=sums)
+    clicks, sums = _compiled(self.labels, self.mesh)(outputs, targets, mask, weight)
+    added = lambda name, x: plus(self.sums.get(name, (x * 0, x * 0)), (x, x * 0))
+    return dataclasses.replace(
+      self,
+      clicks={
+        name: metric.update(*clicks[name][:2], weight=clicks[name][2])
+        for name, metric in self.clicks.items()
+      },
+      grouped={
+        name: metric.update(*clicks[name][:2], ids, weight=clicks[name][2])
+        for name, metric in self.grouped.items()
+      },
+      sums={name: added(name, x) for name, x in sums.items()},
+    )
+
+  def merge(self, other: "Metrics") -> "Metrics":
+    """Returns the metrics of the examples of both."""
+    both = lambda a, b: {name: a[name].merge(b[name]) for name in a}
+    sums = {name: plus(x, other.sums[name]) for name, x in self.sums.items() if name in other.sums}
+    return dataclasses.replace(
+      self,
+      clicks=both(self.clicks, other.clicks),
+      grouped=both(self.grouped, other.grouped),
+      sums=self.sums | other.sums | sums,
+    )
 
   def compute(self) -> dict[str, Any]:
-    """Returns the metrics of one label of clicks, else those of all as `joined` names them."""
+    """Returns the metrics by name, and of each label of clicks its `reliability`, an array."""
     scores: dict[str, dict[str, Any]] = {}
-    for name, label in self.labels.items():
+    for name, label in self.labels:
       if label.loss == "binary":
-        metrics, grouped = self.clicks[name]
-        curve = {"reliability": metrics.reliability()}
-        scores[name] = metrics.compute() | grouped.compute() | curve
+        metric = self.clicks[name]
+        scores[name] = metric.compute() | {"reliability": metric.reliability()}
+        if name in self.grouped:
+          scores[name] |= self.grouped[name].compute()
       else:
-        *sums, total = self.sums[name].tolist()
+        high, low = (np.asarray(x, np.float64) for x in self.sums[name])
+        *sums, total = (high + low).tolist()
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
-    return joined(self.labels, scores)
+    labels = dict(self.labels)
+    return scores[next(iter(scores))] if is_one_click(labels) else joined(labels, scores)
 
 
 @functools.cache
-def _compiled(labels: tuple[tuple[str, Label], ...], mesh: Mesh | None) -> Any:
+def _compiled(labels: tuple[tuple[str, Label], ...], mesh: jax.sharding.Mesh | None) -> Any:
   """Returns `_measured` of the labels, whose sums are whole in every process."""
   whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
   return jax.jit(functools.partial(_measured, dict(labels)), out_shardings=(None, whole))
@@ -319,43 +364,38 @@ def _measured(
   mask: jax.Array,
   weight: jax.Array | None,
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-  """Returns logits, labels, whether they count and weights `[B]` of clicks; sums of the others."""
+  """Returns logits, targets and weights `[B]` of labels of clicks; sums of the others' measures."""
   clicks: dict[str, Any] = {}
   sums: dict[str, jax.Array] = {}
-  weight = jnp.ones_like(mask, jnp.float32) if weight is None else weight
+  rows = jnp.where(mask, 1.0 if weight is None else weight, 0).astype(jnp.float32)
   for name, label, own, target, counts in cut(labels, outputs, targets):
-    counts &= mask
+    amount = jnp.where(counts, rows, 0)
     if label.loss == "binary":
-      clicks[name] = own[:, 0], target, counts, weight
+      clicks[name] = own[:, 0], target, amount
       continue
     own = jnp.maximum(own, 0) if label.loss == "squared_log" else own
-    values, amount = [loss_of(label, own, target)], jnp.where(counts, weight, 0)
+    values = [loss_of(label, own, target), jnp.ones_like(amount)]
     if label.loss == "softmax":
-      values.append(jnp.argmax(own, axis=1) == target)
-    total = lambda x, amount=amount: jnp.sum(jnp.where(amount > 0, x * amount, 0))
-    sums[name] = jnp.stack([*map(total, values), jnp.sum(amount)])
+      values.insert(1, jnp.argmax(own, axis=1) == target)
+    sums[name] = jnp.stack([jnp.sum(jnp.where(amount > 0, x * amount, 0)) for x in values])
   return clicks, sums
 
 
-def metric_names(labels: Labels, grouping: Groups) -> list[str]:
-  """Returns the names of what a run is measured by; slices of one outcome lack some."""
-  of = {"softmax": ("logloss", "accuracy"), "squared_log": ("squared_loss",)}
-  of["binary"] = (*CLICK_NAMES, *grouping.names)
-  scores = {name: dict.fromkeys(of[label.loss], 0.0) for name, label in labels.items()}
-  return [*joined(labels, scores)]
+def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
+  """Returns the names of what a run is measured by."""
+  if is_one_click(labels):
+    return [*CLICK_NAMES, *groups.names]
+  of = {"binary": [*CLICK_NAMES, *groups.names], "softmax": ["accuracy", "logloss"]}
+  own = lambda label: of.get(label.loss, [label.metric])
+  return [f"{name}_{each}" for name, label in labels.items() for each in own(label)] + ["logloss"]
 
 
 def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-  """Returns the metrics of labels under their names, and `logloss`, the weighted sum of the losses.
+  """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
-  The metrics of one label of clicks stay as they are.
-
-  >>> several = {"a": Label(), "b": Label(weight=0.5)}
-  >>> joined(several, {"a": {"logloss": 0.5}, "b": {"logloss": 0.25}})
-  {'a_logloss': 0.5, 'b_logloss': 0.25, 'logloss': 0.625}
+  >>> joined(ONE_CLICK, {"label": {"auc": 0.5, "logloss": 0.7}})
+  {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
   """
-  if is_one_click(labels):
-    return dict(*scores.values())
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
   losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
   if not losses.keys() <= named.keys():

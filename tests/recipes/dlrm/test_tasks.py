@@ -19,7 +19,6 @@ from recipes import evaluate, export, predict, serving
 from recipes.dlrm import baselines, data, tasks, train
 from recipes.dlrm import model as model_lib
 from recipes.errors import UserError
-from recipes.evaluation.metrics import Groups
 from recipes.tables import spec
 from recipes.training import layers, train_step
 
@@ -276,7 +275,7 @@ def test_a_whole_run_with_four_labels(tmp_path):
   )  # fmt: skip
   workdir = tmp_path / "run"
   result = train.run(config, str(workdir))
-  names = tasks.metric_names(data.load(config).labels, Groups())
+  names = tasks.metric_names(data.load(config).labels)
   assert {name for name in result["metrics"] if name.startswith("test_")} == {
     f"test_{name}" for name in names
   }
