@@ -121,7 +121,7 @@ class Towers(nnx.Module):
     rngs: nnx.Rngs,
   ):
     options: Any = {"dropout": dropout, "dtype": dtype, "rngs": rngs}
-    self.levels = nnx.List()
+    self.levels: nnx.List[Extraction] = nnx.List()
     for place, (own, shared) in enumerate(levels):
       is_last = place == len(levels) - 1
       level = Extraction(width, len(labels), own, shared, expert, is_last, **options)
@@ -158,7 +158,7 @@ def head(
   Raises:
     UserError: the structure is unknown, or has no experts.
   """
-  known = {
+  known: dict[str, list[tuple[int, int]]] = {
     "shared_bottom": [],
     "mmoe": [(0, experts)],
     "ple": [(own_experts, experts)] * levels,
@@ -392,8 +392,7 @@ def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str,
   {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
   """
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
-  losses = [named.get(f"{name}_{label.metric}") for name, label in labels.items()]
-  if None in losses:
+  losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
+  if not losses.keys() <= named.keys():
     return named
-  weights = [label.weight for label in labels.values()]
-  return named | {"logloss": float(np.dot(weights, losses))}
+  return named | {"logloss": sum(weight * named[loss] for loss, weight in losses.items())}
