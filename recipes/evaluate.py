@@ -21,6 +21,7 @@ from absl import logging
 from sklearn.metrics import log_loss, roc_auc_score
 
 from . import export, hosts, serving
+from .dlrm import tasks
 from .errors import in_one_line
 from .evaluation.metrics import RankingMetrics
 from .run import settings
@@ -72,7 +73,8 @@ def of_export(served: Path, config) -> dict[str, Any]:
 
   Returns:
     `rows`, how many were measured, and `metrics`: `auc` (if both outcomes are there) and `logloss`,
-    or what `RankingMetrics` computes of one ranking for each user.
+    of several labels as `dlrm.tasks.joined` names them, or what `RankingMetrics` computes of one
+    ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
@@ -85,8 +87,11 @@ def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str,
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
-  weight_name = table.name_of(spec.Weight)
-  for rows in RowReader(table, ""):
+  weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
+  if any(map(spec.is_history, table.kinds.values())):
+    for rows in reader:
+      model.memory.add(rows.chunk.columns)
+  for rows in reader:
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
     scores.append(model.answers(values, np.zeros(count, bool)).scores)
@@ -94,12 +99,36 @@ def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str,
     weights.append(values[weight_name] if weight_name else np.ones(count))
   score, label = np.concatenate(scores), np.concatenate(labels)
   weight = np.concatenate(weights).astype(np.float64)
+  if table.is_one_click:
+    return {"rows": len(label), "metrics": _of_clicks(label, score, weight)}
+  found, place = {}, 0
+  for (name, kind), target in zip(table.labels.items(), label.T, strict=True):
+    own = score[:, place : (place := place + kind.num_outputs)]
+    counts = ~np.isnan(target) & (weight > 0)
+    found[name] = _of_label(kind, target[counts], own[counts], weight[counts])
+  return {"rows": len(label), "metrics": tasks.joined(table.labels, found)}
+
+
+def _of_clicks(label: np.ndarray, score: np.ndarray, weight: np.ndarray) -> dict[str, float]:
   metrics = {}
   if weight.sum():
     metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
   if 0 < weight[label == 1].sum() < weight.sum():
     metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
-  return {"rows": len(label), "metrics": metrics}
+  return metrics
+
+
+def _of_label(
+  kind: spec.Label, target: np.ndarray, scores: np.ndarray, weight: np.ndarray
+) -> dict[str, float]:
+  """Returns the metrics of one of several labels on the rows in which it counts."""
+  if kind.loss == "binary" or not len(target):
+    return _of_clicks(target, scores[:, 0], weight)
+  mean = lambda x: float(np.average(x, weights=weight))
+  if kind.loss == "squared_log":
+    return {"squared_loss": mean(np.square(np.log1p(scores[:, 0]) - target))}
+  right = scores[np.arange(len(target)), target.astype(int)]
+  return {"logloss": mean(-np.log(right)), "accuracy": mean(scores.argmax(axis=1) == target)}
 
 
 def _ranking(

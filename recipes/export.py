@@ -38,6 +38,7 @@ from .evaluation import retrieval
 from .run import settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
+from .tables import spec
 from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
@@ -166,7 +167,11 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
   versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
-  header = [kind.get("column") or name for name, kind in columns.items()]
+  header = [
+    kind.get("column") or name
+    for name, kind in columns.items()
+    if kind.get("kind") != "cross" and not kind.get("of")
+  ]
   return {
     "format": folder_lib.FORMAT,
     "recipe": run.recipe,
@@ -175,7 +180,7 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
     "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
     "columns": columns,
     "num_columns": len(columns),
-    "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
+    "header": header,
     "text": reading["format"],
     "exclude_seen": run.config.get("exclude_seen", True),
     "ann": ann,
@@ -186,13 +191,24 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
+  several = sum(column.get("kind") == "label" for column in about["columns"].values()) > 1
+  scores = "a column `score_<label>` for each label" if several else "a column `score`"
   read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
   adds = (
-    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    f"{scores} to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
     if is_click
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
     "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
+  )
+  lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
+  histories = (
+    f"""
+Histories are lists in the rows, in the order of time: {lists}. With `--log=log.csv`
+(`model.remember(rows)`), they are taken of a log instead, and a row needs its time.
+"""
+    if lists
+    else ""
   )
   return f"""# A model of {markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
 
@@ -206,7 +222,7 @@ adds {adds}. The wheel comes from a checkout: `pip wheel --no-deps CHECKOUT`. Th
     {call}
 
 `help({package}.serving)` says what is done with unknown and missing values.
-
+{histories}
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
@@ -218,7 +234,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  data = data_lib.ClickData(columns, {}, features, {}, {})
+  kinds = spec.parse(arrays.read_json(serve / READING, schema=_READING)["columns"])
+  data = data_lib.ClickData(columns, {}, features, {}, {}, labels=spec.labels(kinds))
   model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
@@ -228,7 +245,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  return _Parts(model, train.logits, inputs, {})
+  lists = [p.name for h in encoder.histories for p in h.parts if p.by != "table"]
+  return _Parts(model, train.logits, inputs, {"lists": lists})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:

@@ -6,9 +6,13 @@
 Rows have the header of the training file, in any order of columns; columns that training has not
 read may be there, and label, weight, split and time may be missing. They are written in their
 order, as they were read, in UTF-8, with the delimiter that they have (Parquet: a comma). dlrm adds
-`score`, the probability of a click; two_tower and sequence add `item_1`, `score_1`, `title_1`
-(where a title is declared), `item_2`, … of raw ids. The package `recipes.serving`, which does the
-same from Python, says what is done with unknown and missing values.
+`score`, the probability of a click, or of several labels `score_<label>` each; two_tower and
+sequence add `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids. The
+package `recipes.serving`, which does the same from Python, says what is done with unknown and
+missing values.
+
+Histories that dlrm has built of its log are lists in the rows, or with --log=log.csv what the user
+of a row did before it in that log, which has the columns of the training file.
 
 A row that cannot be read is an error, which names row and column. With --on_bad_row=skip it is
 written without predictions; of a row with too many fields the last ones are cut off.
@@ -26,7 +30,7 @@ import numpy as np
 
 from . import serving
 from .errors import UserError, in_one_line
-from .serving.rows import Writer, bad_row, open_rows
+from .serving.rows import Chunk, Writer, bad_row, open_rows
 
 
 def predict(
@@ -36,6 +40,7 @@ def predict(
   *,
   top: int | None = None,
   on_bad_row: str = "raise",
+  log: str = "",
 ) -> list[str]:
   """Reads rows, writes them with predictions, and returns lines about them.
 
@@ -45,6 +50,7 @@ def predict(
     out: where to.
     top: how many items, of two_tower and sequence; None is 10, or all where they are fewer.
     on_bad_row: "raise", or "skip".
+    log: of earlier rows, which histories of dlrm are taken of; "" takes lists in the rows.
 
   Raises:
     UserError: the folder or the rows cannot be read; names row and column.
@@ -54,8 +60,15 @@ def predict(
   if isinstance(model, serving.ClickModel):
     if top is not None:
       raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-    names, ask = ["score"], model.score
+    names, ask = list(model.names), model.score
+    if log:
+      with open_rows(log, sys.stdin.buffer, model.served.text_format) as rows:
+        for chunk in rows:
+          _refuse(rows.source, chunk)
+          model.remember(chunk.columns, source=rows.source, first_row=chunk.first_row)
   else:
+    if log:
+      raise UserError("--log is for dlrm: two_tower and sequence have the users' histories")
     top = model.checked_top(top)
     parts = ["item", "score", *(["title"] if model.has_titles else [])]
     names = [f"{part}_{i + 1}" for i in range(top) for part in parts]
@@ -65,9 +78,8 @@ def predict(
   with open_rows(path, sys.stdin.buffer, format) as rows:
     writer = Writer(out, rows, names, format)
     for chunk in rows:
-      if chunk.faults and on_bad_row == "raise":
-        index = min(chunk.faults)
-        raise bad_row(rows.source, chunk.first_row + index, chunk.faults[index])
+      if on_bad_row == "raise":
+        _refuse(rows.source, chunk)
       answers = ask(
         chunk.columns, on_bad_row=on_bad_row, source=rows.source, first_row=chunk.first_row
       )
@@ -101,10 +113,17 @@ _NOTES = {
 }
 
 
+def _refuse(source: str, chunk: Chunk) -> None:
+  """Raises UserError for the first row that cannot be read."""
+  if chunk.faults:
+    index = min(chunk.faults)
+    raise bad_row(source, chunk.first_row + index, chunk.faults[index])
+
+
 def _columns(answers: serving.Scored | serving.Recommended) -> list[np.ndarray]:
   """Returns the columns that are added."""
   if isinstance(answers, serving.Scored):
-    return [answers.scores]
+    return list(answers.scores.T.reshape(-1, len(answers.scores)))
   parts = [answers.items, answers.scores, answers.titles]
   return [part[:, i] for i in range(answers.items.shape[1]) for part in parts if part is not None]
 
@@ -124,13 +143,14 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("served", help="the folder of an export")
   parser.add_argument("rows", nargs="?", default="-", help="a file; default: the standard input")
   parser.add_argument("--top", type=int, help="two_tower, sequence: how many items; default: 10")
+  parser.add_argument("--log", default="", help="dlrm: a file of earlier rows, for histories")
   parser.add_argument("--on_bad_row", default="raise", choices=["raise", "skip"])
   arguments = parser.parse_args(argv)
   # Bytes that are no text go out as they came in.
   stdout = open(  # noqa: SIM115 - the standard output stays open
     sys.stdout.fileno(), "w", encoding="utf-8", errors="surrogateescape", newline="", closefd=False
   )
-  about = {"top": arguments.top, "on_bad_row": arguments.on_bad_row}
+  about = {"top": arguments.top, "on_bad_row": arguments.on_bad_row, "log": arguments.log}
   try:
     with in_one_line(parser, but=(BrokenPipeError,)):
       notes = predict(arguments.served, arguments.rows, stdout, **about)

@@ -1,4 +1,7 @@
-"""Baselines of click models, on the same rows: a constant rate and a logistic regression."""
+"""Baselines of click models, on the same rows: a constant rate and a logistic regression.
+
+Each label has its own; the logistic regression is of labels of clicks.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +10,9 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from ..evaluation import baselines
+from ..tables.spec import Label
 from ..training.features import cut_ids
+from . import tasks as tasks_lib
 from .data import ClickData
 
 _ROWS = 1 << 22  # labels that are read at once
@@ -19,7 +24,8 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
     "constant rate": functools.partial(constant_rate, data)
   }
   can_choose = len(range(*data.splits["valid"])) > 0
-  if config.baseline.max_rows and can_choose:
+  has_clicks = any(label.loss == "binary" for label in data.labels.values())
+  if config.baseline.max_rows and can_choose and has_clicks:
     chosen["logistic regression"] = functools.partial(
       logistic_regression,
       data,
@@ -30,28 +36,74 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
 
 
 def constant_rate(data: ClickData) -> dict[str, float]:
-  """Returns the metrics of predicting the training rows' rate of clicks for every row."""
-  rates = {split: _rate(data, *rows) for split, rows in data.splits.items() if len(range(*rows))}
-  odds = np.clip(rates.pop("train"), 1e-15, 1 - 1e-15)
-  scores: dict[str, float] = {}
-  for split, rate in rates.items():
-    logloss = -rate * np.log(odds) - (1 - rate) * np.log1p(-odds)
-    scores |= {f"{split}_auc": 0.5, f"{split}_logloss": float(logloss)}
+  """Returns the metrics of predicting the training rows' rate of clicks for every row.
+
+  Of classes it predicts their rates, of a regression the mean of log(1 + value).
+  """
+  sums = {
+    split: [_sums(data, place, label, *rows) for place, label in enumerate(data.labels.values())]
+    for split, rows in data.splits.items()
+    if len(range(*rows))
+  }
+  train, scores = sums.pop("train"), dict[str, float]()
+  for split, held_out in sums.items():
+    each = zip(data.labels.items(), train, held_out, strict=True)
+    found = {name: _of_constant(label, *of_rows) for (name, label), *of_rows in each}
+    scores |= _named(data, split, found)
   return scores
 
 
-def _rate(data: ClickData, start: int, stop: int) -> float:
-  clicks = total = 0.0
+def _of_constant(label: Label, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+  if label.loss == "squared_log":
+    total, first, second = held_out
+    mean = train[1] / train[0]
+    return {"squared_loss": float((second - 2 * mean * first) / total + mean**2)}
+  known, rates = (x / x.sum() for x in (train, held_out))
+  logloss = float(-rates @ np.log(np.clip(known, 1e-15, 1)))
+  if label.loss == "binary":
+    return {"auc": 0.5, "logloss": logloss}
+  return {"accuracy": float(rates[known.argmax()]), "logloss": logloss}
+
+
+def _sums(data: ClickData, place: int, label: Label, start: int, stop: int) -> np.ndarray:
+  """Returns the weight of each outcome of a label, or of a regression the first three moments."""
+  total = np.zeros(3 if label.loss == "squared_log" else max(label.num_outputs, 2))
   for first in range(start, stop, _ROWS):
     part = slice(first, min(first + _ROWS, stop))
-    weights = _weights(data, part).astype(np.float64)
-    clicks, total = clicks + np.vdot(weights, data.columns["label"][part]), total + weights.sum()
-  return clicks / total
+    target, weight = _label(data, place, part), _weights(data, part).astype(np.float64)
+    counts = ~np.isnan(target)
+    target, weight = target[counts], weight[counts]
+    if label.loss == "squared_log":
+      total += weight @ (target[:, None] ** np.arange(3))
+    else:
+      total += np.bincount(target.astype(int), weight, len(total))
+  return total
+
+
+def _label(data: ClickData, place: int, rows: slice) -> np.ndarray:
+  """Returns one label of some rows, float64 `[N]`, NaN where it does not count.
+
+  Of rows with several targets, those one after the other.
+  """
+  label = np.asarray(data.columns["label"][rows], np.float64)
+  is_one = tasks_lib.is_one_click(data.labels)
+  return label.ravel() if is_one else label.reshape(len(label), -1)[:, place]
+
+
+def _named(
+  data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+  """Returns the metrics of a split by their names, given those of each label."""
+  if tasks_lib.is_one_click(data.labels):
+    (found,) = scores.values()
+  else:
+    found = tasks_lib.joined(data.labels, scores)
+  return {f"{split}_{name}": value for name, value in found.items()}
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
-    return np.asarray(data.columns["weight"][rows])
+    return np.asarray(data.columns["weight"][rows]).ravel()
   return np.ones(rows.stop - rows.start, np.float32)
 
 
@@ -112,15 +164,32 @@ def logistic_regression(
     for feature in data.features
     for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
   ]
-  matrices, labels, weights = {}, {}, {}
+  clicks = {n: p for p, (n, x) in enumerate(data.labels.items()) if x.loss == "binary"}
+  matrices, weights = {}, {}
+  labels: dict[str, dict[str, np.ndarray]] = {name: {} for name in clicks}
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
-    dense = np.asarray(data.columns["dense"][first:stop])
-    ids = _ids(data, slice(first, stop)).values()
+    rows = slice(first, stop)
+    dense = np.asarray(data.columns["dense"][rows])
+    ids = _ids(data, rows).values()
     wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
     matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)
-    labels[split] = np.asarray(data.columns["label"][first:stop])
-    weights[split] = _weights(data, slice(first, stop))
-  return baselines.logistic_regression(
-    matrices, labels, weights, inverse_penalties=inverse_penalties
-  )
+    weights[split] = _weights(data, rows)
+    for name, place in clicks.items():
+      labels[name][split] = _label(data, place, rows)
+  fits = {}
+  for name, label in labels.items():
+    counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in label.items()}
+    of_rows = (
+      {split: x[split][rows] for split, rows in counts.items()} for x in (matrices, label, weights)
+    )
+    fits[name] = baselines.logistic_regression(*of_rows, inverse_penalties=inverse_penalties)
+  if tasks_lib.is_one_click(data.labels):
+    return next(iter(fits.values()))
+  scores: dict[str, float] = {}
+  for split in ("valid", "test"):
+    of = lambda fit, split=split: {
+      name.removeprefix(f"{split}_"): x for name, x in fit.items() if name.startswith(f"{split}_")
+    }
+    scores |= _named(data, split, {name: of(fit) for name, fit in fits.items()})
+  return scores

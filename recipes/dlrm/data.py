@@ -1,7 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels, or one that is no
+click, float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -19,10 +20,10 @@ import embed
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, spark
+from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, listens, published, synthetic
+from . import criteo1tb, listens, published, synthetic, tasks
 
 _FILL = {"ids": -1, "tokens": -1, "contexts": -1}  # of columns; others get 0
 
@@ -33,10 +34,13 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared) -> Prepared:
-  if "shards" not in prepared.meta:
-    return prepared
   assert isinstance(prepared.columns, arrays.Columns)
-  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
+  folder = prepared.columns.folder
+  if "shards" in prepared.meta:
+    return dataclasses.replace(prepared, columns=spark.Shards(folder))
+  if prepared.meta.get("histories"):
+    return dataclasses.replace(prepared, columns=histories.Columns(folder))
+  return prepared
 
 
 _table = functools.partial(DataSet, build=_build, view=_view)
@@ -68,6 +72,7 @@ class ClickData:
     best: metrics of the probabilities that the labels were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
+    labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
   columns: Mapping[str, Any]
@@ -77,6 +82,7 @@ class ClickData:
   best: Mapping[str, float]
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
+  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
 
   @property
   def num_examples(self) -> int:
@@ -95,8 +101,14 @@ class ClickData:
     """
     start, stop = self.splits["train"]
     rows = slice(start, min(stop, start + 100_000_000))
-    clicks, weights = self.columns["label"][rows], self.columns.get("weight")
+    labels, weights = self.columns["label"][rows], self.columns.get("weight")
     weights = None if weights is None else weights[rows]
+    if tasks.is_one_click(self.labels):
+      rates = {"label rate": float(np.average(labels, weights=weights))}
+    else:
+      clicks = [label.loss == "binary" for label in self.labels.values()]
+      columns = zip(self.labels, clicks, labels.T, strict=True)
+      rates = {f"{name} rate": float(np.nanmean(x)) for name, is_click, x in columns if is_click}
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))
@@ -105,7 +117,7 @@ class ClickData:
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      "label rate": float(np.average(clicks, weights=weights)),
+      **rates,
     }
 
 
@@ -133,6 +145,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.best,
     prepared.serve,
     tuple(prepared.meta.get("dense", ())),
+    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
   )
 
 
@@ -149,7 +162,7 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+  """Returns `config.steps` batches: `label`, `dense` `[B, K]`, `features`.
 
   Those of `listens` are as `listens.inputs` returns them. Rows are shuffled, or with
   `config.shuffle=False` in order. B is this process's part of `config.batch_size`.

@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm"; "hstu" for the sequences of listens
+  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"; "hstu" for the sequences of listens
   "dim": 16,  # columns of the tables
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
@@ -28,7 +28,24 @@ DEFAULTS: dict[str, Any] = {
     "query_block": 0,  # columns whose attention is computed at once; 0 is all
     "input_dropout": 0.0,  # rate on the vectors of events
   },
-  "dropout": 0.2,  # rate in the MLP before the logit, and in the blocks of hstu
+  "history": {
+    "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
+    "hidden": (80, 40),  # din: widths of the MLP that weighs a position
+    "blocks": 1,  # transformer, hstu
+    "heads": 2,  # transformer, hstu
+  },
+  "wide_deep": {  # of wide_deep and deepfm
+    "deep": (256, 128),  # widths of the MLP
+  },
+  "tasks": {  # what several labels share, on the model's features
+    "structure": "shared_bottom",  # or "mmoe", "ple": experts with a gate for each label
+    "experts": 4,  # that all labels share, of mmoe and of each level of ple
+    "own_experts": 1,  # of each label, in a level of ple
+    "levels": 2,  # of ple
+    "expert": (128,),  # widths of an expert
+    "tower": (),  # widths of the MLP of each label before its outputs
+  },
+  "dropout": 0.2,  # rate in the MLP before the logit, in experts, towers and the blocks of hstu
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
@@ -62,7 +79,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "vocabulary_sizes": (),  # rows of the tables: item, artist, album, user, and seven crosses
     "num_days": 14,  # of the log; the last one tests, the one before it validates
     "events": 4.0,  # of a user on a day, in the mean
-    "history": 32,  # the most events before its first target that a sequence has
+    "past": 32,  # the most events before its first target that a sequence has
     "targets": 1,  # the most events of a day that one sequence predicts
     "sequences": 1,  # the most sequences of a row
     "width": 0,  # columns of a row; 0 is enough for that many sequences

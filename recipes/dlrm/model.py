@@ -1,8 +1,13 @@
-"""DLRM and DCN-V2: two ways to let categorical and dense features meet.
+"""DLRM, DCN-V2, Wide & Deep and DeepFM: ways to let categorical and dense features meet.
 
-B is the batch, F the number of categorical features, K of dense ones, D the width of the tables.
+A model looks up its features, a backbone makes hidden features of them, and a head makes logits of
+these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
+
+B is the batch, F the number of categorical features, K of dense ones, D the width of the tables, H
+of the hidden features, O the number of outputs: one of a label, or as many as its classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,14 +21,54 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
-from . import listens
+from . import histories as histories_lib
+from . import listens, tasks
 from .data import ClickData
 from .hstu import HSTURanker
 
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, Any]
+Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
+Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
+ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
 
-class DLRM(nnx.Module):
+class Ranker(nnx.Module):
+  """A click model: tables, a backbone and a head.
+
+  Attributes:
+    embed: the tables.
+    head: `[B, H]` to `[B, O]`.
+    dtype: of the computation; logits are float32.
+    histories: makes vectors of the positions of histories; None where they are pooled.
+  """
+
+  embed: embed.SparseEmbed
+  head: Any
+  dtype: Any
+  histories: histories_lib.Histories | None = None
+
+  def __call__(self, batch: Batch) -> jax.Array:
+    """Returns logits `[B]`, or of several outputs `[B, O]`.
+
+    Args:
+      batch: has `features` and `dense` `[B, K]`.
+    """
+    activations = self.embed(batch["features"])
+    if self.histories is not None:
+      activations = self.histories(activations, batch["features"])
+    outputs = self.outputs(activations, batch["dense"])
+    return outputs[:, 0] if outputs.shape[1] == 1 else outputs
+
+  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    """Returns `[B, O]`."""
+    return self.head(self.hidden(activations, dense))
+
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    """Returns the backbone's features `[B, H]`."""
+    raise NotImplementedError
+
+
+class DLRM(Ranker):
   """Naumov et al. 2019: a bottom MLP on the dense features, dot products of all pairs, a top MLP.
 
   Without dense features there is no bottom MLP and the pairs are of the tables alone.
@@ -37,6 +82,7 @@ class DLRM(nnx.Module):
     concat_tables: the top MLP also sees what the tables return, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
+    head: makes the head.
     dtype: of the computation; logits are float32.
   """
 
@@ -50,6 +96,7 @@ class DLRM(nnx.Module):
     top: Sequence[int],
     concat_tables: bool,
     dropout: float,
+    head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
@@ -57,37 +104,40 @@ class DLRM(nnx.Module):
     mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
     self.names, self.concat_tables = tuple(features), concat_tables
-    self.projections = nnx.Dict(
-      {
-        name: nnx.Linear(feature.table.dim, dim, use_bias=False, dtype=dtype, rngs=rngs)
-        for name, feature in features.items()
-        if feature.table.dim != dim
-      }
-    )
+    widths = {name: feature.table.dim for name, feature in features.items()}
+    self.projections = _projections(widths, dim, dtype, rngs)
     vectors = len(features) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
     self.top = mlp(width, top, dropout=dropout)
-    self.head = nnx.Linear(self.top.out_features, 1, rngs=rngs)
+    self.head = head(self.top.out_features, rngs=rngs)
 
-  def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations = jax.tree.map(lambda x: x.astype(self.dtype), self.embed(batch["features"]))
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
     tables = [
-      self.projections[name](activations[name]) if name in self.projections else activations[name]
+      _projected(self.projections, name, activations[name].astype(self.dtype))
       for name in self.names
     ]
-    dense = [self.bottom(batch["dense"])] if self.bottom is not None else []
-    pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
-    seen = [*tables, *dense] if self.concat_tables else dense
-    return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]  # promoted
+    numbers = [self.bottom(dense)] if self.bottom is not None else []
+    pairs = layers.dot_interaction(jnp.stack([*tables, *numbers], axis=1))
+    seen = [*tables, *numbers] if self.concat_tables else numbers
+    return self.top(jnp.concatenate([*seen, pairs], axis=1))
 
 
-class DCNV2(nnx.Module):
+def _projections(widths: Mapping[str, int], dim: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Dict:
+  """Returns linear maps to width `dim` of the vectors that have another one."""
+  linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+  return nnx.Dict({name: linear(width, dim) for name, width in widths.items() if width != dim})
+
+
+def _projected(projections: nnx.Dict, name: str, x: jax.Array) -> jax.Array:
+  return projections[name](x) if name in projections else x
+
+
+class DCNV2(Ranker):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    tables, num_dense, dtype: as for `DLRM`; tables are of any width.
+    tables, num_dense, head, dtype: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -109,6 +159,7 @@ class DCNV2(nnx.Module):
     structure: str,
     dropout: float,
     bottom: Sequence[int] = (),
+    head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
@@ -124,18 +175,85 @@ class DCNV2(nnx.Module):
     self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
     self.structure = structure
     both = self.deep.out_features + (width if structure == "parallel" else 0)
-    self.head = nnx.Linear(both, 1, rngs=rngs)
+    self.head = head(both, rngs=rngs)
 
-  def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations = self.embed(batch["features"])
-    dense = batch["dense"] if self.bottom is None else self.bottom(batch["dense"])
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    dense = dense if self.bottom is None else self.bottom(dense)
     parts = [*(activations[name] for name in self.names), dense]
     x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
     crossed = self.cross(x)
     if self.structure == "stacked":
-      return self.head(self.deep(crossed))[:, 0]
-    return self.head(jnp.concatenate([crossed, self.deep(x)], axis=1))[:, 0]
+      return self.deep(crossed)
+    return jnp.concatenate([crossed, self.deep(x)], axis=1)
+
+
+class WideDeep(Ranker):
+  """Cheng et al. 2016: a linear model of all features beside an MLP. With pairs, DeepFM.
+
+  `logits = sum_f w[f] + W dense + head(MLP([vectors, dense]))`, w[f] the first-order weights of the
+  ids of feature f: the last O columns of its table. Declared crosses are features as well.
+
+  DeepFM (Guo et al. 2017, equations 2 to 4) adds the dot products of all pairs of vectors, as
+  `sum_d p[d] ((sum_f v[f, d])^2 - sum_f v[f, d]^2) / 2`. A dense feature's vector is a learned one
+  times the number. p is 1 at first, as in the paper, and learned, so that each output has its own
+  (He and Chua 2017, "Neural Factorization Machines", equation 4).
+
+  Args:
+    tables, num_dense, dropout, head, dtype: as for `DLRM`.
+    deep: widths of the MLP.
+    pairs: the width D to which vectors are projected where theirs is another one; 0 for no pairs.
+    num_outputs: O.
+  """
+
+  def __init__(
+    self,
+    tables: embed.SparseEmbed,
+    num_dense: int,
+    *,
+    deep: Sequence[int],
+    pairs: int,
+    dropout: float,
+    num_outputs: int = 1,
+    head: Head = ONE_LOGIT,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.names, self.num_outputs = tuple(features), num_outputs
+    widths = {name: feature.table.dim - num_outputs for name, feature in features.items()}
+    width = sum(widths.values()) + num_dense
+    self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+    self.wide = linear(num_dense, num_outputs) if num_dense else None
+    self.projections = _projections(widths if pairs else {}, pairs, dtype, rngs)
+    small, ones = nnx.initializers.normal(0.01), nnx.initializers.ones
+    self.numbers = linear(num_dense, pairs, kernel_init=small) if pairs and num_dense else None
+    self.pairs = linear(pairs, num_outputs, kernel_init=ones) if pairs else None
+    self.head = head(self.deep.out_features, rngs=rngs)
+
+  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    outputs = super().outputs(activations, dense)
+    outputs += sum(activations[name][:, -self.num_outputs :] for name in self.names)
+    if self.wide is not None:
+      outputs += self.wide(dense)
+    if self.pairs is None:
+      return outputs
+    vectors = [_projected(self.projections, n, x) for n, x in self._vectors(activations).items()]
+    total, squares = sum(vectors), sum(map(jnp.square, vectors))
+    if self.numbers is not None:
+      total += self.numbers(dense)
+      squares += jnp.square(dense) @ jnp.square(self.numbers.kernel)
+    return outputs + self.pairs((jnp.square(total) - squares) / 2)
+
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    parts = [*self._vectors(activations).values(), dense]
+    return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
+
+  def _vectors(self, activations: Activations) -> dict[str, jax.Array]:
+    return {name: activations[name][:, : -self.num_outputs] for name in self.names}
+
+
+MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm", "hstu")
 
 
 def build_model(
@@ -148,15 +266,20 @@ def build_model(
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  initializer = build.table_initializer(config)
+  if config.model not in MODELS:
+    raise UserError(f"unknown model {config.model!r}: choose {', '.join(MODELS)}")
+  is_wide, num_outputs = config.model in ("wide_deep", "deepfm"), tasks.num_outputs(data.labels)
+  more = num_outputs if is_wide else 0  # columns of first-order weights
   features = features_lib.feature_configs(
-    data.features,
+    [dataclasses.replace(each, dim=(each.dim or config.dim) + more) for each in data.features],
     config.dim,
-    initializer=initializer,
+    initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
+    positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  dtype: Any = build.dtype(config, "dtype")
   if (config.model == "hstu") != ("tokens" in data.columns):
     raise UserError(
       f"model is {config.model!r} and dataset {config.dataset!r}: write model='hstu' for the "
@@ -165,7 +288,8 @@ def build_model(
   common: Any = {
     "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     "dropout": config.dropout,
-    "dtype": build.dtype(config, "dtype"),
+    "head": tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=dtype),
+    "dtype": dtype,
     "rngs": rngs,
   }
   if config.model == "hstu":
@@ -173,7 +297,12 @@ def build_model(
     return HSTURanker(**common, **of_log, dim=config.dim, **config.hstu)
   common["num_dense"] = data.num_dense
   if config.model == "dlrm":
-    return DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm, dcnv2 or hstu")
+    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
+  elif config.model == "dcnv2":
+    model = DCNV2(**common, **config.dcnv2)
+  else:
+    pairs = config.dim if config.model == "deepfm" else 0
+    model = WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
+  widths = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, widths, dtype, rngs)
+  return model

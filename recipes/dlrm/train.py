@@ -1,11 +1,13 @@
 """Trains a click model: `run` reads from top to bottom; what it calls is below it.
 
-A second loss, a teacher or a further metric is a change of this file. `loss_fn` returns the loss to
-minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as means since the last
-line. `run.steps` takes a function that adds a teacher's outputs to each batch, and
-`warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
+A second loss, a teacher or a further metric is a change of this file; `tasks` has the losses of
+several labels. `loss_fn` returns the loss to minimise, or `(loss, {name: scalar})`, whose scalars
+are logged beside it, as means since the last line. `run.steps` takes a function that adds a
+teacher's outputs to each batch, and `warm_start.take` loads the teacher from its run. `run.log`
+logs any further scalar.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
+from . import histories, tasks
 from .model import build_model
 
 
@@ -63,7 +66,8 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     writers=writers,
   ) as run:  # fmt: skip
     warm_start.start(run)
-    step = train_step.Step(OBJECTIVE, model, optimizer, train_step.options(config), mesh)
+    objective_ = objective(config, data, mesh)
+    step = train_step.Step(objective_, model, optimizer, train_step.options(config), mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
@@ -96,32 +100,39 @@ OBJECTIVE = train_step.Objective(loss_fn, total_weight, prepare=admit)
 
 def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns what training minimises."""
-  del config, data, mesh
-  return OBJECTIVE
+  del config, mesh
+  if tasks.is_one_click(data.labels):
+    return OBJECTIVE
+  loss = functools.partial(tasks.loss_fn, labels=data.labels)
+  prepare = lambda model, batch, ahead=False: admit(model, tasks.with_weights(batch), ahead)
+  return train_step.Objective(loss, total_weight, prepare=prepare)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
 def predict(model, batch) -> jax.Array:
-  """Returns a batch's logits `[B]`; compiled."""
+  """Returns a batch's outputs, `[B]` or `[B, O]`; compiled."""
   return logits(model, batch)
 
 
 def logits(model, batch) -> jax.Array:
-  """Returns a batch's logits `[B]`, without admitting raw ids."""
+  """Returns a batch's outputs, `[B]` or `[B, O]`, without admitting raw ids."""
   return model(batch | {"features": model.embed.translate(batch["features"])})
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
 
-  A row counts by its `weight`, if there is one. A split without rows has no metrics.
+  Several labels have their metrics under their names; see `tasks.Metrics`. A row counts by its
+  `weight`, if there is one. A split without rows has no metrics.
   """
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
     view = nnx.view(model, deterministic=True)
-    metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
+    metrics: Any = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
+    if not tasks.is_one_click(data.labels):
+      metrics = tasks.Metrics(data.labels, mesh)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
@@ -138,6 +149,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
+  histories.check(config)
   train_step.check(config, mesh)
   units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
@@ -148,7 +160,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  check_select(config.select, ["valid_auc", "valid_logloss"] if has_valid else [])
+  names = tasks.metric_names(data.labels) if has_valid else ()
+  check_select(config.select, [f"valid_{name}" for name in names])
   return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
 
 

@@ -30,9 +30,12 @@ def notes(
       better.append(f"{best} by {split} {metric} ({scores[best]:.4f}, the model {own:.4f})")
   if better:
     lines.append(f"a baseline is better than the model: {'; '.join(better)}")
-  if (auc := result["metrics"].get(f"{split}_auc", 0)) > _MAX_AUC:
-    line = f"{split} auc is {auc:.4f}: some column probably holds what the label says"
-    if telling is not None:
+  for name, auc in result["metrics"].items():
+    if not (name.startswith(split) and name.endswith("auc") and auc > _MAX_AUC):
+      continue
+    metric = name.removeprefix(f"{split}_")
+    line = f"{split} {metric} is {auc:.4f}: some column probably holds what the label says"
+    if telling is not None and metric == "auc":
       column, alone = telling()
       line += f"; {column!r} alone has {alone:.4f}"
     lines.append(f"{line}. Leave out columns that are known only after the click, and train again")

@@ -1,7 +1,7 @@
 """Predictions by a model that `recipes.export` has written, for rows as they are.
 
     model = serving.load("served")
-    model.predict(rows)             # dlrm: probabilities, float64 [N]
+    model.predict(rows)             # dlrm: probabilities, float64 [N], or of `model.names` [N, S]
     model.score(rows)               # the same, and counts of unknown and missing values: `Scored`
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
 
@@ -13,7 +13,10 @@ with files.
 declared. A category outside the vocabulary is what the declaration says: with `oov` it has one of
 these rows of its table, with `oov=0` no vector. A missing category has no vector, a missing number
 is the mean of training, and a user or item that the table of its own lacks has no features.
-Values that training has not seen and missing ones are counted by column.
+Values that training has not seen and missing ones are counted by column. A history that training
+has built of its log is a list column of its name, and one for each value beside it (`seen`,
+`seen_genre`); or after `model.remember(log)` it is what the row's user did in that log before the
+row's time.
 
 **Recommendations.** A row needs one of: the user, a feature of the user, or a `history`.
 

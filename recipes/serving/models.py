@@ -1,6 +1,7 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.special import expit
+from scipy.special import expit, softmax
 
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -17,6 +18,7 @@ from ..tables import spec
 from ..tables.encoding import Encoder, Entities, extracted
 from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
+from . import histories
 from . import rows as rows_lib
 from .folder import Served
 
@@ -41,7 +43,9 @@ class Scored:
   """Probabilities of N rows, and how many rows have values that say little about them.
 
   Attributes:
-    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read.
+    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read. Of several labels
+      `[N, len(model.names)]`: a probability of each label of clicks and of each class, and the
+      value of a regression.
     is_bad: bool `[N]`, rows that cannot be read and are left out.
     unknown: by column, how many rows have a value that training has not seen, or, of users and
       items with features in a table of their own, that this table lacks.
@@ -59,23 +63,68 @@ class ClickModel:
 
   Args:
     served: of the recipe dlrm.
+
+  Attributes:
+    names: of the scores: "score", or of several labels "score_<label>" and of classes
+      "score_<label>_<class>".
   """
 
   def __init__(self, served: Served):
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
-    self._wanted = spec.ways(kinds)
+    self._wanted, self._labels = spec.ways(kinds), spec.labels(served.kinds)
+    self._lists = histories.Lists(self._encoder, served.kinds)
+    self._clocks = self._lists.clocks
+    self._is_one_click = [kind.loss for kind in self._labels.values()] == ["binary"]
+    self.names = tuple(
+      f"score_{name}_{value}" if value else f"score_{name}"
+      for name, kind in self._labels.items()
+      for value in kind.classes or ("",)
+    )
+    self.names = ("score",) if self._is_one_click else self.names
 
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that rows must have."""
-    return tuple(dict.fromkeys(column for names, _ in self._wanted.values() for column in names))
+    return tuple(dict.fromkeys(column for names, _ in self._needed.values() for column in names))
+
+  @property
+  def _needed(self) -> rows_lib.Wanted:
+    return self._wanted | (self.memory if "memory" in self.__dict__ else self._lists).wanted
+
+  def remember(self, rows: Any, *, source: str = "log", first_row: int = 1) -> None:
+    """Adds rows to the log that the histories of the next rows are taken of.
+
+    From then on a row to predict for needs its time in place of lists: its history is what its user
+    did in the log before this time.
+
+    Args:
+      rows: as of `score`, with the time, and the label where histories are of one; rows whose label
+        is missing have none.
+      source, first_row: as of `score`.
+
+    Raises:
+      UserError: the model has no histories; or as `score`.
+    """
+    if not self._encoder.histories:
+      raise UserError("this model has no history that is built of a log, and remembers nothing")
+    memory = self.memory
+    wanted = self._wanted | memory.wanted | memory.labels
+    memory.add(self._read(rows, wanted, "raise", source, first_row)[0])
+
+  @functools.cached_property
+  def memory(self) -> histories.Memory:
+    """The log that histories are taken of once `remember` has added rows to it."""
+    return histories.Memory(self._encoder, self.served.kinds)
 
   def predict(
     self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
   ) -> np.ndarray:
-    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`."""
+    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`.
+
+    Of several labels `[N, len(model.names)]`.
+    """
     return self.score(rows, on_bad_row=on_bad_row, source=source, first_row=first_row).scores
 
   def score(
@@ -91,43 +140,79 @@ class ClickModel:
     Raises:
       UserError: a column is missing, or a row cannot be read; names row and column.
     """
-    arrays = rows_lib.as_columns(rows)
-    rows_lib.require(list(arrays), self.columns, source)
-    missing = self.served.text_format.missing
-    return self.answers(
-      *rows_lib.read(arrays, self._wanted, missing, on_bad_row, source, first_row)
-    )
+    values, bad = self._read(rows, self._needed, on_bad_row, source, first_row)
+    if "memory" in self.__dict__:
+      return self.answers(values, bad)
+    positions, problems = self._lists.positions(values, self._clocks)
+    bad |= rows_lib.refused(problems, len(bad), on_bad_row, source, first_row)
+    return self.answers(values, bad, positions)
 
-  def answers(self, values: Mapping[str, Any], bad: np.ndarray) -> Scored:
+  def _read(
+    self, rows: Any, wanted: rows_lib.Wanted, on_bad_row: str, source: str, first_row: int
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    arrays, missing = rows_lib.as_columns(rows), self.served.text_format.missing
+    rows_lib.require(list(arrays), [c for names, _ in wanted.values() for c in names], source)
+    how = (missing, on_bad_row, source, first_row, self._clocks)
+    return rows_lib.read(arrays, wanted, *how)
+
+  def answers(
+    self,
+    values: Mapping[str, Any],
+    bad: np.ndarray,
+    positions: Sequence[np.ndarray] | None = None,
+  ) -> Scored:
     """Returns as `score`, for values as training reads them.
 
     Args:
       values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
       bad: bool `[N]`, rows to leave out.
+      positions: the columns of histories in `ids`, `[N, ...]`; None takes them of the memory.
     """
+    if positions is None:
+      positions = self.memory.positions(values) if self._encoder.histories else ()
     absent = {name: rows_lib.absent(values[name]) for name in self._wanted}
     unseen = {name: rows_lib.unseen(self._encoder.fitted, name, values) for name in self._wanted}
     for name, side in self._encoder.sides.items():
       unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
+    scores = self._scores(values, len(bad), positions)
+    scores[bad] = np.nan
     return Scored(
-      np.where(bad, np.nan, self._probabilities(values, len(bad))),
+      scores,
       bad,
       rows_lib.rows_by_column(unseen, self._wanted, bad),
       rows_lib.rows_by_column(absent, self._wanted, bad),
     )
 
-  def _probabilities(self, values: Mapping[str, Any], count: int) -> np.ndarray:
-    logits = np.empty(count)
+  def _scores(
+    self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray]
+  ) -> np.ndarray:
+    outputs = np.empty((count, len(self.names)))
     if not count:
-      return logits
+      return outputs[:, 0] if self._is_one_click else outputs
     encoded = self._encoder.encode(values, count)
-    features = cut_ids(encoded["ids"], self._encoder.features)
+    ids = np.concatenate([encoded["ids"], *positions], axis=1)
+    features = cut_ids(ids, self._encoder.features)
     inputs = {"dense": encoded["dense"], "features": features}
     for part, places in _batches(count, _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      logits[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
-    # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
-    return np.clip(expit(logits), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
+      found = np.asarray(self.served.run(batch))[: part.stop - part.start]
+      outputs[part] = found.reshape(len(found), -1)
+    if self._is_one_click:
+      return _probabilities(expit(outputs[:, 0]))
+    scores, place = [], 0
+    for kind in self._labels.values():
+      own = outputs[:, place : (place := place + kind.num_outputs)]
+      if kind.loss == "squared_log":
+        scores.append(np.maximum(np.expm1(own), 0))
+      else:
+        is_click = kind.loss == "binary"
+        scores.append(_probabilities(expit(own) if is_click else softmax(own, axis=1)))
+    return np.concatenate(scores, axis=1)
+
+
+def _probabilities(values: np.ndarray) -> np.ndarray:
+  # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
+  return np.clip(values, np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
 
 
 # --- recommendations ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..tables.encoding import Fitted
 from ..tables.formats import Format, find_delimiter, repeated
 from ..tables.values import Problem, ReadAs, converted, plain, refusal
 
-Wanted = Mapping[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
+Wanted = dict[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
 
 
 def as_columns(rows: Any) -> dict[str, pa.Array]:
@@ -87,6 +87,7 @@ def read(
   on_bad_row: str,
   source: str,
   first_row: int,
+  clocks: dict[str, int] | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
   """Returns values by declared name, as `tables.reading.Reader` does, and which rows are bad.
 
@@ -96,6 +97,7 @@ def read(
     missing: texts that mean no value.
     on_bad_row: "raise", or "skip", which marks rows that cannot be read, bool `[N]`.
     source, first_row: what error texts call the rows, and the number of the first.
+    clocks: of `as_times`.
 
   Raises:
     UserError: a column is of a type that cannot be read so, or a row cannot be read and is not
@@ -104,7 +106,7 @@ def read(
   if on_bad_row not in ("raise", "skip"):
     raise UserError(f"on_bad_row is {on_bad_row!r}: choose 'raise' or 'skip'")
   values: dict[str, Any] = {}
-  bad = np.zeros(len(next(iter(columns.values()))), bool)
+  clocks = {} if clocks is None else clocks
   problems: list[tuple[str, Problem]] = []
   for name, (names, way) in wanted.items():
     if not all(column in columns for column in names):
@@ -113,8 +115,17 @@ def read(
       reason = refusal(plain(columns[column]).type, way if len(names) == 1 else "number")
       if reason is not None:
         raise UserError(f"{source}, column {column!r} {reason}")
-    values[name], found = converted([columns[each] for each in names], way, missing, {}, names)
+    values[name], found = converted([columns[each] for each in names], way, missing, clocks, names)
     problems += [(names[0], problem) for problem in found]
+  rows = len(next(iter(columns.values())))
+  return values, refused(problems, rows, on_bad_row, source, first_row)
+
+
+def refused(
+  problems: Sequence[tuple[str, Problem]], rows: int, on_bad_row: str, source: str, first_row: int
+) -> np.ndarray:
+  """Returns which of N rows have a problem, bool `[N]`; or raises for the first, as `read`."""
+  bad = np.zeros(rows, bool)
   for _, problem in problems:
     bad |= problem.bad
   if bad.any() and on_bad_row == "raise":
@@ -122,7 +133,7 @@ def read(
     column, problem = next((c, p) for c, p in problems if p.bad[index])
     text = f", column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint}"
     raise bad_row(source, first_row + index, text)
-  return values, bad
+  return bad
 
 
 def bad_row(source: str, row: int, problem: str) -> UserError:

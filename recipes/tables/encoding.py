@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from embed import transforms
 from .. import arrays, files
 from ..training.features import Feature
 from . import spec
+from .histories import History, Log, Part, taken
 from .values import indices_of, spelled, spelling_of
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
@@ -115,6 +116,7 @@ class Fitted:
       table=getattr(kind, "table", ""),
       dim=kind.dim,
       optimizer=kind.optimizer,
+      history=name if isinstance(kind, spec.Ordered) else "",
       **({"eviction": kind.eviction, "half_life": kind.half_life} if is_dynamic else {}),
     )
 
@@ -173,7 +175,15 @@ class Fitted:
     if not isinstance(kind, spec.Bag):
       return ids
     lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
-    return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
+    stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, self.widths[name])
+    return taken(ids, stops - (kept if kind.last else lengths), kept, self.widths[name])
+
+  def same(self, name: str, texts: pa.DictionaryArray) -> pa.DictionaryArray:
+    """Returns a category's texts with one text in the dictionary for all spellings of a value."""
+    pattern = getattr(self.kinds[name], "pattern", "")
+    values = spelled(extracted(texts.dictionary, pattern), self.spellings[name]).dictionary_encode()
+    codes = np.append(indices_of(values), -1)[indices_of(texts)]
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), values.dictionary)
 
   def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
@@ -258,18 +268,6 @@ def _looked_up(column: Any, texts: pa.Array) -> np.ndarray:
 def _with_none(ids: np.ndarray) -> np.ndarray:
   """Returns ids int32 `[N, ...]` with those of null behind them."""
   return np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
-
-
-def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
-  """Returns bags as int32 `[N, width, ...]`, -1 after each; of longer ones the first or last."""
-  starts = np.cumsum(lengths) - lengths
-  kept = np.minimum(lengths, width)
-  first = starts + (lengths - kept if last else 0)
-  places = np.arange(width)
-  index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
-  inside = (places < kept[:, None]).reshape(len(lengths), width, *[1] * (flat.ndim - 1))
-  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
-  return np.where(inside, flat[index], none) if len(flat) else none
 
 
 class Codes:
@@ -364,18 +362,35 @@ class Encoder:
   Args:
     fitted: the transforms of the rows' columns.
     sides: users and items of tables of their own by the name of the column with their ids.
+    histories: that are built of earlier rows.
 
   Attributes:
-    fitted, sides: the same.
+    fitted, sides, histories: the same.
   """
 
-  def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
-    self.fitted, self.sides = fitted, dict(sides)
+  def __init__(
+    self, fitted: Fitted, sides: Mapping[str, Entities], histories: Sequence[History] = ()
+  ):
+    self.fitted, self.sides, self.histories = fitted, dict(sides), tuple(histories)
 
   @property
-  def features(self):
-    """The categorical features, in the order of their columns in `ids`."""
+  def own_features(self) -> tuple[Feature, ...]:
+    """The features of the row itself, in the order of their columns in what `encode` returns."""
     return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features, in the order of their columns in `ids`, histories last."""
+    own = {feature.name: feature for feature in self.own_features}
+    return (*own.values(), *(f for history in self.histories for f in history.features(own)))
+
+  @property
+  def places(self) -> dict[str, slice]:
+    """Where the row's own features are in `ids`."""
+    widths = [feature.columns for feature in self.own_features]
+    ends = np.cumsum(widths).tolist()
+    names = [feature.name for feature in self.own_features]
+    return {n: slice(end - w, end) for n, end, w in zip(names, ends, widths, strict=True)}
 
   @property
   def dense_names(self) -> tuple[str, ...]:
@@ -388,7 +403,7 @@ class Encoder:
     return (self.fitted, *(side.fitted for side in self.sides.values()))
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
-    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
+    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
     ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
     dense = [self.fitted.dense(values, rows)]
     for name, side in self.sides.items():
@@ -399,16 +414,33 @@ class Encoder:
     empty = np.empty((rows, 0), np.int32)
     return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
 
+  def log(self, history: History, values: Values, times: np.ndarray | None) -> Log:
+    """Returns the log of M values of each part of a history by the part's name; labels are int."""
+    ids_of: dict[str, Callable[[Part], np.ndarray]] = {
+      "row": lambda part: self.fitted.ids({part.of: values[part.name]}, part.of),
+      "table": lambda part: self._of_table(history, values)[part.of],
+      "label": lambda part: values[part.name],
+    }
+    ids = [ids_of[part.by](part) for part in history.parts if part.by != "time"]
+    return Log.joined([x if x.ndim == 2 else x[:, None] for x in ids], times, history.width)
+
+  def _of_table(self, history: History, values: Values) -> Mapping[str, np.ndarray]:
+    side = self.sides[history.parts[0].of]
+    return side.of_rows(side.codes.find(values[history.name]))[0]
+
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
     self.fitted.save(folder, "columns")
     for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
     arrays.write_json(folder / "sides.json", list(self.sides))
+    arrays.write_json(folder / "histories.json", [*map(dataclasses.asdict, self.histories)])
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
     names = arrays.read_json(folder / "sides.json")
     sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
-    return cls(Fitted.load(folder, "columns"), sides)
+    path = folder / "histories.json"  # runs before there were histories have none
+    histories = [History.loaded(each) for each in arrays.read_json(path)] if path.exists() else []
+    return cls(Fitted.load(folder, "columns"), sides, histories)

@@ -43,7 +43,8 @@ def fit(
   Raises:
     UserError: a column has no value in the training rows; names it.
   """
-  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+  is_fitted = lambda kind: isinstance(kind, spec.Embedded) and not spec.is_history(kind)
+  kinds = {name: kind for name, kind in kinds.items() if is_fitted(kind)}
   work = _Fit(store, kinds, base or Fitted({}, {}, {}, {}, {}))
   return work.fitted(), work.notes
 

@@ -77,6 +77,11 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
       "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
     )
+  if table.labels and not table.is_one_click:
+    raise UserError(
+      f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
+      "which are the interactions: remove the others from config.columns"
+    )
   with Stage(folder / "stage") as stage:
     log = _Log(table, by, stage)
     user, item, split, place = _cleaned(table, by, log)

@@ -56,14 +56,17 @@ class Account:
 
   ledger: Ledger  # of rows that cannot be read
   dropped: int = 0  # rows that `drop` of the label has left out
-  outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  outcomes: dict[str, collections.Counter[str]] = dataclasses.field(  # texts by label
+    default_factory=dict
+  )
   has_dates: bool | None = None  # whether times are dates; None before any
 
   def join(self, other: "Account") -> None:
     """Adds the account of later files; raises UserError where their times are of another kind."""
     self.ledger.join(other.ledger)
     self.dropped += other.dropped
-    self.outcomes.update(other.outcomes)
+    for name, counts in other.outcomes.items():
+      self.outcomes.setdefault(name, collections.Counter()).update(counts)
     if None not in (self.has_dates, other.has_dates) and self.has_dates != other.has_dates:
       raise UserError("some files have dates as times and some have numbers: write them in one way")
     self.has_dates = other.has_dates if self.has_dates is None else self.has_dates
@@ -74,11 +77,14 @@ class Rows(NamedTuple):
 
   chunk: Chunk  # the declared columns
   split: np.ndarray  # int8 `[N]`, the index in `SPLITS`
-  label: np.ndarray | None  # uint8 `[N]`
+  label: np.ndarray | None  # uint8 `[N]`; else float32 `[N, labels]`: see `RowReader`
 
 
 class RowReader:
   """Reads the rows of a table, as often as it is iterated.
+
+  One label of clicks is uint8. Several, or another one, are float32: 0 or 1, the number of the
+  class, or log(1 + value), and NaN where a label does not count in a row.
 
   Args:
     table: the settings.
@@ -104,7 +110,7 @@ class RowReader:
     bounds: Bounds | None = None,
   ):
     self._table, self._by, self._required = table, by, tuple(required)
-    self._stage, self._label = stage or Stage(), table.name_of(spec.Label)
+    self._stage, self._labels = stage or Stage(), table.labels
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
@@ -136,33 +142,45 @@ class RowReader:
     for chunk in reader:
       for name in self._required:
         chunk = reader.refuse(chunk, bits(chunk.columns[name].is_null()), name)
-      chunk = self._labelled(chunk) if self._label else chunk
+      for name, kind in self._labels.items():
+        chunk = self._labelled(chunk, name, kind)
       if weight:
         bad = ~(chunk.columns[weight] >= 0)
         chunk = reader.refuse(chunk, bad, weight, "is no weight, a number of 0 or more")
       chunk, parts = self._split(chunk)
-      yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
+      yield Rows(chunk, parts, self._label_of(chunk))
     self.account.ledger, self.account.has_dates = reader.ledger, reader.has_dates
 
-  def _labelled(self, chunk: Chunk) -> Chunk:
-    """Returns the rows with a label, which is uint8 `[N]`."""
+  def _label_of(self, chunk: Chunk) -> np.ndarray | None:
+    """Returns the label of rows whose columns of labels are numbers."""
+    columns = [chunk.columns[name] for name in self._labels]
+    if len(columns) < 2 and all(kind.loss == "binary" for kind in self._labels.values()):
+      return columns[0].astype(np.uint8) if columns else None
+    masks = [chunk.columns.get(kind.mask) for kind in self._labels.values()]
+    masked = zip(columns, masks, strict=True)
+    counted = [x if mask is None else np.where(mask == 1, x, np.nan) for x, mask in masked]
+    return np.stack(counted, axis=1).astype(np.float32)
+
+  def _labelled(self, chunk: Chunk, name: str, kind: spec.Label) -> Chunk:
+    """Returns the rows with a label, float64 `[N]`, NaN for none where there are other labels."""
     reader = self._reader
-    name, kind = str(self._label), self._table.kinds[str(self._label)]
-    assert isinstance(kind, spec.Label)
     encoded = same_value(chunk.columns[name])
     texts, places = encoded.dictionary, indices_of(encoded)
     if kind.positive:
       counts = np.bincount(places + 1, minlength=len(texts) + 1)[1:]
+      outcomes = self.account.outcomes.setdefault(name, collections.Counter())
       for text, count in zip(texts.to_pylist(), counts.tolist(), strict=True):
-        is_known = text in (*kind.positive, *kind.drop) or text in self.account.outcomes
-        if count and (is_known or len(self.account.outcomes) < _OUTCOMES):
-          self.account.outcomes[text] += count
-    label = np.append(label_of(texts, kind), -1)[places]
+        is_known = text in (*kind.positive, *kind.drop) or text in outcomes
+        if count and (is_known or len(outcomes) < _OUTCOMES):
+          outcomes[text] += count
+    label = np.append(label_of(texts, kind), np.nan)[places]
     kept = ~np.append(_member(texts, kind.drop), False)[places]
     if not kept.all():
       self.account.dropped += len(kept) - int(kept.sum())
       chunk, label, places = chunk.take(kept), label[kept], places[kept]
-    chunk, label = reader.refuse(chunk, places < 0, name), label[places >= 0]
+    if len(self._labels) == 1:
+      chunk, label = reader.refuse(chunk, places < 0, name), label[places >= 0]
+      places = places[places >= 0]
     column, what = f"config.columns[{name!r}]", "is neither 0 nor 1"
     hint = (
       f"Give the values that are clicks as {column}['positive'], or the smallest as "
@@ -170,19 +188,25 @@ class RowReader:
     )
     if kind.at_least is not None:
       what, hint = f"is no number to compare with {column}['at_least']={kind.at_least:g}", ""
-    chunk = reader.refuse(chunk, label < 0, name, what, hint)
-    return chunk._replace(columns=chunk.columns | {name: label[label >= 0].astype(np.uint8)})
+    if kind.loss == "softmax":
+      what, hint = f"is none of {column}['classes']", "Add it there, or to drop."
+    elif kind.loss == "squared_log":
+      what, hint = "is no number of 0 or more", ""
+    bad = np.isnan(label) & (places >= 0)
+    chunk = reader.refuse(chunk, bad, name, what, hint)
+    return chunk._replace(columns=chunk.columns | {name: label[~bad]})
 
   @property
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
-    kind, outcomes = self._table.kinds.get(self._label or ""), self.account.outcomes
     notes = self.account.ledger.lines()
-    if isinstance(kind, spec.Label) and kind.positive:
+    for name, kind in self._labels.items():
+      if not kind.positive:
+        continue
       named = (*kind.positive, *kind.drop)
-      column = f"config.columns[{self._label!r}]"
+      outcomes = self.account.outcomes.get(name, collections.Counter[str]())
       unseen = [value for value in named if value not in outcomes]
-      notes += [f"no row has {value!r}, which {column} names" for value in unseen]
+      notes += [f"no row has {value!r}, which config.columns[{name!r}] names" for value in unseen]
       others = [(text, n) for text, n in outcomes.most_common() if text not in named]
       if len(others) > 1:
         is_whole = len(outcomes) < _OUTCOMES  # else some were not counted from the start
@@ -329,12 +353,19 @@ def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:
 
 
 def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
-  """Returns 1 for a click, 0 for none and -1 where a text is neither, int8 `[N]`."""
-  if kind.at_least is not None:
+  """Returns what a model is trained on, float64 `[N]`, NaN where a text says nothing.
+
+  1 for a click and 0 for none, the number of the class, or log(1 + value).
+  """
+  if kind.loss == "softmax":
+    return pc.index_in(texts, pa.array(kind.classes, pa.string())).to_numpy(zero_copy_only=False)
+  if kind.loss == "squared_log" or kind.at_least is not None:
     numbers = as_numbers(texts, ())[0]
-    return np.where(np.isnan(numbers), -1, numbers >= kind.at_least).astype(np.int8)
+    if kind.at_least is None:
+      return np.log1p(np.where(numbers >= 0, numbers, np.nan))
+    return np.where(np.isnan(numbers), np.nan, numbers >= kind.at_least)
   if kind.positive:
-    return _member(texts, kind.positive).astype(np.int8)
+    return _member(texts, kind.positive).astype(np.float64)
   lower = pc.utf8_lower(texts)
   is_none = _member(lower, spec.NO_CLICKS)
-  return np.where(_member(lower, spec.CLICKS), 1, np.where(is_none, 0, -1)).astype(np.int8)
+  return np.where(_member(lower, spec.CLICKS), 1.0, np.where(is_none, 0.0, np.nan))

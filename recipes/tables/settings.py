@@ -214,6 +214,16 @@ class Table:
       return "column"
     return timed if self.name_of(spec.Time) else untimed
 
+  @property
+  def labels(self) -> dict[str, spec.Label]:
+    """The labels by name, in the order of the declaration."""
+    return spec.labels(self.kinds)
+
+  @property
+  def is_one_click(self) -> bool:
+    """Whether there is one label, and it is a click or none."""
+    return [kind.loss for kind in self.labels.values()] == ["binary"]
+
   def name_of(self, cls: type[spec.Kind]) -> str | None:
     """Returns the name of the column of a kind that at most one column has."""
     return spec.only(self.kinds, cls)
@@ -252,6 +262,11 @@ def settings(config) -> dict[str, Any]:
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
   table = parsed(about)
   spec.check_shared(table.kinds, "config.columns")
+  if table.engine == "spark" and table.labels and not table.is_one_click:
+    raise UserError(
+      "config.engine is 'spark', which prepares one label of clicks: write 'duckdb' for several, "
+      "for classes and for a regression"
+    )
   for side, source in table.sides.items():
     spec.check_shared(source.kinds, f"config.{side}_table.columns")
   serve = files.latest(Path(config.init_from).expanduser().resolve() / "serve")
@@ -341,6 +356,9 @@ def _faults(config) -> Iterator[str]:
   for name, known in _CHOICES.items():
     if config[name] not in known:
       yield f"config.{name} is {config[name]!r}: choose one of {known}"
+  built = [name for name, kind in config.columns.items() if kind.get("of")]
+  if built and config.engine != "duckdb":
+    yield f"config.columns[{built[0]!r}] is built of the log: leave config.engine 'duckdb'"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):

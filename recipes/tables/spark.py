@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from .. import arrays, files
 from ..errors import UserError
-from . import clicks, rows, spec
+from . import clicks, rows
 from .encoding import Encoder
 from .settings import Table
 from .source import Stage, literal
@@ -313,8 +313,7 @@ def _write(
   shard = _shard(target, file.number)
   with Stage() as stage, _written(shard) as folder:
     store = clicks.store_of(file.table, stage, file.rows)
-    weight = file.table.name_of(spec.Weight)
-    clicks.write_columns(store, weight, _encoder(serve), folder, sizes[file.number])
+    clicks.write_columns(store, file.table, _encoder(serve), folder, sizes[file.number])
   return arrays.stamped(shard)
 
 

@@ -8,6 +8,7 @@
       "city": {"kind": "category", "min_count": 5},
       "tags": {"kind": "bag", "separator": "|"},
       "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 10_000},
+      "seen": {"kind": "sequence", "of": "movie", "beside": ("genre", "clicked", "when")},
     }
 
 The classes below are the kinds; their attributes are the options, whose fields say what is valid.
@@ -104,6 +105,8 @@ class Label(Kind):
   """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
 
   Values are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
+  One model of dlrm predicts several labels. Then a row without a value of one of them counts for
+  the others; a row without the only label cannot be read.
   """
 
   kind: ClassVar[str] = "label"
@@ -112,6 +115,23 @@ class Label(Kind):
     None, lambda x: None if x is None else float(_require(x, _is_number(x))), "give a number"
   )
   drop: tuple[str, ...] = _texts(as_text)  # values whose rows are left out
+  # Cross-entropy of a click, or of one of several classes, or the squared error of log(1 + value).
+  loss: str = _choice("binary", "softmax", "squared_log")
+  classes: tuple[str, ...] = _texts(as_text)  # the values of softmax
+  mask: str = _text()  # a label of clicks: this one counts where that one is a click
+  weight: float = _option(  # of the loss in the sum over labels
+    1.0, lambda x: float(_require(x, _is_number(x) and 0 < x < math.inf)), "give a number above 0"
+  )
+
+  @property
+  def num_outputs(self) -> int:
+    """The number of a model's outputs that are of this label."""
+    return len(self.classes) or 1
+
+  @property
+  def metric(self) -> str:
+    """The name of the metric that is the loss."""
+    return "squared_loss" if self.loss == "squared_log" else "logloss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,10 +215,20 @@ class Bag(Category):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ordered(Bag):
-  """As a bag, in the order of time: the last `max_length` values are used of a longer row."""
+  """As a bag, in the order of time: the last `max_length` values are used of a longer row.
+
+  With `of` it is the history of the row's user, and no column of the files: the values that this
+  category has in the user's rows of an earlier time, whatever their split. Rows of the same time
+  are not seen. The values share the table of their column.
+  """
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
+  of: str = _text()  # a declared category, such as the item
+  # Declared columns whose values in the same earlier rows go along: categories, of the row or in a
+  # table of the users or items, the label, or the time, which tells how long ago the row was.
+  beside: tuple[str, ...] = _texts()
+  where: str = _text()  # the label: only rows where it is 1 are in the history; "" takes all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,10 +305,20 @@ KINDS: dict[str, type[Kind]] = {
     Label, Number, Category, Bag, Ordered, Cross, User, Item, Time, Weight, Split, Title,
   )
 }  # fmt: skip
-SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
+SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
 # Options that contradict each other: of which kinds, when, and what to write.
 _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
+  (
+    Label,
+    lambda k: k.loss != "binary" and (k.positive or k.at_least is not None),
+    "positive and at_least tell clicks: remove them, or loss={loss!r}",
+  ),
+  (
+    Label,
+    lambda k: len(set(k.classes)) < 2 if k.loss == "softmax" else k.classes,
+    "classes are the values of loss='softmax', two or more: give both or none",
+  ),
   (Category, lambda k: k.hash and k.size, "give hash or size, not both"),
   (
     Category,
@@ -295,6 +335,17 @@ _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     Bag,
     lambda k: k.columns and (k.column or len(k.columns) < 2),
     "columns is {columns}: name two or more columns of flags, and no column",
+  ),
+  (
+    Ordered,
+    lambda k: not k.of and (k.beside or k.where),
+    "beside and where are for a history: name its column with of",
+  ),
+  (
+    Ordered,
+    lambda k: k.of and (k.column or k.columns or k.table or k.hash or k.size or k.side),
+    "of is {of!r}, whose values in earlier rows these are: remove column, columns, table, hash, "
+    "size and side",
   ),
   (
     Cross,
@@ -335,6 +386,11 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
+  for name, kind in kinds.items():
+    mask = getattr(kind, "mask", "")
+    of = kinds.get(mask)
+    if mask and not (mask != name and isinstance(of, Label) and of.loss == "binary"):
+      raise UserError(f"{setting}[{name!r}]: mask is {mask!r}: name another label, of clicks")
   for name, kind in kinds.items():
     for part in kind.columns if isinstance(kind, Cross) else ():
       if fault := _fault_of_part(kinds.get(part), kind.side):  # type: ignore[attr-defined]
@@ -396,13 +452,23 @@ def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
 
 
+def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
+  """Returns the labels by name, in the order of the declaration."""
+  return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
+
+
 def ways(kinds: Mapping[str, Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
-  """Returns the columns and the way of reading of each declared name; a cross has none."""
+  """Returns the columns and the way of reading of each declared name that is in the files."""
   return {
     name: (kind.sources(name), kind.read_as)
     for name, kind in kinds.items()
-    if not isinstance(kind, Cross)
+    if not isinstance(kind, Cross) and not is_history(kind)
   }
+
+
+def is_history(kind: Kind) -> bool:
+  """Whether a column is a sequence that is built of earlier rows."""
+  return isinstance(kind, Ordered) and bool(kind.of)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -435,7 +501,7 @@ def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category)} - {""}
   for name, kind in kinds.items():
-    if not has_table(kind) or table_of(name, kind) not in named:
+    if not has_table(kind) or is_history(kind) or table_of(name, kind) not in named:
       continue
     if not isinstance(kind, Category):
       raise UserError(

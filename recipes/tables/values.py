@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# How a column is read: "text", "number", "time", "any", or ("list", separator).
+# How a column is read: "text", "number", "time", "any", or ("list", separator); of lists whose
+# items belong to those of other lists, ("aligned", separator), which keeps missing items.
 ReadAs = str | tuple[str, str]
 
 INTEGER = r"^[+-]?\d+$"
@@ -288,7 +289,7 @@ def _number(text: str | None) -> float | None:
 
 
 def as_lists(
-  array: pa.Array, separator: str, missing: Sequence[str]
+  array: pa.Array, separator: str, missing: Sequence[str], *, keeps_missing: bool = False
 ) -> tuple[pa.ListArray, list[Problem]]:
   """Converts N plain lists, or texts that a separator cuts, to lists of text, no item missing.
 
@@ -297,13 +298,15 @@ def as_lists(
   Args:
     array, missing: of `as_texts`.
     separator: of the items of a text; "" leaves it in one piece.
+    keeps_missing: leaves a missing item where it is, as null.
   """
   problems: list[Problem] = []
   if _is_text(array.type) or pa.types.is_null(array.type):
-    texts, problems = _trimmed(array.cast(pa.binary()), set())
+    whole_is_missing = {"", *missing} if keeps_missing else set[str]()
+    texts, problems = _trimmed(array.cast(pa.binary()), whole_is_missing)
     whole = np.arange(len(texts) + 1, dtype=np.int32)
     array = (
-      pc.split_pattern(pc.fill_null(texts, ""), separator)
+      pc.split_pattern(texts if keeps_missing else pc.fill_null(texts, ""), separator)
       if separator
       else pa.ListArray.from_arrays(whole, texts)
     )
@@ -315,9 +318,12 @@ def as_lists(
     item_of_row = np.full(len(array), -1)
     item_of_row[rows] = np.flatnonzero(problem.bad)[first]
     problems.append(problem.at(item_of_row))
-  lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+  texts = items.dictionary_decode()
+  if not keeps_missing:
+    lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+    texts = texts.drop_null()
   offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  return pa.ListArray.from_arrays(offsets, items.dictionary_decode().drop_null()), problems
+  return pa.ListArray.from_arrays(offsets, texts), problems
 
 
 def as_times(
@@ -413,8 +419,8 @@ def converted(
     arrays: N values each: one column, or for "time" year, month, day and so on, and for lists
       columns of flags, whose names are the items of a row that are set.
     read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
-      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator), a
-      `pa.ListArray`, see `as_lists`; or "any", the array as it is stored.
+      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator)
+      and ("aligned", separator), a `pa.ListArray`, see `as_lists`; or "any", the array as stored.
     missing: texts that mean no value.
     clocks: as of `as_times`.
     names: of the columns.
@@ -429,7 +435,8 @@ def converted(
   if read_as == "any":
     return array, []
   if isinstance(read_as, tuple):
-    return as_lists(plain(array), read_as[1], missing)
+    kind, separator = read_as
+    return as_lists(plain(array), separator, missing, keeps_missing=kind == "aligned")
   if read_as == "time":
     return as_times(plain(array), clocks, names[0], missing)
   return as_texts(array, missing) if read_as == "text" else as_numbers(plain(array), missing)

@@ -24,6 +24,8 @@ class Feature:
     eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
       an id is two int32 columns, the halves of a raw id.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
+    history: of ids in the order of time, the name of the sequence that they are the positions of,
+      or beside; "" is a bag in no order.
   """
 
   name: str
@@ -35,6 +37,7 @@ class Feature:
   optimizer: str = ""
   eviction: str = ""
   half_life: int = 0
+  history: str = ""
 
   @property
   def is_dynamic(self) -> bool:
@@ -80,6 +83,7 @@ def feature_configs(
   optimizer: Callable[[str], Any] | None = None,
   dtype: Any = np.float32,
   prefix: str = "",
+  positions: bool = False,
 ) -> dict[str, embed.FeatureConfig]:
   """Returns the configs of features by name; features of one table share its `TableConfig`.
 
@@ -89,6 +93,7 @@ def feature_configs(
     initializer, dtype: of the tables.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own.
     prefix: of the names of tables.
+    positions: whether sequences have a vector for each of their ids, in place of one for all.
 
   >>> city, home = Feature("city", 10), Feature("home", 10, table="city")
   >>> configs = feature_configs([city, home], 8)
@@ -101,7 +106,7 @@ def feature_configs(
     name = f"{prefix}{feature.table or feature.name}"
     if name not in tables:
       # A single id adopts the combiner of the bags that share its table.
-      shared = [f for f in features if f.table and f.table == feature.table]
+      shared = [f for f in features if (f.table or f.name) == (feature.table or feature.name)]
       bags = [f.combiner for f in shared if f.valency > 1]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
       size: Any = feature.vocabulary_size
@@ -117,5 +122,8 @@ def feature_configs(
         name=name,
         dtype=dtype,
       )
-    configs[feature.name] = embed.FeatureConfig(tables[name])
+    is_sequence = positions and feature.history and feature.valency > 1
+    configs[feature.name] = embed.FeatureConfig(
+      tables[name], max_sequence_length=feature.valency if is_sequence else 0
+    )
   return configs

@@ -1,4 +1,4 @@
-"""DLRM and DCN-V2: layers by hand, shapes, gradients that arrive, and learning what they can."""
+"""The models: layers by hand, shapes, gradients that arrive, and learning what they can."""
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ MODELS = [
   (model_lib.DCNV2, DCNV2, 2),
   (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3}, 0),
   (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3, "bottom": (8, 4)}, 2),
+  (model_lib.WideDeep, {"deep": (16,), "pairs": 0}, 0),
+  (model_lib.WideDeep, {"deep": (16,), "pairs": 3}, 2),
 ]
 
 
@@ -118,6 +120,28 @@ def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, sett
     last, _ = step(model, optimizer, inputs)
   assert last < 0.1 < first
   assert model(inputs).shape == (6,)
+
+
+@pytest.mark.parametrize("pairs", [0, 3])
+def test_wide_deep_and_deepfm_by_hand(pairs):
+  """The sum of first-order weights, the dot products of all pairs, and the MLP's logit."""
+  features = {n: embed.FeatureConfig(embed.TableConfig(5, 4, name=n)) for n in ("user", "item")}
+  rngs = nnx.Rngs(0)
+  tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
+  model = model_lib.WideDeep(tables, 2, deep=(4,), pairs=pairs, dropout=0.0, rngs=rngs)
+  ids, dense = {"user": np.array([1], np.int32), "item": np.array([3], np.int32)}, [0.5, -2.0]
+  inputs = {"features": ids, "dense": np.array([dense], np.float32)}
+  rows = {name: np.asarray(x[0]) for name, x in model.embed(ids).items()}  # 3 columns and a weight
+  user, item = rows["user"][:3], rows["item"][:3]
+  seen = np.array([*user, *item, *dense])
+  (mlp,) = model.deep.layers
+  hidden = np.maximum(seen @ np.asarray(mlp.kernel[...]) + np.asarray(mlp.bias[...]), 0)
+  logit = hidden @ np.asarray(model.head.kernel[...])[:, 0] + np.asarray(model.head.bias[...])[0]
+  logit += rows["user"][3] + rows["item"][3] + dense @ np.asarray(model.wide.kernel[...])[:, 0]
+  if pairs:
+    fields = [user, item, *(np.asarray(model.numbers.kernel[...]).T * dense).T]
+    logit += sum(fields[i] @ fields[j] for i in range(4) for j in range(i))
+  np.testing.assert_allclose(model(inputs), [logit], rtol=1e-5)
 
 
 def test_dropout_is_off_in_evaluation():

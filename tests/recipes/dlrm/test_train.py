@@ -25,8 +25,8 @@ CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("movielens1m", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   with recorded_reads() as unread:
-    for model in ("dlrm", "dcnv2"):
-      # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
+    for model in ("dlrm", "dcnv2", "deepfm"):
+      # Vocabularies, dense optimizers and models read different keys; three runs cover them all.
       first = model == "dlrm"
       if name != "synthetic" or not first:
         monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
@@ -92,8 +92,8 @@ def test_unknown_names(tmp_path):
   config.dense_optimizer = "sgd"
   with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
     train.dense_optimizer(config)
-  config.table.optimizer, config.model = "sgd", "deepfm"
-  with pytest.raises(ValueError, match="unknown model 'deepfm': choose dlrm or dcnv2"):
+  config.table.optimizer, config.model = "sgd", "xdeepfm"
+  with pytest.raises(ValueError, match="unknown model 'xdeepfm': choose dlrm, dcnv2"):
     train.build_model(config, data.load(config))
 
 

@@ -1,0 +1,327 @@
+"""Several labels of one model: structures of heads, losses and metrics.
+
+A label is a task; `tables.spec.Label` has its options. B is the batch, H the backbone's features, T
+the number of labels, O of outputs: one of a label, or as many as it has classes. A label that does
+not count in a row, since its value is missing or its mask is not 1, is NaN there.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from ..errors import UserError
+from ..evaluation.metrics import BinnedClickMetrics
+from ..tables.spec import Label
+from ..training import layers, losses
+
+Labels = Mapping[str, Label]
+ONE_CLICK: Labels = {"label": Label()}
+_TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
+
+
+def is_one_click(labels: Labels) -> bool:
+  """Whether there is one label, a click or none: then it and the model's output are `[B]`."""
+  return [label.loss for label in labels.values()] == ["binary"]
+
+
+def num_outputs(labels: Labels) -> int:
+  """Returns O."""
+  return sum(label.num_outputs for label in labels.values())
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class Extraction(nnx.Module):
+  """Experts, which are MLPs, and for each task a gate that mixes its own and the shared ones.
+
+  `y[k] = softmax(W[k] x[k] + b[k]) · experts(x[k])` over the experts that the gate of task k sees.
+  Without experts of a task's own it is MMoE's (Ma et al. 2018, "Modeling Task Relationships in
+  Multi-task Learning with Multi-gate Mixture-of-Experts", equations 6 and 7), with them a level of
+  PLE (Tang et al. 2020, "Progressive Layered Extraction", equations 1 to 6). A level that is not
+  the last also mixes all experts, for the shared experts of the next one.
+
+  Args:
+    width: W of the inputs `[B, W]`.
+    num_tasks: T.
+    own: experts of each task.
+    shared: experts that all gates see.
+    sizes: widths of an expert.
+    is_last: whether no level follows.
+  """
+
+  def __init__(
+    self, width: int, num_tasks: int, own: int, shared: int, sizes: Sequence[int], is_last: bool,
+    *, dropout: float, dtype: Any, rngs: nnx.Rngs,
+  ):  # fmt: skip
+    expert = lambda: layers.MLP(width, sizes, dropout=dropout, dtype=dtype, rngs=rngs)
+    experts = lambda number: nnx.List(expert() for _ in range(number))
+    self.own, self.shared = nnx.List(experts(own) for _ in range(num_tasks)), experts(shared)
+    seen = [own + shared] * num_tasks + [num_tasks * own + shared] * (not is_last)
+    self.gates = nnx.List(nnx.Linear(width, number, rngs=rngs) for number in seen)
+
+  def __call__(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns `[B, W']` of each task, and of the shared experts where a level follows.
+
+    Args:
+      inputs: `[B, W]` of each task, and of the shared experts.
+    """
+    shared = [expert(inputs[-1]) for expert in self.shared]
+    own = [[expert(x) for expert in each] for each, x in zip(self.own, inputs, strict=False)]
+    seen = [[*each, *shared] for each in own] + [[*(y for each in own for y in each), *shared]]
+    return [
+      jnp.einsum("be,ebw->bw", weights, jnp.stack(experts))
+      for weights, experts in zip(self.weights(inputs), seen, strict=False)
+    ]
+
+  def weights(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns what each gate gives its experts `[B, experts]`, which sums to 1."""
+    return [jax.nn.softmax(gate(x)) for gate, x in zip(self.gates, inputs, strict=False)]
+
+
+class Towers(nnx.Module):
+  """Levels of experts, and a tower with the outputs of each label; `[B, H]` to `[B, O]`.
+
+  Args:
+    width: H.
+    labels: by name.
+    levels: by level, experts of each label and shared ones; none is a shared bottom.
+    expert: widths of an expert.
+    tower: widths of a tower before its outputs.
+    dropout: rate, after the layers of experts and towers.
+    dtype: of the computation; outputs are float32.
+  """
+
+  def __init__(
+    self,
+    width: int,
+    labels: Labels,
+    levels: Sequence[tuple[int, int]],
+    *,
+    expert: Sequence[int],
+    tower: Sequence[int],
+    dropout: float,
+    dtype: Any,
+    rngs: nnx.Rngs,
+  ):
+    options: Any = {"dropout": dropout, "dtype": dtype, "rngs": rngs}
+    self.levels = nnx.List()
+    for place, (own, shared) in enumerate(levels):
+      is_last = place == len(levels) - 1
+      level = Extraction(width, len(labels), own, shared, expert, is_last, **options)
+      self.levels.append(level)
+      width = expert[-1] if expert else width
+    self.towers = nnx.List(layers.MLP(width, tower, **options) for _ in labels)
+    self.out = nnx.List(
+      nnx.Linear(mlp.out_features, label.num_outputs, rngs=rngs)
+      for mlp, label in zip(self.towers, labels.values(), strict=True)
+    )
+
+  def __call__(self, hidden: jax.Array) -> jax.Array:
+    inputs = [hidden] * (len(self.out) + 1)
+    for level in self.levels:
+      inputs = level(inputs)
+    towers = zip(self.out, self.towers, inputs, strict=False)
+    return jnp.concatenate([out(tower(x)) for out, tower, x in towers], axis=1)
+
+
+def head(
+  labels: Labels,
+  structure: str,
+  *,
+  experts: int,
+  own_experts: int,
+  levels: int,
+  expert: Sequence[int],
+  tower: Sequence[int],
+  dropout: float,
+  dtype: Any,
+) -> Any:
+  """Returns what makes a head, `(H, rngs=rngs) -> module`, by `config.tasks`.
+
+  Raises:
+    UserError: the structure is unknown, or has no experts.
+  """
+  known = {
+    "shared_bottom": [],
+    "mmoe": [(0, experts)],
+    "ple": [(own_experts, experts)] * levels,
+  }
+  if structure not in known:
+    raise UserError(f"config.tasks.structure is {structure!r}: choose {', '.join(known)}")
+  if structure != "shared_bottom" and not (known[structure] and experts > 0 and own_experts > 0):
+    raise UserError("config.tasks: experts, own_experts and levels are 1 or more")
+  if structure == "shared_bottom" and not tower:
+    return functools.partial(nnx.Linear, out_features=num_outputs(labels))
+  sizes: Any = {"expert": expert, "tower": tower, "dropout": dropout, "dtype": dtype}
+  return functools.partial(Towers, labels=labels, levels=known[structure], **sizes)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def loss_of(label: Label, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+  """Returns the loss of each row `[B]`.
+
+  Args:
+    label: has the `loss`.
+    outputs: `[B, O of the label]`: a logit, a logit of each class, or log(1 + value).
+    targets: `[B]`: 0 or 1, the number of the class, or log(1 + value).
+
+  >>> out, target = jnp.array([[0.0], [2.0]]), jnp.array([1.0, 1.0])
+  >>> loss_of(Label(loss="squared_log"), out, target).tolist()
+  [1.0, 1.0]
+  """
+  if label.loss == "softmax":
+    return losses.cross_entropy(outputs, targets.astype(jnp.int32))
+  if label.loss == "squared_log":
+    return jnp.square(outputs[:, 0] - targets)
+  return optax.sigmoid_binary_cross_entropy(outputs[:, 0], targets)
+
+
+def cut(labels: Labels, outputs: jax.Array, targets: jax.Array) -> Iterator[tuple[Any, ...]]:
+  """Yields of each label its name, options, outputs, targets and whether it counts, bool `[B]`.
+
+  Args:
+    labels: by name.
+    outputs: `[B]` or `[B, O]`.
+    targets: `[B, T]`, NaN where a label does not count, which is 0 in the targets of the label.
+  """
+  outputs, at = outputs.reshape(len(outputs), -1), 0
+  for place, (name, label) in enumerate(labels.items()):
+    own, target = outputs[:, at : at + label.num_outputs], targets[:, place]
+    counts = ~jnp.isnan(target)
+    yield name, label, own, jnp.where(counts, target, 0), counts
+    at += label.num_outputs
+
+
+def with_weights(batch: Any) -> dict[str, jax.Array]:
+  """Returns a whole batch with `label_weight` `[B, T]`, how much a label counts in a row.
+
+  The sum over the rows, divided by their weights in all, is 1. So the sum over a part of the batch,
+  divided by its weights, is the part's share of a mean over the rows in which the label counts.
+  """
+  counts = ~jnp.isnan(batch["label"])
+  rows = batch.get("weight", jnp.ones(len(counts), jnp.float32))
+  weights = jnp.where(counts, rows[:, None], 0)
+  scale = jnp.sum(rows) / jnp.maximum(jnp.sum(weights, axis=0), _TINY)
+  return dict(batch) | {"label_weight": weights * scale}
+
+
+def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
+  """Returns the sum of the labels' losses, each by its weight, and the losses by name.
+
+  A label's loss is a mean over the rows in which it counts, by `weight` if there is one.
+
+  Args:
+    model: returns `[B]` or `[B, O]`.
+    batch: of `with_weights`, or a part of it.
+    labels: by name.
+  """
+  weights, metrics, total = batch["label_weight"], {}, jnp.float32(0)
+  rows = jnp.sum(batch["weight"]) if "weight" in batch else jnp.float32(len(weights))
+  for place, (name, label, outputs, targets, _) in enumerate(
+    cut(labels, model(batch), batch["label"])
+  ):
+    of_rows = loss_of(label, outputs, targets) * weights[:, place]
+    metrics[f"{name}_loss"] = jnp.sum(of_rows) / jnp.maximum(rows, _TINY)
+    total += label.weight * metrics[f"{name}_loss"]
+  return total, metrics
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+class Metrics:
+  """The metrics of all labels by their names, and `logloss`, the weighted sum of their losses.
+
+  Of clicks `auc` and `logloss`, of classes `logloss` and `accuracy`, of a regression
+  `squared_loss`, the mean of the squared errors of log(1 + value).
+  """
+
+  def __init__(self, labels: Labels, mesh: jax.sharding.Mesh | None = None):
+    clicks = [name for name, label in labels.items() if label.loss == "binary"]
+    self._clicks = {name: BinnedClickMetrics(mesh, weighted=True) for name in clicks}
+    self._labels, self._sums = labels, dict[str, np.ndarray]()
+
+  def update(
+    self, outputs: jax.Array, targets: jax.Array, mask: jax.Array, weight: jax.Array | None
+  ) -> None:
+    """Adds a batch.
+
+    Args:
+      outputs: `[B]` or `[B, O]`.
+      targets: `[B, T]`.
+      mask: bool `[B]`, False for rows that only fill up the last batch.
+      weight: float `[B]`, or None.
+    """
+    clicks, sums = _measured(tuple(self._labels.items()), outputs, targets, mask, weight)
+    for name, values in jax.device_get(sums).items():
+      self._sums[name] = self._sums.get(name, 0) + values.astype(np.float64)
+    for name, (logits, target, amount) in clicks.items():
+      self._clicks[name].update(logits, target, None, amount)
+
+  def compute(self) -> dict[str, float]:
+    """Returns `{"<label>_auc", "<label>_logloss", ..., "logloss"}`."""
+    scores = {}
+    for name, label in self._labels.items():
+      if label.loss == "binary":
+        scores[name] = self._clicks[name].compute()
+      else:
+        *sums, total = self._sums[name].tolist()
+        names = (label.metric, "accuracy")[: len(sums)]
+        scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
+    return joined(self._labels, scores)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measured(
+  labels: tuple[tuple[str, Label], ...],
+  outputs: jax.Array,
+  targets: jax.Array,
+  mask: jax.Array,
+  weight: jax.Array | None,
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+  """Returns logits, targets and weights `[B]` of labels of clicks; sums of the others' measures."""
+  clicks: dict[str, Any] = {}
+  sums: dict[str, jax.Array] = {}
+  rows = jnp.where(mask, 1.0 if weight is None else weight, 0).astype(jnp.float32)
+  for name, label, own, target, counts in cut(dict(labels), outputs, targets):
+    amount = jnp.where(counts, rows, 0)
+    if label.loss == "binary":
+      clicks[name] = own[:, 0], target, amount
+      continue
+    values = [loss_of(label, own, target), jnp.ones_like(amount)]
+    if label.loss == "softmax":
+      values.insert(1, jnp.argmax(own, axis=1) == target)
+    sums[name] = jnp.stack([jnp.sum(jnp.where(amount > 0, x * amount, 0)) for x in values])
+  return clicks, sums
+
+
+def metric_names(labels: Labels) -> list[str]:
+  """Returns the names of what a run is measured by."""
+  if is_one_click(labels):
+    return ["auc", "logloss"]
+  more = {"binary": ["auc"], "softmax": ["accuracy"], "squared_log": []}
+  of = lambda label: [*more[label.loss], label.metric]
+  return [f"{name}_{each}" for name, label in labels.items() for each in of(label)] + ["logloss"]
+
+
+def joined(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+  """Returns the metrics of labels under their names, and the weighted sum of all losses.
+
+  >>> joined(ONE_CLICK, {"label": {"auc": 0.5, "logloss": 0.7}})
+  {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
+  """
+  named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
+  losses = [named.get(f"{name}_{label.metric}") for name, label in labels.items()]
+  if None in losses:
+    return named
+  weights = [label.weight for label in labels.values()]
+  return named | {"logloss": float(np.dot(weights, losses))}

@@ -1,0 +1,384 @@
+"""Histories of a log: positions by hand, no look ahead anywhere, and models that attend to them."""
+
+import io
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+from served_models import own_probabilities, run_of
+from small_tables import completed, write_csv
+
+import embed
+from recipes import evaluate, export, predict, serving
+from recipes.dlrm import data, histories
+from recipes.dlrm.model import build_model
+from recipes.errors import UserError
+from recipes.training.features import Feature, cut_ids
+
+HEADER = ("who", "what", "where", "clicked", "when", "part")
+ROWS = [
+  ("ann", "a", "x", 1, 10, "train"),
+  ("bob", "a", "x", 1, 20, "train"),
+  ("ann", "b", "y", 0, 20, "train"),
+  ("ann", "c", "x", 1, 20, "valid"),  # at the time of the row before
+  ("ann", "a", "", 0, 31, "test"),
+  ("cid", "b", "y", 0, 25, "valid"),
+  ("bob", "c", "y", 1, 40, "test"),
+]
+SEEN = {"kind": "sequence", "of": "what", "max_length": 2, "beside": ("where", "when", "clicked")}
+LIKED = {"kind": "sequence", "of": "what", "where": "clicked", "max_length": 3}
+COLUMNS = {
+  "who": "user",
+  "what": "item",
+  "where": {"kind": "category", "min_count": 1},
+  "clicked": "label",
+  "when": "time",
+  "part": "split",
+  "seen": SEEN,
+}
+
+
+def load(tmp_path, rows=ROWS, columns=COLUMNS, **given):
+  path = write_csv(tmp_path / "log.csv", HEADER, rows)
+  return data.load(completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given))
+
+
+def ids_of(loaded, rows=slice(None)):
+  return cut_ids(loaded.columns["ids"][rows], loaded.features)
+
+
+def test_histories_by_hand(tmp_path):
+  loaded = load(tmp_path, columns=COLUMNS | {"liked": LIKED})
+  ids, none = ids_of(loaded), [-1, -1]
+  # Training has a and b, and x and y; 2 is the row of unknown ones. Splits: 3, 2 and 2 rows.
+  assert ids["what"].tolist() == [0, 0, 1, 2, 1, 0, 2]
+  assert ids["seen"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 2], [0, -1]]
+  assert ids["seen_where"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 0], [0, -1]]
+  assert ids["seen_clicked"].tolist() == [none, none, [1, -1], [1, -1], none, [0, 1], [1, -1]]
+  # The ages are 10, 10, 11 and 20: between powers of two.
+  assert ids["seen_when"].tolist() == [none, none, [3, -1], [3, -1], none, [3, 3], [4, -1]]
+  assert ids["liked"].tolist()[5:] == [[0, 2, -1], [0, -1, -1]]
+  by_name = {feature.name: feature for feature in loaded.features}
+  assert by_name["seen"].table == by_name["liked"].table == "what"
+  assert by_name["seen_where"].table == "where"
+  assert by_name["seen_clicked"].vocabulary_size == 2
+  some = np.array([5, 0])
+  np.testing.assert_array_equal(loaded.columns["ids"][some], loaded.columns["ids"][:][some])
+  assert sorted(loaded.columns) == ["dense", "ids", "label"]
+
+
+def test_what_a_table_of_items_says_goes_along(tmp_path):
+  items = write_csv(tmp_path / "items.csv", ("id", "genre"), [("a", "war"), ("b", "love")])
+  genre = {"kind": "category", "min_count": 1}
+  table = {"files": str(items), "key": "id", "columns": {"genre": genre}}
+  columns = COLUMNS | {"seen": SEEN | {"beside": ("genre",)}}
+  ids = ids_of(load(tmp_path, columns=columns, item_table=table))
+  war, love, unknown = ids["genre"][0], ids["genre"][2], -1  # c is not in the table
+  assert {war, love} == {0, 1}
+  assert ids["seen_genre"][5].tolist() == [love, unknown]
+  assert ids["seen_genre"][2].tolist() == [war, -1]
+
+
+@pytest.mark.full
+def test_a_list_column_is_attended_to_as_well(tmp_path):
+  header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
+  path = write_csv(tmp_path / "lists.csv", header, rows * 9)
+  before = {"kind": "sequence", "table": "what", "min_count": 1}
+  columns = {"clicked": "label", "what": "item", "before": before}
+  config = completed(
+    "dlrm", tmp_path / "cache", files=str(path), columns=columns, dim=4, batch_size=4, dropout=0.0
+  )
+  config.history.model, config.split.by = "din", "order"
+  loaded = data.load(config)
+  model = build_model(config, loaded)
+  batch = next(iter(data.eval_batches(loaded, "train", 4)))
+  logits = model(batch)
+  model.histories.models["before"].out.bias[...] += 1.0  # weighs each position by 1 more
+  moved = np.abs(model(batch) - logits) > 0
+  assert moved.tolist() == [True, False, True, True]  # the second row has no positions
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"who": "category"}, "no column is declared as 'user', whose earlier rows 'seen' holds"),
+    ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
+    ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
+    ({"seen": SEEN | {"beside": ("part",)}}, r"\.beside names 'part': name categories"),
+    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label of clicks"),
+    ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
+    ({"seen": SEEN | {"table": "what"}}, "of is 'what', whose values in earlier rows these are"),
+    ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
+  ],
+)
+def test_declarations_that_make_no_sense(tmp_path, changes, match):
+  columns = COLUMNS | changes
+  given = {"split": {"by": "column"}}
+  with pytest.raises(UserError, match=match):
+    load(tmp_path, columns=columns, **given)
+
+
+def test_other_engines_and_files_are_refused(tmp_path):
+  with pytest.raises(UserError, match=r"'seen'\] is built of the log: leave config\.engine"):
+    load(tmp_path, engine="spark")
+  items = write_csv(tmp_path / "items.csv", ("id", "genre"), [("a", "war")])
+  table = {"files": str(items), "key": "id", "columns": {"genre": SEEN | {"of": "genre"}}}
+  with pytest.raises(UserError, match=r"item_table\.columns\['genre'\] has `of`: declare it in"):
+    load(tmp_path, item_table=table)
+
+
+# --- no look ahead --------------------------------------------------------------------------------
+
+# Ids are whole numbers with a row each, so that no vocabulary depends on the later rows.
+FREE = COLUMNS | {
+  "what": {"kind": "item", "size": 50},
+  "where": {"kind": "category", "size": 9},
+  "who": {"kind": "user", "size": 12},
+  "seen": SEEN | {"max_length": 4},
+  "liked": LIKED,
+}
+NOW = 60  # of times from 0 to 99
+
+
+def log(changed: bool):
+  """Returns rows in no order; if changed, all of what is later than `NOW` is another.
+
+  Rows of that time itself, which are not in each other's histories, keep their users.
+  """
+  draw = np.random.default_rng(0)
+  rows, later = [], np.random.default_rng(1)
+  for i in range(600):
+    when = int(draw.integers(100))
+    row = [*map(int, (draw.integers(10), draw.integers(50), draw.integers(9), draw.integers(2)))]
+    if changed and when >= NOW:
+      row[1:3] = int(later.integers(50)), int(later.integers(9))
+    if changed and when > NOW:
+      row[0], when = int(later.integers(12)), int(later.integers(NOW + 1, 200))
+    rows.append((*row, when, ("train", "valid", "test")[i % 3]))
+  return rows
+
+
+def test_no_later_row_changes_an_earlier_history(tmp_path):
+  rows, before = log(False), []
+  for folder, changed in (("one", False), ("other", True)):
+    (tmp_path / folder).mkdir()
+    loaded = load(tmp_path / folder, log(changed), columns=FREE)
+    order = [row for part in ("train", "valid", "test") for row in rows if row[5] == part]
+    early = np.array([row[4] <= NOW for row in order])  # those of the time itself as well
+    trained = next(iter(data.eval_batches(loaded, "train", 200)))["features"]["seen"].values
+    tested = next(iter(data.eval_batches(loaded, "test", 200)))["features"]["seen"].values
+    parts = ids_of(loaded)
+    history = [parts[name][early] for name in parts if name.startswith(("seen", "liked"))]
+    is_early = early[:200], early[-200:]
+    before.append([*history, trained[is_early[0]], tested[is_early[1]]])
+    assert any((np.asarray(part) >= 0).any() for part in history)
+    assert loaded.columns["ids"][:][~early].any()
+  assert sum(row[4] < NOW for row in order) < early.sum() < len(rows)
+  for one, other in zip(*before, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+ATTENDING = histories.MODELS[1:]
+
+
+def test_din_by_hand():
+  din = histories.DIN(2, (), rngs=nnx.Rngs(0))  # without an MLP the weight is linear
+  din.out.kernel[...] = jnp.array([0, 0, 0, 0, 0.0, 1.0, 1.0, 1.0])[:, None]  # (k - q)[1] + k q
+  keys = jnp.array([[[1.0, 0.0], [2.0, 1.0], [9.0, 9.0]]])
+  query, mask = jnp.array([[1.0, 1.0]]), jnp.array([[True, True, False]])
+  # Of the first (0 - 1) + 1 = 0, of the second (1 - 1) + 3 = 3; the third is none.
+  np.testing.assert_allclose(din.weights(keys, query, mask), [[0.0, 3.0, 0.0]])
+  np.testing.assert_allclose(din(keys, query, mask), [[6.0, 3.0]])
+
+
+def encoder(name):
+  about = ConfigDict({"history": {"model": name, "hidden": (8,), "blocks": 2, "heads": 2}})
+  about.dropout = 0.0
+  features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="seen"))
+  made = histories.make(
+    about, features, dict.fromkeys(("item", "seen"), 4), jnp.float32, nnx.Rngs(0)
+  )
+  return made.models["seen"]
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(m, marks=[] if m == "din" else pytest.mark.full) for m in ATTENDING]
+)
+def test_masks_places_and_the_candidate(name):
+  model, draw = encoder(name), np.random.default_rng(0)
+  keys, query = draw.normal(size=(3, 5, 4)), draw.normal(size=(3, 4))
+  lengths = np.array([5, 3, 0])
+  mask = np.arange(5) < lengths[:, None]
+  ask = lambda keys, query: np.asarray(model(jnp.asarray(keys), jnp.asarray(query), mask))
+  found = ask(keys, query)
+  noise = np.where(mask[..., None], keys, 99.0)
+  np.testing.assert_allclose(ask(noise, query), found, atol=1e-6)  # padding is not seen
+  assert np.isfinite(found).all()
+  if name == "din":
+    np.testing.assert_array_equal(found[2], 0)
+  assert np.abs(ask(keys, -query) - found)[:2].max(axis=1).min() > 1e-3
+  turned = keys.copy()
+  turned[1, :3] = keys[1, 2::-1]
+  same = np.allclose(ask(turned, query)[1], found[1], atol=1e-5)
+  assert same == (name == "din")  # a sum has no order, and places have one
+  if name == "transformer":
+    model.places[...] = jnp.zeros_like(model.places[...])
+    np.testing.assert_allclose(ask(turned, query)[1], ask(keys, query)[1], atol=1e-5)
+
+
+FEATURES = (
+  Feature("item", 9),
+  Feature("city", 3),
+  Feature("seen", 9, valency=3, table="item", history="seen"),
+  Feature("seen_when", 64, valency=3, history="seen"),
+)
+
+
+def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
+  widths = {"item": 2, "city": 5, "seen": 2, "seen_when": 3}
+  got = []
+
+  def make(dim, length):
+    got.append((dim, length))
+    return histories.DIN(dim, (), rngs=nnx.Rngs(0))
+
+  module = histories.Histories(FEATURES, widths, make)
+  assert got == [(5, 3)]
+  shapes = {"item": (1, 2), "city": (1, 5), "seen": (1, 3, 2), "seen_when": (1, 3, 3)}
+  activations = {n: jnp.arange(float(np.prod(s))).reshape(s) for n, s in shapes.items()}
+  inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
+  keys, query, mask = module.arguments("seen", activations, inputs)
+  assert keys[0].tolist() == [[0, 1, 0, 1, 2], [2, 3, 3, 4, 5], [4, 5, 6, 7, 8]]
+  assert query.tolist() == [[0, 1, 0, 0, 0]]  # an age has no candidate
+  assert mask.tolist() == [[True, True, False]]
+  made = module(activations, inputs)
+  assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
+  with pytest.raises(UserError, match="'seen' shares its table with no single value"):
+    histories.Histories(FEATURES[1:], widths, make)
+
+
+# --- serving --------------------------------------------------------------------------------------
+
+
+def as_rows(rows):
+  """Returns rows of `log` as dicts, with texts as ids."""
+  texts = [(f"u{who}", f"i{what}", f"s{where}", *rest) for who, what, where, *rest in rows]
+  return [dict(zip(HEADER, row, strict=True)) for row in texts]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Returns a function that makes a run of a model and exports it: training, folder, log."""
+  made = {}
+
+  def of(model):
+    if model not in made:
+      folder = tmp_path_factory.mktemp(model)
+      rows = as_rows(log(False))
+      path = write_csv(folder / "log.csv", HEADER, [row.values() for row in rows])
+      columns = COLUMNS | {"seen": SEEN | {"max_length": 4}, "liked": LIKED}
+      table = {"files": str(path), "columns": columns, "batch_size": 64, "dim": 4}
+      training = run_of("dlrm", table | {"history": {"model": model}}, folder / "run")
+      served = export.export(folder / "run", folder / "served", platforms=("cpu",))
+      made[model] = training, served, rows
+    return made[model]
+
+  return of
+
+
+def in_order(rows):
+  """Returns rows as a run writes them, those of a split together."""
+  return [row for part in ("train", "valid", "test") for row in rows if row["part"] == part]
+
+
+def with_lists(rows):
+  """Returns rows with the lists of what their users did before, found one by one."""
+  asked = []
+  for row in rows:
+    mine = [each for each in rows if each["who"] == row["who"] and each["when"] < row["when"]]
+    mine.sort(key=lambda each: each["when"])
+    lists = {f"seen_{name}": [each[name] for each in mine] for name in ("where", "when", "clicked")}
+    liked = [each["what"] for each in mine if each["clicked"]]
+    asked.append(row | {"seen": [each["what"] for each in mine], "liked": liked} | lists)
+  return asked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", histories.MODELS)
+def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
+  training, folder, rows = run(model)
+  expected, served = own_probabilities(training), serving.load(folder)
+  assert np.ptp(expected) > 0.05
+  found = served.predict(in_order(with_lists(rows)))
+  np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+  served.remember(rows[:300])
+  served.remember(rows[300:])
+  found = served.predict(in_order(rows))
+  np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.full
+def test_no_later_row_of_the_log_changes_an_answer(run):
+  _, folder, rows = run("din")
+  early = [row for row in rows if row["when"] <= NOW]
+  scores = []
+  for changed in (False, True):
+    served = serving.load(folder)
+    served.remember(as_rows(log(changed)))
+    scores.append(served.predict(early))
+    assert np.ptp(served.predict([row | {"when": 300} for row in early])) > 0
+  np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.full
+def test_other_files_are_measured_and_predicted_by_their_own_log(run, tmp_path):
+  training, folder, rows = run("din")
+  expected = own_probabilities(training)
+  label = np.array([row["clicked"] for row in in_order(rows)])
+  logloss = -np.mean(np.log(np.where(label, expected, 1 - expected)))
+  assert evaluate.of_export(folder, training.config)["metrics"]["logloss"] == pytest.approx(logloss)
+  path = training.config.files
+  out = io.StringIO()
+  predict.predict(str(folder), path, out, log=path)
+  scores = [float(line.split(",")[-1]) for line in out.getvalue().splitlines()[1:]]
+  by_row = dict(zip(map(str, in_order(rows)), expected, strict=True))
+  np.testing.assert_allclose(scores, [by_row[str(row)] for row in rows], atol=1e-6)
+
+
+@pytest.mark.full
+def test_requests_with_little_or_wrong_in_them(run):
+  _, folder, rows = run("din")
+  served, lists = serving.load(folder), ("seen", "seen_where", "seen_when", "seen_clicked", "liked")
+  row = rows[0] | dict.fromkeys(lists)
+  assert set(lists) | {"when"} <= set(served.columns)
+  ask = lambda **given: served.predict([row | given])[0]
+  none = ask()
+  assert ask(seen=[], liked="") == none
+  assert 0 < ask(who="nobody", what="nothing") < 1
+  some = {"seen": "i3|new", "seen_where": "|s1", "seen_when": "5|7", "seen_clicked": "0|1"}
+  assert 0 < ask(**some) != none
+  assert ask(**some | {"seen_where": [None, "s1"], "seen": ["i3", "new"]}) == ask(**some)
+  assert ask(**some | {"seen_where": None}) == ask(**some | {"seen_where": "|"})
+  for wrong, match in [
+    ({"seen_where": "s1"}, "row 1, column 'seen_where': 1 and 2 values are in the lists"),
+    ({"seen_when": "5|soon"}, "row 1, column 'seen_when': 'soon' is not a time"),
+    ({"seen_when": None}, "row 1, column 'seen_when'"),
+    ({"seen_when": "2020-01-01|7"}, "is a date, while the first time is a number"),
+    ({"seen_clicked": "0|maybe"}, "'maybe' is no value of the label 'clicked'"),
+  ]:
+    with pytest.raises(UserError, match=match):
+      ask(**some | wrong)
+    skipped = served.score([row | some | wrong, row], on_bad_row="skip")
+    assert skipped.is_bad.tolist() == [True, False]
+    assert skipped.scores[1] == pytest.approx(none)
+  with pytest.raises(UserError, match="rows has no column 'seen_clicked'"):
+    served.predict([{name: row[name] for name in row if name != "seen_clicked"}])
+  unlabelled = {name: rows[0][name] for name in HEADER if name != "clicked"}
+  with pytest.raises(UserError, match="log has no column 'clicked'"):
+    served.remember([unlabelled])
+  served.remember([rows[0] | {"clicked": None, "when": 1}])
+  assert served.predict([rows[0]]) != none

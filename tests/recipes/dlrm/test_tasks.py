@@ -1,0 +1,311 @@
+"""Several labels: losses and gates by hand, one label as ever, and a whole run to predictions."""
+
+import csv
+import dataclasses
+import io
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from small_tables import completed, write_csv
+
+import embed
+from recipes import baselines as command
+from recipes import evaluate, export, predict, serving
+from recipes.dlrm import baselines, data, tasks, train
+from recipes.dlrm import model as model_lib
+from recipes.errors import UserError
+from recipes.tables import spec
+from recipes.training import train_step
+
+NAN = float("nan")
+LABELS = spec.labels(
+  spec.parse(
+    {
+      "clicked": "label",
+      "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
+      "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
+      "seconds": {"kind": "label", "loss": "squared_log"},
+    }
+  )
+)
+TARGETS = np.array(
+  [[1, 1, 0, 2.0], [0, NAN, 2, NAN], [1, 0, NAN, 0.5], [1, NAN, 1, 1.0]], np.float32
+)
+TASKS = {"experts": 3, "own_experts": 2, "levels": 2, "expert": (5,), "tower": (4,)}
+
+
+class Fixed:
+  """A model that returns an array."""
+
+  def __init__(self, outputs):
+    self.outputs = outputs
+
+  def __call__(self, batch):
+    return jnp.asarray(self.outputs)
+
+
+def test_losses_by_hand():
+  """A label's loss is a mean over the rows in which it counts, and the sum is by the weights."""
+  outputs = np.zeros((4, 6), np.float32)
+  outputs[0, 0], outputs[2, 1], outputs[:, 5] = math.log(3), math.log(3), 1.0
+  batch = tasks.with_weights({"label": jnp.asarray(TARGETS), "dense": np.zeros((4, 0))})
+  total, losses = tasks.loss_fn(Fixed(outputs), batch, labels=LABELS)
+  half = math.log(2)
+  wanted = {
+    "clicked_loss": (math.log(4 / 3) + 3 * half) / 4,
+    "liked_loss": (half + math.log(4)) / 2,  # rows 0 and 2
+    "size_loss": math.log(3),
+    "seconds_loss": (1 + 0.25 + 0) / 3,
+  }
+  assert losses == pytest.approx(wanted)
+  clicked, liked, size, seconds = wanted.values()
+  assert total == pytest.approx(clicked + 0.5 * liked + size + seconds)
+
+
+def test_weights_of_rows_count_and_a_label_that_never_counts_has_no_loss():
+  labels = spec.labels(spec.parse({"a": "label", "b": "label"}))
+  batch = {"label": jnp.array([[1, NAN], [0, NAN]]), "weight": jnp.array([3.0, 1.0])}
+  outputs = jnp.array([[math.log(3), 9.0], [0.0, 9.0]])
+  loss = lambda x: tasks.loss_fn(Fixed(x), tasks.with_weights(batch), labels=labels)
+  (total, losses), gradient = jax.value_and_grad(loss, has_aux=True)(outputs)
+  assert losses["a_loss"] == pytest.approx((3 * math.log(4 / 3) + math.log(2)) / 4)
+  assert losses["b_loss"] == 0
+  assert total == losses["a_loss"]
+  assert np.isfinite(gradient).all()
+  assert not gradient[:, 1].any()
+
+
+def small_model(labels, structure="shared_bottom", seed=0, **given):
+  features = {"user": embed.FeatureConfig(embed.TableConfig(9, 4, name="user"))}
+  rngs, options = nnx.Rngs(seed), TASKS | given
+  head = tasks.head(labels, structure, **options, dropout=0.0, dtype=jnp.float32)
+  tables = embed.SparseEmbed(features, embed.sgd(0.1), rngs=rngs)
+  settings = {"cross_layers": 1, "rank": 0, "deep": (6,), "structure": "parallel"}
+  return model_lib.DCNV2(tables, 2, **settings, dropout=0.0, head=head, rngs=rngs)
+
+
+def small_batch(rows=4, **more):
+  draw = np.random.default_rng(0)
+  ids = draw.integers(0, 9, rows).astype(np.int32)
+  return {
+    "dense": draw.normal(size=(rows, 2)).astype(np.float32),
+    "features": {"user": ids},
+    **more,
+  }
+
+
+def test_one_label_of_clicks_is_a_plain_layer_on_the_model():
+  labels = {"clicked": spec.Label()}
+  model = small_model(labels, tower=())
+  plain = model_lib.DCNV2(
+    embed.SparseEmbed(model.embed.spec.features, embed.sgd(0.1), rngs=(rngs := nnx.Rngs(0))),
+    2, cross_layers=1, rank=0, deep=(6,), structure="parallel", dropout=0.0, rngs=rngs,
+  )  # fmt: skip
+  np.testing.assert_array_equal(model(small_batch()), plain(small_batch()))
+  state = lambda model: [
+    jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(nnx.state(model))
+  ]
+  assert state(model) == state(plain)
+
+
+@pytest.mark.parametrize("structure", ["shared_bottom", "mmoe", "ple"])
+def test_structures_have_an_output_for_each_class_and_every_part_learns(structure):
+  model = small_model(LABELS, structure)
+  batch = tasks.with_weights(small_batch(label=jnp.asarray(TARGETS)))
+  assert model(batch).shape == (4, 6)
+
+  def loss(model, batch):
+    total, _ = tasks.loss_fn(model, batch, labels=LABELS)
+    return total + jnp.mean(model(batch))  # so that no ReLU's side decides
+
+  _, grads = embed.value_and_grad(loss)(model, batch)
+  quiet = [
+    jax.tree_util.keystr(path)
+    for path, leaf in jax.tree.leaves_with_path(grads.dense)
+    if not np.any(leaf != 0)
+  ]
+  assert not quiet
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_gates_sum_to_one_and_mix_their_own_and_the_shared_experts(own):
+  """Of MMoE (no experts of a task's own) and a level of PLE, computed one expert at a time."""
+  level = tasks.Extraction(
+    4, 2, own, 3, (5,), is_last=False, dropout=0.0, dtype=jnp.float32, rngs=nnx.Rngs(0)
+  )
+  draw = np.random.default_rng(0)
+  inputs = [jnp.asarray(draw.normal(size=(7, 4)), jnp.float32) for _ in range(3)]
+  weights = [np.asarray(x) for x in level.weights(inputs)]
+  assert [x.shape for x in weights] == [(7, own + 3), (7, own + 3), (7, 2 * own + 3)]
+  for each in weights:
+    np.testing.assert_allclose(each.sum(axis=1), 1, rtol=1e-6)
+  shared = [np.asarray(expert(inputs[2])) for expert in level.shared]
+  of = [[np.asarray(expert(x)) for expert in level.own[k]] for k, x in enumerate(inputs[:2])]
+  outputs = level(inputs)
+  for weight, experts, output in zip(
+    weights, [of[0] + shared, of[1] + shared, of[0] + of[1] + shared], outputs, strict=True
+  ):
+    mixed = sum(weight[:, [e]] * expert for e, expert in enumerate(experts))
+    np.testing.assert_allclose(output, mixed, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_structures_and_no_experts():
+  with pytest.raises(UserError, match="choose shared_bottom, mmoe, ple"):
+    small_model(LABELS, "moe")
+  with pytest.raises(UserError, match="1 or more"):
+    small_model(LABELS, "mmoe", experts=0)
+
+
+def test_a_batch_in_parts_takes_the_step_of_the_whole_batch():
+  """Though a label counts in other shares of the rows of each part."""
+  label = np.tile(TARGETS, (2, 1))
+  label[:4, 3] = NAN
+  objective = train.objective(None, dataclasses.replace(CLICKS, labels=LABELS))
+  states = []
+  for accumulate in (1, 4):
+    model = small_model(LABELS, "mmoe")
+    optimizer = embed.Optimizer(model, optax.sgd(0.1))
+    step = train_step.Step(objective, model, optimizer, train_step.Options(accumulate=accumulate))
+    metrics = step(jax.device_put(small_batch(8, label=label)))
+    states.append((nnx.state(model, nnx.Param), metrics))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *states)
+
+
+CLICKS = data.ClickData({}, {}, (), {}, {})
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+HEADER = ("clicked", "liked", "size", "seconds", "city", "price", "part")
+COLUMNS = spec.expand(
+  {
+    "clicked": "label",
+    "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
+    "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
+    "seconds": {"kind": "label", "loss": "squared_log"},
+    "city": {"kind": "category", "min_count": 1},
+    "price": "number",
+    "part": "split",
+  }
+)
+
+
+def write_rows(path, rows=400):
+  draw, lines = np.random.default_rng(0), []
+  for row in range(rows):
+    city = int(draw.integers(6))
+    clicked = int(draw.random() < 0.2 + 0.1 * city)
+    liked = int(draw.random() < 0.5) if clicked else ""
+    size = "SML"[city // 2] if draw.random() < 0.8 else ""
+    part = ("train", "train", "valid", "test")[row % 4]
+    price = f"{draw.normal():.2f}"
+    lines.append((clicked, liked, size, f"{np.exp(city) - 1:.3f}", f"c{city}", price, part))
+  return write_csv(path, HEADER, lines)
+
+
+def test_labels_are_read_masked_and_may_be_missing(tmp_path):
+  rows = [
+    (1, 1, "M", 0, "a", 1, "train"),
+    (0, 1, "", 1, "a", 2, "train"),  # is not clicked, so the like does not count
+    (1, 0, "L", "", "b", 3, "train"),
+    (0, "", "S", 3, "b", 4, "train"),
+  ]
+  path = write_csv(tmp_path / "rows.csv", HEADER, rows)
+  config = completed(
+    "dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, select="",
+    split={"valid": 0.0, "test": 0.0},
+  )  # fmt: skip
+  loaded = data.load(config)
+  wanted = [[1, 1, 1, 0], [0, NAN, NAN, math.log(2)], [1, 0, 2, NAN], [0, NAN, 0, math.log(4)]]
+  np.testing.assert_allclose(loaded.columns["label"], wanted, rtol=1e-6)
+  assert list(loaded.labels) == ["clicked", "liked", "size", "seconds"]
+  assert loaded.statistics["liked rate"] == 0.5
+
+
+@pytest.mark.parametrize(
+  ("columns", "message"),
+  [
+    ({"liked": {"kind": "label", "mask": "price"}}, "name another label"),
+    ({"size": {"kind": "label", "loss": "softmax"}}, "two or more"),
+    ({"size": {"kind": "label", "classes": ("a", "b")}}, "give both or none"),
+    ({"seconds": {"kind": "label", "loss": "squared_log", "at_least": 3}}, "remove them"),
+    ({"liked": {"kind": "label", "weight": 0}}, "above 0"),
+    ({"size": {"kind": "label", "loss": "softmax", "classes": ("S", "M")}}, "'L'.*classes"),
+    ({"price": {"kind": "label", "loss": "squared_log"}}, "no number of 0 or more"),
+  ],
+)
+def test_what_is_declared_wrongly_is_refused(columns, message, tmp_path):
+  path = write_rows(tmp_path / "rows.csv", rows=20)
+  given = {"files": str(path), "columns": COLUMNS | columns}
+  with pytest.raises(UserError, match=message):
+    data.load(completed("dlrm", tmp_path / "cache", **given))
+
+
+def test_other_recipes_and_spark_take_one_label(tmp_path):
+  path = write_rows(tmp_path / "rows.csv", rows=20)
+  with pytest.raises(UserError, match="prepares one label of clicks"):
+    data.load(
+      completed("dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, engine="spark")
+    )
+
+
+def test_the_constant_rate_of_each_label_by_hand():
+  label = np.array([[1, 0, 0], [0, 1, 2], [NAN, 1, 1], [0, NAN, 3], [1, 1, NAN]], np.float32)
+  kinds = {"a": spec.Label(), "b": spec.Label(loss="softmax", classes=("x", "y"), weight=2)}
+  kinds["c"] = spec.Label(loss="squared_log")
+  splits = {"train": (0, 3), "valid": (3, 3), "test": (3, 5)}
+  scores = baselines.constant_rate(
+    data.ClickData({"label": label}, splits, (), {}, {}, labels=kinds)
+  )
+  a, b, c = math.log(2), -math.log(2 / 3), (3 - 1) ** 2
+  assert scores == pytest.approx(
+    {"test_a_auc": 0.5, "test_a_logloss": a, "test_b_accuracy": 1.0, "test_b_logloss": b,
+     "test_c_squared_loss": c, "test_logloss": a + 2 * b + c}
+  )  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_whole_run_with_four_labels(tmp_path):
+  """From the table to a score for each label, and the same metrics wherever they are computed."""
+  path = write_rows(tmp_path / "rows.csv")
+  config = completed(
+    "dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, batch_size=40, epochs=8,
+    tasks={"structure": "mmoe"},
+  )  # fmt: skip
+  workdir = tmp_path / "run"
+  result = train.run(config, str(workdir))
+  names = tasks.metric_names(data.load(config).labels)
+  assert {name for name in result["metrics"] if name.startswith("test_")} == {
+    f"test_{name}" for name in names
+  }
+  assert all(math.isfinite(value) for value in result["metrics"].values())
+  fitted = command.fit(workdir)["baselines"]
+  assert {f"test_{name}" for name in names} == set(fitted["constant rate"]) - {
+    name for name in fitted["constant rate"] if name.startswith("valid_")
+  }
+  assert {"test_clicked_auc", "test_liked_auc"} <= set(fitted["logistic regression"])
+  rate = fitted["constant rate"]
+  assert result["metrics"]["test_size_logloss"] < rate["test_size_logloss"]
+  assert result["metrics"]["test_seconds_squared_loss"] < rate["test_seconds_squared_loss"]
+
+  served = export.export(workdir, tmp_path / "served", platforms=("cpu",))
+  out, file = io.StringIO(), tmp_path / "test.csv"
+  lines = path.read_text().splitlines()
+  file.write_text("\n".join([lines[0], *lines[4::4]]) + "\n")  # the rows that test
+  predict.predict(str(served), str(file), out)
+  rows = list(csv.DictReader(io.StringIO(out.getvalue())))
+  scores = ["clicked", "liked", "size_S", "size_M", "size_L", "seconds"]
+  assert list(rows[0])[len(HEADER) :] == [f"score_{name}" for name in scores]
+  shares = [sum(float(row[f"score_size_{c}"]) for c in "SML") for row in rows]
+  np.testing.assert_allclose(shares, 1, rtol=1e-6)
+  model = serving.load(served)
+  assert model.predict([{"city": "c1", "price": 1.0}]).shape == (1, 6)
+  measured = evaluate.evaluate_files(workdir, str(file))["metrics"]
+  assert measured == pytest.approx(
+    {name: result["metrics"][f"test_{name}"] for name in names}, abs=2e-4
+  )
