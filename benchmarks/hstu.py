@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[list[str], tuple[int, ...]]] = {
 
 def measure(name: str, changes: list[str], rows: int, args: argparse.Namespace) -> dict[str, Any]:
   """Returns what a step of a layout takes, and what is in its batches, as means."""
-  shared = ["history=120", "events=3.0", "hstu.length=135", "shuffle=True", "steps=1000000"]
+  shared = ["past=120", "events=3.0", "hstu.length=135", "shuffle=True", "steps=1000000"]
   shared.append(f"batch_size={rows}")
   config = loop.load("dlrm/dlrm_v4:nano", changes + shared)
   parts = loop.Parts("dlrm", config)
