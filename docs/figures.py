@@ -378,6 +378,14 @@ def _admission_origin(of: dict[str, Any]) -> str:
 
 
 def pods() -> str:
+  return _pods("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
+
+
+def pods_hstu() -> str:
+  return _pods("aot_dlrm_v4")
+
+
+def _pods(*names: str) -> str:
   mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
   rows: dict[str, Callable[[Any], str]] = {
     "chips": lambda of: str(of["devices"]),
@@ -388,6 +396,9 @@ def pods() -> str:
     "arguments, MiB": lambda of: mib(of["memory"]["arguments"]),
     "of them written in place, MiB": lambda of: mib(of["memory"]["aliased"]),
     "temporaries, MiB": lambda of: mib(of["memory"]["temporaries"]),
+    "a step sends, MiB": lambda of: mib(
+      sum(each["sent"] * (each["count"] or 0) for each in of["collectives"])
+    ),
     "needed of the available memory": (
       lambda of: f"{100 * of['memory']['needed'] / of['memory']['available']:.1f} %"
     ),
@@ -395,7 +406,7 @@ def pods() -> str:
   }
   columns = [
     (f"{target}{', SC' if 'sparse_core' in name else ''}", of)
-    for name in ("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
+    for name in names
     for target, of in result(f"{name}.json").items()
   ]
   header = ("", *(title for title, _ in columns))
@@ -425,7 +436,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
-    vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
+    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling,
   )
 }  # fmt: skip
 

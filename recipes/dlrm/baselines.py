@@ -83,9 +83,13 @@ def _sums(data: ClickData, place: int, label: Label, start: int, stop: int) -> n
 
 
 def _label(data: ClickData, place: int, rows: slice) -> np.ndarray:
-  """Returns one label of some rows, float64 `[N]`, NaN where it does not count."""
+  """Returns one label of some rows, float64 `[N]`, NaN where it does not count.
+
+  Of rows with several targets, those one after the other.
+  """
   label = np.asarray(data.columns["label"][rows], np.float64)
-  return label.reshape(len(label), -1)[:, place]
+  is_one = tasks_lib.is_one_click(data.labels)
+  return label.ravel() if is_one else label.reshape(len(label), -1)[:, place]
 
 
 def _named(
@@ -101,7 +105,7 @@ def _named(
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
-    return np.asarray(data.columns["weight"][rows])
+    return np.asarray(data.columns["weight"][rows]).ravel()
   return np.ones(rows.stop - rows.start, np.float32)
 
 

@@ -104,8 +104,8 @@ class ClickData:
     start, stop = self.splits["train"]
     rows = slice(start, min(stop, start + 100_000_000))
     labels, weights = self.columns["label"][rows], self.columns.get("weight")
+    weights = None if weights is None else weights[rows]
     if tasks.is_one_click(self.labels):
-      weights = None if weights is None else weights[rows]
       rates = {"label rate": float(np.average(labels, weights=weights))}
     else:
       clicks = [label.loss == "binary" for label in self.labels.values()]

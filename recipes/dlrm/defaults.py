@@ -84,7 +84,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "vocabulary_sizes": (),  # rows of the tables: item, artist, album, user, and seven crosses
     "num_days": 14,  # of the log; the last one tests, the one before it validates
     "events": 4.0,  # of a user on a day, in the mean
-    "past_events": 32,  # the most events before its first target that a sequence has
+    "past": 32,  # the most events before its first target that a sequence has
     "targets": 1,  # the most events of a day that one sequence predicts
     "sequences": 1,  # the most sequences of a row
     "width": 0,  # columns of a row; 0 is enough for that many sequences

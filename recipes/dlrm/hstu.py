@@ -47,6 +47,7 @@ class HSTURanker(nnx.Module):
     query_block: see `HSTUBlock`.
     input_dropout: rate on the tokens.
     dropout: rate in the blocks.
+    head: makes what returns the logit.
     dtype: of the computation; logits are float32.
   """
 
@@ -68,6 +69,7 @@ class HSTURanker(nnx.Module):
     query_block: int,
     input_dropout: float,
     dropout: float,
+    head: Any,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
@@ -99,7 +101,7 @@ class HSTURanker(nnx.Module):
     self.norm = nnx.LayerNorm(dim, **of_dtype)
     self.item = _MLP(len(tokens) * dim, dim, dim, **of_dtype)
     self.meet, self.meet_norm = linear(dim, dim, **of_dtype), nnx.LayerNorm(dim, **of_dtype)
-    self.head = nnx.Linear(dim, 1, rngs=rngs)
+    self.head = head(dim, rngs=rngs)
 
   def __call__(self, batch: Mapping[str, Any]) -> jax.Array:
     """Returns logits `[B T]`, row by row.

@@ -287,27 +287,19 @@ def build_model(
     )
   of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
+  head = tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"])
+  common: Any = {"tables": tables, "head": head, "dropout": config.dropout, **of_dtype}
   if config.model == "hstu":
     of_log = {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
-    return HSTURanker(
-      tables, **of_log, dim=config.dim, dropout=config.dropout, **config.hstu, **of_dtype
-    )
-  common: Any = {
-    "tables": tables,
-    "inputs": layers.Inputs(
-      tables,
-      data.num_dense,
-      dim=config.dim + more,
-      vectors=data.vectors,
-      onto={feature.name: feature.onto for feature in data.features if feature.onto},
-      **of_dtype,
-    ),
-    "dropout": config.dropout,
-    "head": tasks.head(
-      data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"]
-    ),
+    return HSTURanker(**common, **of_log, dim=config.dim, **config.hstu)
+  common["inputs"] = layers.Inputs(
+    tables,
+    data.num_dense,
+    dim=config.dim + more,
+    vectors=data.vectors,
+    onto={feature.name: feature.onto for feature in data.features if feature.onto},
     **of_dtype,
-  }
+  )
   if config.model == "dlrm":
     model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
   elif config.model == "dcnv2":

@@ -290,6 +290,7 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   ("recipe", "config", "settings"),
   [
     ("dlrm", "criteo_1tb", []),
+    pytest.param("dlrm", "dlrm_v4", ["--config.dtype=bfloat16"], marks=pytest.mark.slow),
     pytest.param(
       "two_tower",
       "synthetic",
