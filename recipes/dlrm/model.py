@@ -296,7 +296,7 @@ def build_model(
     "tables": tables,
     "inputs": layers.Inputs(
       tables,
-      data.num_dense,
+      data.numbers,
       dim=config.dim + more,
       vectors=data.vectors,
       onto={feature.name: feature.onto for feature in data.features if feature.onto},
