@@ -34,6 +34,7 @@ DATA_SETS = Registry(
 )
 Batch = dict[str, np.ndarray]
 _TRIES = 8  # to draw negatives that are not in the row
+_ROWS = 4096  # that are looked at at once
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
 
@@ -97,10 +98,12 @@ def load(config) -> SequenceData:
   prepared = DATA_SETS.load(config)
   columns = prepared.columns
   layout = {
-    "format": 1,
+    "format": 2,
     "of": prepared.name,
     "max_length": config.max_length,
     "positions": config.positions,
+    "windows": config.windows,
+    "overlap": config.overlap,
     "next": config.model != "bert4rec",
   }
 
@@ -111,6 +114,8 @@ def load(config) -> SequenceData:
       layout["max_length"],
       positions=layout["positions"],
       next_item=layout["next"],
+      windows=layout["windows"],
+      overlap=layout["overlap"],
     )
     for name, array in rows.items():
       arrays.column(folder, name, array.shape, array.dtype)[:] = array
@@ -155,25 +160,43 @@ def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.
 
 
 def pack(
-  items: np.ndarray, offsets: np.ndarray, width: int, *, positions: str, next_item: bool
+  items: np.ndarray,
+  offsets: np.ndarray,
+  width: int,
+  *,
+  positions: str,
+  next_item: bool,
+  windows: bool = True,
+  overlap: int = 0,
 ) -> dict[str, np.ndarray]:
   """Returns the training items of all users in rows of `width`, int32 `[rows, width]` each.
 
   Args:
     items, offsets: the columns of a data set.
-    width: of a row; of longer sequences the last items are kept.
+    width: of a row.
     positions: see `packing.positions`.
     next_item: every item but the first is the target of the one before it. Otherwise `targets` are
       the items themselves, of which a masked model hides a part.
+    windows: cuts longer sequences into windows, the last of which ends with the sequence. Otherwise
+      only the last `width` items are kept.
+    overlap: how many items a window also has of the one before it. They are its context and not its
+      targets, so that every item is the target of one window.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
     -1 for none; `positions`, the place in the sequence.
   """
+  if not 0 <= overlap < width:
+    raise UserError(f"overlap is {overlap}, of windows of {width}: choose 0 to {width - 1}")
+  starts, step = offsets[:-1] + next_item, width - overlap
   ends = offsets[:-1] + train_lengths(np.diff(offsets))
-  lengths = np.minimum(ends - offsets[:-1] - next_item, width)
-  kept = lengths > 0
-  ends, lengths = ends[kept], lengths[kept]
+  more = -(-np.maximum(ends - starts - width, 0) // step) if windows else np.zeros_like(ends)
+  counts = np.where(ends > starts, 1 + more, 0)
+  user, earlier = np.repeat(np.arange(len(counts)), counts), packing.ranges(0 * counts, counts)
+  ends = ends[user] - step * earlier
+  first = np.maximum(starts[user], ends - width)
+  lengths = ends - first
+  aims = np.where(earlier < more[user], ends - step, first)  # the first target
   row, column = packing.place(lengths, width)
   rows = int(row.max(initial=-1)) + 1
   where = packing.ranges(row * width + column, lengths)
@@ -186,10 +209,10 @@ def pack(
     flat[where] = values
     return flat.reshape(rows, width)
 
-  last = packing.ranges(ends - lengths, lengths)
+  last = packing.ranges(first, lengths)
   return {
     "items": laid(items[last - next_item], -1),
-    "targets": laid(items[last], -1),
+    "targets": laid(np.where(last >= np.repeat(aims, lengths), items[last], -1), -1),
     "segments": laid(np.repeat(numbers, lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
   }
@@ -270,8 +293,10 @@ class TrainBatches:
     self._batch_size, self._seed = config.batch_size, config.seed
     self._part = slice(*pipeline.part(config.batch_size, shard))
     self._mask_rate = config.mask_rate if config.model == "bert4rec" else None
-    if self._mask_rate is not None and not 0 < self._mask_rate < 1:
-      raise UserError(f"mask_rate must be between 0 and 1, got {self._mask_rate}")
+    if self._mask_rate is not None:
+      if not 0 < self._mask_rate < 1:
+        raise UserError(f"mask_rate must be between 0 and 1, got {self._mask_rate}")
+      self._most_hidden = most_hidden(data.packed, self._mask_rate)
     self._negatives = 0 if config.loss == "softmax" else config.negatives.number
     if config.loss != "softmax":
       probabilities = _item_probabilities(data, config.negatives.distribution)
@@ -288,7 +313,7 @@ class TrainBatches:
     batch, draw = self._rows[number], np.random.default_rng((self._seed, number, 1))
     if self._mask_rate is not None:
       order = draw.random((self._batch_size, batch["items"].shape[1]))[self._part]
-      batch = masked(batch, self._mask_rate, order)
+      batch = masked(batch, self._mask_rate, order, self._most_hidden)
     if self._negatives:
       negatives = self._draw_shared(draw) if self._shared else self._draw_unseen(draw, batch)
       batch = batch | {"negatives": negatives, "log_expected": self._log_expected[negatives]}
@@ -328,29 +353,58 @@ def _item_probabilities(data: SequenceData, distribution: str) -> np.ndarray:
   raise UserError(f"unknown distribution {distribution!r}: choose uniform or popularity")
 
 
-def masked(batch: Batch, rate: float, order: np.ndarray) -> Batch:
-  """Returns a batch with a share of the items of every row hidden: BERT4Rec's cloze task.
+def masked(batch: Batch, rate: float, order: np.ndarray, most: int) -> Batch:
+  """Returns a batch with a share of every sequence hidden: BERT4Rec's cloze task.
 
   Args:
     batch: packed rows, `[B, L]`.
-    rate: the share; at least one item of each row.
-    order: random `[B, L]`; the least of a row are hidden.
+    rate: the share of a sequence's targets; at least one, as in the authors' `gen_data_fin.py`.
+    order: random `[B, L]`; the least of a sequence are hidden.
+    most: the width of `where`; see `most_hidden`.
 
   Returns:
-    `items` with -1 where one is hidden, and for up to `ceil(rate * L)` of them per row `where`, the
-    column (0 for none), and `targets`, the item (-1 for none).
+    `items` with -1 where one is hidden, and for up to `most` of them per row `where`, the column
+    (0 for none), and `targets`, the item (-1 for none).
   """
-  present = batch["segments"] >= 0
-  most = int(np.ceil(rate * present.shape[1]))
-  where = np.argsort(np.where(present, order, 2.0), axis=1)[:, :most]
-  number = np.maximum(np.round(rate * present.sum(axis=1)).astype(np.int64), 1)
-  hidden = np.arange(most) < np.minimum(number, present.sum(axis=1))[:, None]
-  targets = np.where(hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
-  items = batch["items"].copy()
-  row, place = np.nonzero(hidden)
-  items[row, where[row, place]] = -1
-  where = np.where(hidden, where, 0).astype(np.int32)
-  return batch | {"items": items, "where": where, "targets": targets.astype(np.int32)}
+  sequence, number = _sequences(batch)
+  by_order = np.lexsort((order.ravel(), sequence.ravel()))
+  rank = np.empty(len(by_order), np.int64)  # of an item within its sequence
+  in_turn = sequence.ravel()[by_order]
+  rank[by_order] = np.arange(len(in_turn)) - np.searchsorted(in_turn, in_turn)
+  hidden = rank.reshape(order.shape) < _hidden(number, rate)[sequence]
+  where = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
+  is_hidden = np.take_along_axis(hidden, where, axis=1)
+  targets = np.where(is_hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
+  return batch | {
+    "items": np.where(hidden, -1, batch["items"]).astype(np.int32),
+    "where": np.where(is_hidden, where, 0).astype(np.int32),
+    "targets": targets.astype(np.int32),
+  }
+
+
+def most_hidden(packed: Mapping[str, np.ndarray], rate: float) -> int:
+  """Returns how many items `masked` hides in a row at most, of all packed rows."""
+  most, length = 1, packed["segments"].shape[1]
+  for start in range(0, len(packed["segments"]), _ROWS):
+    part = {name: packed[name][start : start + _ROWS] for name in ("segments", "targets")}
+    hidden = _hidden(_sequences(part)[1], rate)[:-1].reshape(-1, length).sum(axis=1)
+    most = max(most, int(hidden.max()))
+  return most
+
+
+def _sequences(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the number of each target's sequence, int `[B, L]`, and the sequences' sizes.
+
+  Sequence s of row b is `b * L + s`, and the last number is that of what is no target, of size 0.
+  """
+  rows, length = batch["segments"].shape
+  sequence = np.arange(rows)[:, None] * length + batch["segments"]
+  sequence = np.where(batch["targets"] >= 0, sequence, rows * length)
+  return sequence, np.append(np.bincount(sequence.ravel(), minlength=rows * length + 1)[:-1], 0)
+
+
+def _hidden(sizes: np.ndarray, rate: float) -> np.ndarray:
+  return np.where(sizes > 0, np.maximum(np.round(rate * sizes).astype(np.int64), 1), 0)
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:

@@ -8,10 +8,18 @@ DEFAULTS: dict[str, Any] = {
   "blocks": 2,  # of the encoder
   "heads": 1,  # of attention in a block
   "max_length": 50,  # items of a history that the model sees, the last ones
+  # Whether longer histories train in several windows, so that every item is a target; False trains
+  # on their last items only.
+  "windows": True,
+  "overlap": 0,  # items that a window has of the one before it, as context and not as targets
   "positions": "end",  # the last item is at the last position; or "start", the first at the first
   "dropout": 0.2,  # rate on the input and in the blocks
+  # What a block of sasrec adds to: "input", as in the paper, or "norm", as in the authors' code.
+  "residual": "input",
+  # Of dense layers, but for queries, keys and values: "xavier", or "normal", of deviation 0.02.
+  "init": "xavier",
   "time_buckets": 0,  # of hstu's bias for the time between items, of data with times; 0 has none
-  "mask_rate": 0.2,  # share of the items that bert4rec hides
+  "mask_rate": 0.2,  # share of each sequence's items that bert4rec hides
   "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
   "negatives": {
     "number": 256,  # drawn for a batch

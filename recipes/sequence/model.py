@@ -38,18 +38,30 @@ def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
 
 
 class Attention(nnx.Module):
-  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32."""
+  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32.
+
+  Queries are of `x`, keys and values of `memory`, if there is one, of the same shape.
+  """
 
   def __init__(
-    self, dim: int, heads: int, *, dropout: float, dtype: Any = jnp.float32, rngs: nnx.Rngs
+    self,
+    dim: int,
+    heads: int,
+    *,
+    dropout: float,
+    init: str = "xavier",
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
   ):
     self.heads = heads
-    self.qkv = linear(dim, 3 * dim, dtype, rngs)
-    self.out = linear(dim, dim, dtype, rngs)
+    self.qkv = linear(dim, 3 * dim, dtype, rngs)  # PyTorch's attention too keeps Xavier here
+    self.out = linear(dim, dim, dtype, rngs, init)
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     query, key, value = split_heads(self.qkv(x), 3, self.heads)
+    if memory is not None:
+      _, key, value = split_heads(self.qkv(memory), 3, self.heads)
     scores = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
     scores = scores.astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, _NEVER), axis=-1)
@@ -68,10 +80,12 @@ class FeedForward(nnx.Module):
     activation,
     *,
     dropout: float,
+    init: str = "xavier",
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.inner, self.out = linear(dim, inner, dtype, rngs), linear(inner, dim, dtype, rngs)
+    self.inner = linear(dim, inner, dtype, rngs, init)
+    self.out = linear(inner, dim, dtype, rngs, init)
     self.activation = activation
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
@@ -90,35 +104,43 @@ class _TransformerBlock(nnx.Module):
     inner: int,
     activation: Any,
     dropout: float,
+    init: str = "xavier",
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.forward = FeedForward(dim, inner, activation, dropout=dropout, dtype=dtype, rngs=rngs)
+    options: dict[str, Any] = {"dropout": dropout, "init": init, "dtype": dtype, "rngs": rngs}
+    self.attention = Attention(dim, heads, **options)
+    self.forward = FeedForward(dim, inner, activation, **options)
     self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
 
 class SASRecBlock(_TransformerBlock):
-  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
+  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
+
+  The residual "norm" is the authors' code (github.com/kang205/SASRec), and that of its ports: what
+  follows a norm is added to its output, and keys and values are of what the norm is of.
+  """
 
   causal, normed = True, True  # the encoder ends with a norm
   widening = 1
 
-  def __init__(self, dim: int, heads: int, length: int, **options: Any):
+  def __init__(self, dim: int, heads: int, length: int, *, residual: str = "input", **options: Any):
     del length
     super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
+    self.is_of_norm = residual == "norm"
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    if self.is_of_norm:
+      query = self.norms[0](x)
+      x = self.norms[1](query + self.attention(query, mask, x))
+      return x + self.forward(x)
     x = x + self.dropout(self.attention(self.norms[0](x), mask))
     return x + self.forward(self.norms[1](x))
 
 
 class BERT4RecBlock(_TransformerBlock):
-  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D.
-
-  The paper's projection of the output (equation 7) and its bias per item are left out.
-  """
+  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
 
   causal, normed = False, False
 
@@ -147,6 +169,10 @@ class Encoder(nnx.Module):
     block = block or BLOCKS[config.model]
     options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
+    if issubclass(block, _TransformerBlock):
+      make = functools.partial(make, init=config.init)
+    if block is SASRecBlock:
+      make = functools.partial(make, residual=config.residual)
     if block is HSTUBlock:
       make = functools.partial(make, buckets=config.time_buckets)
     self.causal = block.causal
@@ -160,6 +186,22 @@ class Encoder(nnx.Module):
     for block in self.blocks:
       x = block(x, mask, times=times) if isinstance(block, HSTUBlock) else block(x, mask)
     return x if self.norm is None else self.norm(x)
+
+
+class Projection(nnx.Module):
+  """Sun et al. 2019, equation 7: `[..., D]` to `[..., D + 1]`, which meets an item's row and bias.
+
+  The result is `norm(gelu(W x + b))`, with the norm of the authors' code (FeiSun/BERT4Rec), and a 1
+  for the bias, which is the last column of the item's row.
+  """
+
+  def __init__(self, dim: int, *, init: str = "xavier", dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    self.linear = linear(dim, dim, dtype, rngs, init)
+    self.norm = nnx.LayerNorm(dim, dtype=dtype, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x = self.norm(nnx.gelu(self.linear(x))).astype(jnp.float32)
+    return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
 
 class SequenceModel(nnx.Module):
@@ -184,6 +226,8 @@ class SequenceModel(nnx.Module):
     # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
     self.scale = math.sqrt(dim) if encoder.causal else 1.0
     self.norm = None if encoder.causal else nnx.LayerNorm(dim, dtype=self.dtype, rngs=rngs)
+    options: dict[str, Any] = {"init": config.init, "dtype": self.dtype, "rngs": rngs}
+    self.projection = None if encoder.causal else Projection(dim, **options)
 
   def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
@@ -194,6 +238,7 @@ class SequenceModel(nnx.Module):
     items, segments = batch["items"], batch["segments"]
     x = self.vectors(items)
     if self.hidden is not None:
+      x = x[..., :-1]  # without the item's bias
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
     if self.norm is not None:
@@ -204,6 +249,10 @@ class SequenceModel(nnx.Module):
   def vectors(self, items: jax.Array) -> jax.Array:
     """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
     return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
+
+  def queries(self, outputs: jax.Array) -> jax.Array:
+    """Returns what the items' rows are multiplied with, of the encoder's outputs `[..., D]`."""
+    return outputs if self.projection is None else self.projection(outputs)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
@@ -222,7 +271,7 @@ def build_model(
   """
   table = embed.TableConfig(
     num_items,
-    config.dim,
+    config.dim + (config.model == "bert4rec"),  # its bias, see `Projection`
     initializer=build.table_initializer(config),
     optimizer=build.table_optimizer(config),
     name=ITEM,
@@ -235,13 +284,14 @@ def build_model(
 
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the outputs that `targets` are compared with: all, or the hidden items'."""
+  """Returns the queries of the outputs that have `targets`: all, or the hidden items'."""
   outputs = model(batch)
   if "where" in batch:
-    return jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
-  return outputs
+    outputs = jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
+  return model.queries(outputs)
 
 
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns `[B, D]`, the output of each row's column `last`."""
-  return jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
+  """Returns the query of each row's column `last`, `[B, D]`, or `[B, D + 1]` for bert4rec."""
+  last = jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
+  return model.queries(last)

@@ -24,7 +24,7 @@ from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
-from ..training import build, losses, train_step
+from ..training import build, layers, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
 from . import tiger
@@ -173,6 +173,9 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
+    if config[name] not in known:
+      raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
   hosts.check_batch_sizes(
     mesh,
     batch_size=config.batch_size or (1 if mesh is None else mesh.size),

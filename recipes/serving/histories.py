@@ -105,10 +105,10 @@ class Lists:
 
 
 def _label_of(texts: pa.Array, kind: Any) -> np.ndarray:
-  """Returns 1, 0 or -1 for texts of a label."""
+  """Returns labels of texts, int `[N]`; -1 of a text that says nothing."""
   from ..tables.rows import label_of  # not for models without histories, which need less
 
-  return label_of(texts, kind)
+  return np.nan_to_num(label_of(texts, kind), nan=-1).astype(np.int64)
 
 
 def _lengths(lists: pa.ListArray) -> np.ndarray:
@@ -126,7 +126,7 @@ def _of_rows(problem: Problem, row: np.ndarray, count: int) -> Problem:
 def _labels(values: Any, kind: Any) -> np.ndarray:
   """Returns the labels of rows, int `[N]`: -1 where it is missing, -2 of those training drops."""
   if isinstance(values, np.ndarray):
-    return values.astype(np.int64)
+    return np.nan_to_num(values, nan=-1).astype(np.int64)
   encoded = same_value(values)
   found = _label_of(encoded.dictionary, kind)
   found[bits(pc.is_in(encoded.dictionary, pa.array(kind.drop, pa.string())))] = _DROPPED

@@ -9,6 +9,7 @@ never in the part of a row. Training, evaluation and serving cut with the same f
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,13 @@ class Part:
     of: the declared column.
     by: "row", where the value is of the earlier row, "table" of a file of items or users by their
       ids, "label" or "time".
+    size: rows of its table, of labels and times.
   """
 
   name: str
   of: str
   by: str = "row"
+  size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +88,8 @@ class History:
 
   def features(self, own: Mapping[str, Feature]) -> Iterator[Feature]:
     """Yields the feature of each part, given those of the rows by name."""
-    sizes = {"label": 2, "time": AGES}
     for part in self.parts:
-      like = own.get(part.of) or Feature(part.name, sizes[part.by])
+      like = Feature(part.name, part.size) if part.size else own[part.of]
       table = like.table or like.name
       about: Any = {"name": part.name, "table": "" if table == part.name else table}
       about |= {"valency": self.width, "combiner": self.combiner, "history": self.name}
@@ -113,21 +115,14 @@ def declared(table: "Table") -> list[History]:
     place = f"config.columns[{name!r}]"
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
-    if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
-      raise UserError(f"{place}.where is {kind.where!r}: name a declared label")
+    if kind.where and getattr(kinds.get(kind.where), "loss", "") != "binary":
+      raise UserError(f"{place}.where is {kind.where!r}: name a declared label of clicks")
     if not _is_single(kinds.get(kind.of)):
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    of_labels = {kind.where, *kind.beside} & set(table.labels)
-    if of_labels and not table.is_one_click:
-      raise UserError(
-        f"{place} is of the label {min(of_labels)!r}, which takes a table with one label, of clicks"
-      )
     parts = [Part(name, kind.of)]
-    parts += [
-      Part(f"{name}_{each}", each, _source(table, kind.of, each, place)) for each in kind.beside
-    ]
+    parts += [_beside(table, name, kind.of, each) for each in kind.beside]
     for part in parts[1:]:
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
@@ -142,19 +137,21 @@ def _is_single(kind: spec.Kind | None) -> bool:
   return isinstance(kind, spec.Category) and kind.read_as == "text"
 
 
-def _source(table: "Table", of: str, name: str, place: str) -> str:
-  """Returns what a value beside those of a column is taken by; see `Part`."""
-  kind = table.kinds.get(name)
-  if isinstance(kind, spec.Label | spec.Time):
-    return kind.kind
+def _beside(table: "Table", name: str, of: str, column: str) -> Part:
+  """Returns the values of a declared column beside those of a history."""
+  kind, part = table.kinds.get(column), functools.partial(Part, f"{name}_{column}", column)
+  if isinstance(kind, spec.Label) and kind.loss != "squared_log":
+    return part("label", len(kind.classes) or 2)
+  if isinstance(kind, spec.Time):
+    return part("time", AGES)
   if _is_single(kind):
-    return "row"
-  side = getattr(table.kinds[of], "kind", "")  # "user" or "item", or a kind without a table
-  if side in table.sides and _is_single(table.sides[side].kinds.get(name)):
-    return "table"
+    return part()
+  side = table.kinds[of].kind  # "user" or "item", or a kind without a table
+  if side in table.sides and _is_single(table.sides[side].kinds.get(column)):
+    return part("table")
   raise UserError(
-    f"{place}.beside names {name!r}: name categories of one value, of the rows or in the table of "
-    f"{of!r}, the label or the time"
+    f"config.columns[{name!r}].beside names {column!r}: name categories of one value, of the rows "
+    f"or in the table of {of!r}, the time, or labels of clicks or classes"
   )
 
 
@@ -304,6 +301,8 @@ class Rows:
       widths: of an earlier run, which do not shrink.
     """
     self._added = {name: np.concatenate(each) for name, each in self._added.items()}
+    for name in self._labels:
+      self._added[name] = np.nan_to_num(self._added[name], nan=-1).astype(np.int32)
     users = same(self._user, pa.chunked_array(self._users).unify_dictionaries().combine_chunks())
     times, split = self._added[self._time], self._added[""]
     self._made, made, notes = [], [], []

@@ -12,6 +12,11 @@ from flax import nnx
 
 import embed
 
+INITIALIZERS = {  # of `linear`, by the setting `init`
+  "xavier": nnx.initializers.xavier_uniform(),
+  "normal": nnx.initializers.normal(0.02),
+}
+
 
 class Inputs(nnx.Module):
   """What a model of clicks reads: vectors by name, and numbers.
@@ -131,9 +136,11 @@ class Cross(nnx.Module):
     return x
 
 
-def linear(features: int, out_features: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-  """Returns a linear layer of attention, drawn as Glorot and Bengio 2010 do."""
-  initializer = nnx.initializers.xavier_uniform()
+def linear(
+  features: int, out_features: int, dtype: Any, rngs: nnx.Rngs, init: str = "xavier"
+) -> nnx.Linear:
+  """Returns a linear layer of attention, drawn as Glorot and Bengio 2010 do, or "normal"."""
+  initializer = INITIALIZERS[init]
   return nnx.Linear(features, out_features, kernel_init=initializer, dtype=dtype, rngs=rngs)
 
 

@@ -1,11 +1,15 @@
 """Files, splits, packed rows, batches: by hand, every user once, a function of the number alone."""
 
+import functools
 import hashlib
 import pickle
+from itertools import chain
 
 import numpy as np
 import pytest
 import recipe_runs
+from hypothesis import given
+from hypothesis import strategies as st
 from small_data import write_sequences
 
 from recipes import pipeline
@@ -107,19 +111,52 @@ def test_the_split_by_hand(tmp_path):
 
 
 def test_packed_rows_by_hand():
-  """Users train on 1 to 5, of which the last four fit, on [6], [7, 8, 9] and [0, 1]."""
+  """Users train on 1 to 5, on [6], [7, 8, 9] and [0, 1]; without windows, the last four of five."""
   items = np.array([1, 2, 3, 4, 5, 90, 91, 6, 90, 91, 7, 8, 9, 90, 91, 0, 1], np.int32)
   offsets = np.array([0, 7, 10, 15, 17])
-  rows = data.pack(items, offsets, 3, positions="end", next_item=True)
+  pack = functools.partial(data.pack, items, offsets, 3)
+  rows = pack(positions="end", next_item=True, windows=False)
   assert rows["items"].tolist() == [[2, 3, 4], [7, 8, 0]]
   assert rows["targets"].tolist() == [[3, 4, 5], [8, 9, 1]]
   assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 1]]
   assert rows["positions"].tolist() == [[0, 1, 2], [1, 2, 2]]
-  rows = data.pack(items, offsets, 3, positions="start", next_item=False)
+  rows = pack(positions="start", next_item=False, windows=False)
   assert rows["items"].tolist() == rows["targets"].tolist()
   assert rows["items"].tolist() == [[3, 4, 5], [7, 8, 9], [0, 1, 6]]
   assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
   assert rows["positions"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0]]
+  rows = pack(positions="end", next_item=True)
+  assert rows["items"].tolist() == [[2, 3, 4], [7, 8, 1], [0, -1, -1]]
+  assert rows["targets"].tolist() == [[3, 4, 5], [8, 9, 2], [1, -1, -1]]
+  rows = pack(positions="start", next_item=True, overlap=1)
+  assert rows["items"].tolist() == [[2, 3, 4], [1, 2, -1], [7, 8, 0]]
+  assert rows["targets"].tolist() == [[-1, 4, 5], [2, 3, -1], [8, 9, 1]]
+  with pytest.raises(ValueError, match="overlap is 3, of windows of 3: choose 0 to 2"):
+    pack(positions="end", next_item=True, overlap=3)
+
+
+@given(
+  st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 9), st.data(), st.booleans()
+)
+def test_every_item_is_the_target_of_one_window(lengths, width, draw, next_item):
+  """And an item's context is what comes before it, `overlap` items at least where there are."""
+  overlap = draw.draw(st.integers(0, width - 1))
+  offsets = np.cumsum([0, *lengths])
+  rows = data.pack(
+    np.arange(offsets[-1]), offsets, width, positions="start", next_item=next_item, overlap=overlap
+  )
+  held_out = np.where(np.array(lengths) >= 3, 2, 0)
+  wanted = [
+    range(s + next_item, e - h) for s, e, h in zip(offsets[:-1], offsets[1:], held_out, strict=True)
+  ]
+  assert sorted(rows["targets"][rows["targets"] >= 0]) == list(chain(*wanted))
+  begins = set(offsets[:-1].tolist())
+  for place in zip(*np.nonzero(rows["targets"] >= 0), strict=True):
+    position, item = rows["positions"][place], rows["items"][place]
+    assert item == rows["targets"][place] - next_item
+    context = rows["items"][place[0], place[1] - position : place[1] + 1]
+    assert context.tolist() == list(range(item - position, item + 1))
+    assert position >= overlap or context[0] in begins
 
 
 def test_packing_fits_and_wastes_little():
@@ -201,11 +238,12 @@ def test_masks_by_hand():
   segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
   items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
   batch = {"items": items, "targets": items.copy(), "segments": segments}
-  chosen = set()
+  chosen, most = set(), data.most_hidden(batch, 0.6)
   for seed in range(50):
-    found = data.masked(batch, 0.5, np.random.default_rng(seed).random((2, 6)))
+    found = data.masked(batch, 0.6, np.random.default_rng(seed).random((2, 6)), most)
     hidden = (found["items"] < 0) & (segments >= 0)
-    assert hidden.sum(axis=1).tolist() == [2, 1]  # round(2.5) and at least one
+    assert hidden[0, :3].sum() == 2  # round(1.8)
+    assert hidden[0, 3:].sum() == hidden[1].sum() == 1  # round(1.2) and round(0.6)
     assert found["where"].shape == (2, 3)
     for row in range(2):
       real = found["targets"][row] >= 0
@@ -214,6 +252,27 @@ def test_masks_by_hand():
     chosen |= set(np.flatnonzero(hidden[0]).tolist())
   assert chosen == {0, 1, 2, 3, 4}
   np.testing.assert_array_equal(batch["items"], items)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_every_sequence_hides_its_share(tmp_path, overlap):
+  changes = {"max_length": 8, "overlap": overlap, "mask_rate": 0.3, "batch_size": 32}
+  made = config(tmp_path, "synthetic", model="bert4rec", **changes)
+  loaded = data.load(made)
+  source = data.TrainBatches(loaded, made)
+  most = 0
+  for number in range(made.steps):
+    batch, rows = source[number], source._rows[number]
+    aims = rows["targets"] >= 0
+    hidden = (batch["items"] < 0) & (rows["segments"] >= 0)
+    assert not (hidden & ~aims).any()
+    for row, segments in enumerate(rows["segments"]):
+      for segment in range(segments.max() + 1):
+        size = int((aims[row] & (segments == segment)).sum())
+        assert hidden[row, segments == segment].sum() == max(1, round(0.3 * size))
+    assert (hidden.sum(axis=1) == (batch["targets"] >= 0).sum(axis=1)).all()
+    most = max(most, hidden.sum(axis=1).max())
+  assert most == batch["where"].shape[1]  # it cuts none off, and no wider than needed
 
 
 def packed_by_hand(*rows, num_items):

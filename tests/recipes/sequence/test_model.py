@@ -200,11 +200,46 @@ def test_only_hidden_items_are_predicted():
     where=np.array([[2, 5, 0]], np.int32), targets=np.array([[11, 1, -1]], np.int32)
   )
   found = nnx.jit(model_lib.predictions)(model, inputs)
-  np.testing.assert_allclose(found[0], outputs(model, inputs)[[2, 5, 0]], rtol=1e-5)
+  every = nnx.jit(lambda model, batch: model.queries(model(batch)))(model, inputs)
+  np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
   loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax"), ITEMS))
   scores = np.asarray(model.scores(found))[0]
   expected = losses.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
   assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_bert4rec_scores_by_equation_7():
+  model = build("bert4rec")
+  x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+  kernel, row = model.projection.linear.kernel[...], np.asarray(model.embed.tables["item"])
+  projected = layer_norm(np.asarray(jax.nn.gelu(x @ kernel)))
+  expected = projected @ row[:, :8].T + row[:, 8]
+  np.testing.assert_allclose(model.scores(model.queries(x)), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_sasrec_with_the_residual_of_the_authors_code():
+  """Queries are normed, keys and values not; both layers add to what is normed."""
+  options = {"dropout": 0.0, "residual": "norm", "init": "normal", "rngs": nnx.Rngs(3)}
+  block = model_lib.SASRecBlock(64, 1, LENGTH, **options)
+  x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+  wq, wk, wv = np.split(np.asarray(block.attention.qkv.kernel[...]), 3, axis=1)
+  query = layer_norm(x)
+  scores = np.where(np.tri(5), (query @ wq) @ (x @ wk).T / 8, -np.inf)
+  weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+  out, inner, last = (
+    np.asarray(layer.kernel[...])
+    for layer in (block.attention.out, block.forward.inner, block.forward.out)
+  )
+  y = layer_norm(query + weights @ (x @ wv) @ out)
+  expected = y + np.maximum(y @ inner, 0) @ last
+  mask = model_lib.visible(jnp.zeros((1, 5), jnp.int32), causal=True)
+  np.testing.assert_allclose(block(x[None], mask)[0], expected, rtol=1e-3, atol=1e-4)
+  for kernel in (out, inner, last):
+    assert kernel.std() == pytest.approx(0.02, rel=0.1)
+  assert wq.std() > 0.05
+  for name in ("residual", "init"):
+    with pytest.raises(ValueError, match=f"unknown {name} 'none': choose "):
+      train.check(smoke(**{name: "none"}), None)
 
 
 @pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
