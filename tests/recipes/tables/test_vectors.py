@@ -227,6 +227,8 @@ def test_exported_towers_rank_with_vectors_and_codes(log, tmp_path):
   # A new user is known by a vector alone.
   new = served.recommend({"taste": [[3.0, 0.0, 0.0, 0.0, -3.0], None]}, 3)
   assert new.is_popular.tolist() == [False, True]
+  same = served.recommend({"taste": np.array([[3.0, 0, 0, 0, -3]])}, 3)
+  np.testing.assert_array_equal(same.items[0], new.items[0])
   loaded = tower_data.load(training.config)
   assert loaded.columns["item_image"].shape == (30, 5)
 
