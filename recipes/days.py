@@ -82,8 +82,7 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
     before = folder
   if recipe == "dlrm":
     kinds = spec.parse({name: kind.to_dict() for name, kind in config.columns.items()})
-    first, *_, last = tasks.metric_names(spec.labels(kinds))
-    shown = (first, last)
+    shown = (tasks.metric_names(spec.labels(kinds))[0], "logloss")
   else:
     shown = (f"recall@{config.ks[0]}", f"ndcg@{config.ks[0]}")
   draw(history, shown, workdir / "days.png")

@@ -18,18 +18,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from absl import logging
-from sklearn.metrics import log_loss, roc_auc_score
+from scipy.special import logit as logit_of
 
 from . import export, hosts, serving
 from .dlrm import tasks
 from .errors import in_one_line
-from .evaluation.metrics import RankingMetrics
+from .evaluation import groups
+from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
 from .run import settings
 from .run import workdir as runs
 from .tables import interactions, spec
 from .tables import settings as table_settings
-from .tables.encoding import Codes
+from .tables.encoding import Codes, Encoder
 from .tables.rows import RowReader
+from .training.features import cut_ids
 
 _USERS = 4096  # ranked at once
 
@@ -49,6 +51,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
     f"{split}_{name}": float(value)
     for split in ("valid", "test")
     for name, value in measure(model, split).items()
+    if not np.ndim(value)
   }
 
 
@@ -72,18 +75,24 @@ def of_export(served: Path, config) -> dict[str, Any]:
     config: declares the table, and names its `files`.
 
   Returns:
-    `rows`, how many were measured, and `metrics`: `auc` (if both outcomes are there) and `logloss`,
-    of several labels as `dlrm.tasks.joined` names them, or what `RankingMetrics` computes of one
-    ranking for each user.
+    `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
+    and of `GroupedClickMetrics`, of several labels as `dlrm.tasks.joined` names them; or what
+    `RankingMetrics` computes of one ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
   if isinstance(model, serving.ClickModel):
-    return _clicks(model, table)
+    return _clicks(model, table, config.slices)
   return _ranking(model, table, config.ks)
 
 
-def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
+def _clicks(
+  model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
+) -> dict[str, Any]:
+  transforms = model.served.transforms
+  encoder = Encoder.load(transforms)
+  grouping = groups.of_clicks(encoder.features, slices, transforms)
+  grouped: list[dict[str, np.ndarray]] = []
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
@@ -97,33 +106,34 @@ def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str,
     scores.append(model.answers(values, np.zeros(count, bool)).scores)
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))
-  score, label = np.concatenate(scores), np.concatenate(labels)
+    if grouping:
+      ids = cut_ids(encoder.encode(values, count)["ids"], encoder.features)
+      grouped.append({name: ids[name] for name in grouping.features})
+  score, label = np.concatenate(scores), np.concatenate(labels).reshape(-1, len(table.labels))
   weight = np.concatenate(weights).astype(np.float64)
-  if table.is_one_click:
-    return {"rows": len(label), "metrics": _of_clicks(label, score, weight)}
+  of_rows = {name: np.concatenate([ids[name] for ids in grouped]) for name in grouping.features}
   found, targets, place = {}, dict(zip(table.labels, label.T, strict=True)), 0
+  score = score.reshape(len(score), -1)
   for name, kind in model.labels.items():
     own, target = score[:, place : (place := place + kind.num_outputs)], targets[name]
     counts = ~np.isnan(target) & (weight > 0)
-    found[name] = _of_label(kind, target[counts], own[counts], weight[counts])
-  return {"rows": len(label), "metrics": tasks.joined(table.labels, found)}
-
-
-def _of_clicks(label: np.ndarray, score: np.ndarray, weight: np.ndarray) -> dict[str, float]:
-  metrics = {}
-  if weight.sum():
-    metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
-  if 0 < weight[label == 1].sum() < weight.sum():
-    metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
-  return metrics
+    target, own, amount = target[counts], own[counts], weight[counts]
+    found[name] = _of_label(kind, target, own, amount)
+    if kind.loss == "binary" and grouping:
+      ids = {each: x[counts] for each, x in of_rows.items()}
+      of_groups = GroupedClickMetrics(grouping)
+      of_groups = of_groups.update(logit_of(own[:, 0]), target, ids, weight=amount)
+      found[name] |= of_groups.compute()
+  metrics = next(iter(found.values())) if table.is_one_click else tasks.joined(table.labels, found)
+  return {"rows": len(label), "metrics": metrics}
 
 
 def _of_label(
   kind: spec.Label, target: np.ndarray, scores: np.ndarray, weight: np.ndarray
 ) -> dict[str, float]:
-  """Returns the metrics of one of several labels on the rows in which it counts."""
+  """Returns the metrics of a label on the rows in which it counts."""
   if kind.loss == "binary" or not len(target):
-    return _of_clicks(target, scores[:, 0], weight)
+    return click_metrics(logit_of(scores[:, 0]), target, weight, strict=False)
   mean = lambda x: float(np.average(x, weights=weight))
   if kind.loss == "squared_log":
     return {"squared_loss": mean(np.square(np.log1p(scores[:, 0]) - target))}
@@ -146,7 +156,7 @@ def _ranking(
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
   wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics.empty(ks), 0
   asked = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]
@@ -156,7 +166,7 @@ def _ranking(
     relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
     for row, items in enumerate(of_part):
       relevant[row, : len(items)] = items
-    metrics.update(found.reshape(answers.items.shape), relevant)
+    metrics = metrics.update(found.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   hosts.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "

@@ -3,8 +3,9 @@
     python -m recipes.report runs/a runs/b --out=docs/results/x
 
 prints a table for every data set and writes it as `x.md`, with `x.png`: the loss and the selected
-metric over steps. Everything in them comes from the runs' `result.json` and `metrics.jsonl`, or
-from copies of these called `NAME.json` and `NAME.jsonl`:
+metric over steps, and how reliable a click model's probabilities are. Everything in them comes from
+the runs' `result.json` and `metrics.jsonl`, or from copies of these called `NAME.json` and
+`NAME.jsonl`:
 
     python -m recipes.report docs/results/sequence_*_[0-9].json --out=docs/results/sequence
 
@@ -35,12 +36,13 @@ with importing():
 
   from . import arrays, files
   from .run import settings as run_settings
+  from .run.results import gain
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 # Runs that differ only in these do the same work on the same data, and are averaged.
-_INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
+_INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
 _BOUND = "best possible"  # the baseline that no model can beat
 
 
@@ -235,9 +237,8 @@ class _Table:
 
   def best(self, name: str) -> list[str]:
     """Labels of the best entries by a metric, as far as the digits that are shown tell."""
-    sign = -1 if name.endswith("loss") else 1
     means = {
-      entry.label: round(sign * statistics.fmean(entry.scores[name]), 4)
+      entry.label: round(gain(name, round(statistics.fmean(entry.scores[name]), 4)), 4)
       for entry in self.entries
       if name in entry.scores and entry.label.partition(" (")[0] != _BOUND
     }
@@ -369,6 +370,8 @@ def sketch(run: Run) -> str:
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """Returns a figure over steps: for each data set the loss and the metrics that select.
 
+  Of click models it has the reliability on the test rows as well: the rate of clicks of rows by
+  their mean prediction, in bins of equally many rows, which is on the diagonal of a calibrated one.
   A metric that no run of a data set has logged gets no panel, a data set without any no place.
   None where no run has any curve.
   """
@@ -400,26 +403,35 @@ def draw(groups: Sequence[list[Run]]) -> "Figure | None":
 
 
 def _panels(table: _Table) -> list[list[str]]:
-  """Returns the loss and the selected metrics that a run has logged, two in a row."""
+  """Returns the loss, the selected metrics and the curves that a run has, two in a row."""
   wanted = dict.fromkeys(["loss", *(run.selected for run in table.runs)])
   logged = [name for name in wanted if any(run.curve(name)[0] for run in table.runs)]
+  logged += dict.fromkeys(name for run in table.runs for name in run.result.get("curves", {}))
   rows = [logged[i : i + 2] for i in range(0, len(logged), 2)]
   return [row if len(row) == 2 else row * 2 for row in rows]
 
 
 def _draw_panels(axes: Mapping[str, Any], table: _Table) -> list[list[Any]]:
   """Draws the curves of a data set; returns the lines of each group."""
+  from .style import GREY
+
   of_group: list[list[Any]] = []
   for i, group in enumerate(table.groups.values()):
     style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.4}
     of_group.append([])
     for run, (name, axis) in itertools.product(group, axes.items()):
-      steps, values = run.curve(name)
-      if steps:
-        marker = "o" if len(steps) <= 30 else None
-        of_group[-1] += axis.plot(steps, values, **style, alpha=0.85, marker=marker, markersize=3)
+      points = run.result.get("curves", {}).get(name)
+      xs, ys = [*zip(*points, strict=True)][:2] if points else run.curve(name)
+      if xs:
+        marker = "o" if len(xs) <= 30 else None
+        of_group[-1] += axis.plot(xs, ys, **style, alpha=0.85, marker=marker, markersize=3)
   for name, axis in axes.items():
     axis.set_title("training loss" if name == "loss" else name, loc="left", fontsize="medium")
+    if name.endswith("reliability"):
+      axis.axline((0, 0), slope=1, color=GREY, linestyle=":", linewidth=1)
+      axis.set(xlabel="mean prediction", ylabel="rate of clicks")
+      axis.grid()
+      continue
     axis.set(xlabel="steps")
     axis.set_xlim(left=0)
     axis.xaxis.get_major_locator().set_params(nbins=5, integer=True)

@@ -39,7 +39,7 @@ def get_config(mode: str = "") -> dict:
     ),
     "num_days": 302,  # README, "Data preprocessing": 300 to train; here two more validate and test
     "events": 15.9,  # 4,763 of a user, same place
-    "history": 4_086,  # README, "Hyperparameters": HISTORY_LENGTH
+    "past_events": 4_086,  # README, "Hyperparameters": HISTORY_LENGTH
     "targets": 1,  # configs.py: max_num_candidates
     # MAX_SEQ_LEN is 4,096: 4,086 events, a target, 8 contextual tokens, and one of padding.
     "width": 4_088,
@@ -80,7 +80,7 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode in ("nano", "smoke"):
     config |= {
-      "vocabulary_sizes": (400, 40, 120, 300, *(2_000,) * 7), "num_days": 12, "history": 24,
+      "vocabulary_sizes": (400, 40, 120, 300, *(2_000,) * 7), "num_days": 12, "past_events": 24,
       "width": 0, "dim": 32, "dropout": 0.0, "dtype": "float32", "batch_size": 128,
       "learning_rate": 2e-3, "warmup_steps": 20, "eval_batch_size": 512, "steps": 0, "epochs": 1,
       "eval_every": 0, "log_every": 0, "num_workers": 0,
@@ -90,7 +90,7 @@ def get_config(mode: str = "") -> dict:
     config["table"] |= {"init_scale": 0.02, "learning_rate": 0.02}
   if mode == "smoke":
     config["vocabulary_sizes"] = (40, 10, 20, 30, *(50,) * 7)
-    config |= {"num_days": 5, "history": 5, "width": 8, "dim": 8, "batch_size": 16}
+    config |= {"num_days": 5, "past_events": 5, "width": 8, "dim": 8, "batch_size": 16}
     config |= {"eval_batch_size": 32, "warmup_steps": 2, "steps": 6, "log_every": 2}
     config["eval_every"] = 3
     config["hstu"] |= {"blocks": 2, "hidden": 8, "length": 16}

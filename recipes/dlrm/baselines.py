@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from scipy.special import entr
 from sklearn.metrics import roc_auc_score
 
 from ..evaluation import baselines
@@ -61,7 +62,8 @@ def _of_constant(label: Label, train: np.ndarray, held_out: np.ndarray) -> dict[
   known, rates = (x / x.sum() for x in (train, held_out))
   logloss = float(-rates @ np.log(np.clip(known, 1e-15, 1)))
   if label.loss == "binary":
-    return {"auc": 0.5, "logloss": logloss}
+    ne, calibration = logloss / max(entr(rates).sum(), 1e-300), known[1] / max(rates[1], 1e-300)
+    return {"auc": 0.5, "logloss": logloss, "ne": float(ne), "calibration": float(calibration)}
   return {"accuracy": float(rates[known.argmax()]), "logloss": logloss}
 
 

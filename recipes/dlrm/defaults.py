@@ -61,6 +61,9 @@ DEFAULTS: dict[str, Any] = {
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
   "epochs": 5,  # of a run whose `steps` are 0
   "select": "valid_logloss",  # or "valid_auc": its best state is tested; "" tests the last state
+  # Columns by whose values all metrics are measured as well, as ("gender",): auc[gender=F]. They
+  # have at most 32 values.
+  "slices": (),
   "patience": 2,  # validations without improvement until training stops; 0 never stops
   "baseline": {
     "inverse_penalties": (0.01, 0.1, 1.0),  # values of C of the logistic regression to choose from
@@ -81,7 +84,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "vocabulary_sizes": (),  # rows of the tables: item, artist, album, user, and seven crosses
     "num_days": 14,  # of the log; the last one tests, the one before it validates
     "events": 4.0,  # of a user on a day, in the mean
-    "history": 32,  # the most events before its first target that a sequence has
+    "past_events": 32,  # the most events before its first target that a sequence has
     "targets": 1,  # the most events of a day that one sequence predicts
     "sequences": 1,  # the most sequences of a row
     "width": 0,  # columns of a row; 0 is enough for that many sequences

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..errors import UserError
-from ..sequence.model import BERT4RecBlock
 from ..training import layers
 from ..training.features import Feature
 from ..training.hstu import HSTUBlock
+from ..training.transformer import BERT4RecBlock
 
 BLOCKS: dict[str, Any] = {
   "transformer": BERT4RecBlock,

@@ -6,7 +6,7 @@ item, on the user's taste for its artist's genre, and on how the user took that 
 the longer ago that is: a model needs ids, actions and times. The labels are drawn from these
 probabilities, so the best score that anybody can reach is known.
 
-A sequence is up to `history` events of a user, the oldest first, and up to `targets` events of the
+A sequence is up to `past_events` events of a user, the oldest first, and up to `targets` events of the
 same day that follow. Each of these is there twice: as a target, without its action, and then as an
 event with it, which later targets may see. Sequences are in the order of their first target, and
 share a row of `width` columns where there is room; no row spans two days. The last day tests, the
@@ -55,13 +55,13 @@ def settings(config) -> dict[str, Any]:
   Raises:
     UserError: a number makes no sense, or the columns would take more than 256 GB.
   """
-  longest = config.history + 2 * config.targets - 1
-  if min(config.targets, config.sequences, config.num_days - 2) < 1 or config.history < 0:
-    raise UserError("targets and sequences must be 1 or more, days 3 or more, history 0 or more")
+  longest = config.past_events + 2 * config.targets - 1
+  if min(config.targets, config.sequences, config.num_days - 2) < 1 or config.past_events < 0:
+    raise UserError("targets and sequences must be 1 or more, days 3 or more, past_events 0 or more")
   if config.width and config.width < longest:
     raise UserError(
-      f"config.width is {config.width}, and a sequence has up to {longest}, of history="
-      f"{config.history} and targets={config.targets}: write {longest} or more, or 0"
+      f"config.width is {config.width}, and a sequence has up to {longest}, of past_events="
+      f"{config.past_events} and targets={config.targets}: write {longest} or more, or 0"
     )
   rows = (
     _sizes(config)["user"] * config.num_days * config.events / (config.targets * config.sequences)
@@ -71,7 +71,7 @@ def settings(config) -> dict[str, Any]:
       f"these sequences would take {size / 1e9:,.0f} GB: draw fewer users or days, or take a "
       "config's mode nano. Compiling ahead of time needs no sequences"
     )
-  of_config = ("num_days", "events", "history", "targets", "sequences", "data_seed")
+  of_config = ("num_days", "events", "past_events", "targets", "sequences", "data_seed")
   sizes = {name: int(size) for name, size in _sizes(config).items()}
   chosen = {name: config[name] for name in of_config}
   return {"format": 1, "sizes": sizes, "width": _width(config), **chosen}
@@ -88,7 +88,7 @@ def _sizes(config) -> dict[str, int]:
 
 
 def _width(config) -> int:
-  return config.width or config.sequences * (config.history + 2 * config.targets - 1)
+  return config.width or config.sequences * (config.past_events + 2 * config.targets - 1)
 
 
 def _features(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   number = np.minimum(settings["targets"], np.repeat(starts + counts, cuts) - first)
   order = np.argsort(when[first], kind="stable")
   first, number = first[order], number[order]
-  before = np.minimum(settings["history"], first - np.searchsorted(users, users[first]))
+  before = np.minimum(settings["past_events"], first - np.searchsorted(users, users[first]))
 
   lengths = before + 2 * number - 1
   width, most = settings["width"], settings["sequences"]
@@ -146,7 +146,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   written["tokens"][row[sequence], at] = np.stack([
     *(log[name][event] for name in TOKENS),
     segment[sequence],
-    settings["history"] + event - first[sequence],
+    settings["past_events"] + event - first[sequence],
     when[event] - when[first][sequence],
     np.where(is_target, -1, log["action"][event]),
   ], axis=-1)  # fmt: skip

@@ -243,7 +243,7 @@ class WideDeep(Ranker):
     total, squares = sum(vectors), sum(map(jnp.square, vectors))
     if self.numbers is not None:
       total += self.numbers(dense)
-      squares += jnp.square(dense) @ jnp.square(self.numbers.kernel)
+      squares += jnp.square(dense) @ jnp.square(self.numbers.kernel[...])
     return outputs + self.pairs((jnp.square(total) - squares) / 2)
 
   def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:

@@ -120,9 +120,10 @@ class _Teacher:
     With another teacher, labels and logits are `[N, 2]`.
     """
     dense = generator.normal(size=(rows, _NUM_DENSE)).astype(np.float32)
-    draw = lambda name, shape: np.searchsorted(self._popularity[name], generator.random(shape))
+    uniform = generator.random
+    draw = lambda name, *shape: np.searchsorted(self._popularity[name], uniform(shape))
     columns = {name: draw(name, rows) for name in _SIZES}
-    tags = draw("tags", (rows, _MAX_TAGS))
+    tags = draw("tags", rows, _MAX_TAGS)
     present = np.arange(_MAX_TAGS) < generator.integers(0, _MAX_TAGS + 1, (rows, 1))
     logits = self._logits(dense, columns, tags, present)
     labels = (generator.random(rows) < expit(logits)).astype(np.uint8)

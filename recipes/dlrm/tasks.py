@@ -5,6 +5,7 @@ the number of labels, O of outputs: one of a label, or as many as it has classes
 not count in a row, since its value is missing or its mask is not 1, is NaN there.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,12 +18,20 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserError
-from ..evaluation.metrics import BinnedClickMetrics
+from ..evaluation.metrics import (
+  CLICK_NAMES,
+  ClickMetrics,
+  Double,
+  GroupedClickMetrics,
+  Groups,
+  plus,
+)
 from ..tables.spec import Label
 from ..training import layers, losses
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
+_NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
@@ -112,7 +121,7 @@ class Towers(nnx.Module):
     rngs: nnx.Rngs,
   ):
     options: Any = {"dropout": dropout, "dtype": dtype, "rngs": rngs}
-    self.levels = nnx.List()
+    self.levels: nnx.List[Extraction] = nnx.List()
     for place, (own, shared) in enumerate(levels):
       is_last = place == len(levels) - 1
       level = Extraction(width, len(labels), own, shared, expert, is_last, **options)
@@ -149,7 +158,7 @@ def head(
   Raises:
     UserError: the structure is unknown, or has no experts.
   """
-  known = {
+  known: dict[str, list[tuple[int, int]]] = {
     "shared_bottom": [],
     "mmoe": [(0, experts)],
     "ple": [(own_experts, experts)] * levels,
@@ -239,47 +248,101 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
 # --- metrics --------------------------------------------------------------------------------------
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("clicks", "grouped", "sums"),
+  meta_fields=("labels", "mesh"),
+)
+@dataclasses.dataclass(frozen=True)
 class Metrics:
-  """The metrics of all labels by their names, and `logloss`, the weighted sum of their losses.
+  """The metrics of all labels, as a metric of `evaluation.metrics`.
 
-  Of clicks `auc` and `logloss`, of classes `logloss` and `accuracy`, of a regression
-  `squared_loss`, the mean of the squared errors of log(1 + value), of which none below 0 is served.
+  Of clicks those of `ClickMetrics` and `GroupedClickMetrics`, of classes `logloss` and `accuracy`,
+  of a regression `squared_loss`, the mean of the squared errors of log(1 + value), of which none
+  below 0 is served. One label of clicks has them by these names; several have them under their own
+  names, and `logloss` is the weighted sum of their losses.
+
+  Attributes:
+    clicks, grouped: metrics of the labels of clicks by name.
+    sums: sums of the measures of other labels by name, and of weights, each as two float32.
+    labels: options by name.
+    mesh: over which the batches are split.
   """
 
-  def __init__(self, labels: Labels, mesh: jax.sharding.Mesh | None = None):
+  clicks: dict[str, ClickMetrics]
+  grouped: dict[str, GroupedClickMetrics]
+  sums: dict[str, Double]
+  labels: tuple[tuple[str, Label], ...]
+  mesh: jax.sharding.Mesh | None = None
+
+  @classmethod
+  def empty(
+    cls, labels: Labels, groups: Groups = _NO_GROUPS, mesh: jax.sharding.Mesh | None = None
+  ) -> "Metrics":
+    """Returns the metrics of no example."""
     clicks = [name for name, label in labels.items() if label.loss == "binary"]
-    self._clicks = {name: BinnedClickMetrics(mesh, weighted=True) for name in clicks}
-    self._labels, self._sums = labels, dict[str, np.ndarray]()
-    self._measured = _compiled(tuple(labels.items()), mesh)
+    return cls(
+      {name: ClickMetrics.empty(mesh) for name in clicks},
+      {name: GroupedClickMetrics(groups) for name in clicks if groups},
+      {},
+      tuple(labels.items()),
+      mesh,
+    )
 
   def update(
-    self, outputs: jax.Array, targets: jax.Array, mask: jax.Array, weight: jax.Array | None
-  ) -> None:
-    """Adds a batch.
+    self,
+    outputs: jax.Array,
+    targets: jax.Array,
+    ids: Mapping[str, jax.Array],
+    mask: jax.Array,
+    weight: jax.Array | None,
+  ) -> "Metrics":
+    """Returns the metrics with a batch more, which take over the memory of these.
 
     Args:
       outputs: `[B]` or `[B, O]`.
-      targets: `[B, T]`.
+      targets: `[B]` or `[B, T]`.
+      ids: of users and slices; see `GroupedClickMetrics.update`.
       mask: bool `[B]`, False for rows that only fill up the last batch.
       weight: float `[B]`, or None.
     """
-    clicks, sums = self._measured(outputs, targets, mask, weight)
-    for name, values in jax.device_get(sums).items():
-      self._sums[name] = self._sums.get(name, 0) + values.astype(np.float64)
+    clicks, sums = _compiled(self.labels, self.mesh)(outputs, targets, mask, weight)
+    added = lambda name, x: plus(self.sums.get(name, (x * 0, x * 0)), (x, x * 0))
+    of_clicks, grouped = dict(self.clicks), dict(self.grouped)
     for name, (logits, target, amount) in clicks.items():
-      self._clicks[name].update(logits, target, None, amount)
+      of_clicks[name] = of_clicks[name].update(logits, target, weight=amount)
+      if name in grouped:
+        grouped[name] = grouped[name].update(logits, target, ids, weight=amount)
+    sums = {name: added(name, x) for name, x in sums.items()}
+    return dataclasses.replace(self, clicks=of_clicks, grouped=grouped, sums=sums)
 
-  def compute(self) -> dict[str, float]:
-    """Returns `{"<label>_auc", "<label>_logloss", ..., "logloss"}`."""
-    scores = {}
-    for name, label in self._labels.items():
+  def merge(self, other: "Metrics") -> "Metrics":
+    """Returns the metrics of the examples of both."""
+    both = lambda a, b: {name: a[name].merge(b[name]) for name in a}
+    sums = {name: plus(x, other.sums[name]) for name, x in self.sums.items() if name in other.sums}
+    return dataclasses.replace(
+      self,
+      clicks=both(self.clicks, other.clicks),
+      grouped=both(self.grouped, other.grouped),
+      sums=self.sums | other.sums | sums,
+    )
+
+  def compute(self) -> dict[str, Any]:
+    """Returns the metrics by name, and of each label of clicks its `reliability`, an array."""
+    scores: dict[str, dict[str, Any]] = {}
+    for name, label in self.labels:
       if label.loss == "binary":
-        scores[name] = self._clicks[name].compute()
+        metric = self.clicks[name]
+        scores[name] = metric.compute() | {"reliability": metric.reliability()}
+        if name in self.grouped:
+          scores[name] |= self.grouped[name].compute()
       else:
-        *sums, total = self._sums[name].tolist()
+        high, low = (np.asarray(x, np.float64) for x in self.sums[name])
+        *sums, total = (high + low).tolist()
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
-    return joined(self._labels, scores)
+    labels = dict(self.labels)
+    return scores[next(iter(scores))] if is_one_click(labels) else joined(labels, scores)
 
 
 @functools.cache
@@ -313,24 +376,23 @@ def _measured(
   return clicks, sums
 
 
-def metric_names(labels: Labels) -> list[str]:
+def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
   """Returns the names of what a run is measured by."""
   if is_one_click(labels):
-    return ["auc", "logloss"]
-  more = {"binary": ["auc"], "softmax": ["accuracy"], "squared_log": []}
-  of = lambda label: [*more[label.loss], label.metric]
-  return [f"{name}_{each}" for name, label in labels.items() for each in of(label)] + ["logloss"]
+    return [*CLICK_NAMES, *groups.names]
+  of = {"binary": [*CLICK_NAMES, *groups.names], "softmax": ["accuracy", "logloss"]}
+  own = lambda label: of.get(label.loss, [label.metric])
+  return [f"{name}_{each}" for name, label in labels.items() for each in own(label)] + ["logloss"]
 
 
-def joined(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
   """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
   >>> joined(ONE_CLICK, {"label": {"auc": 0.5, "logloss": 0.7}})
   {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
   """
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
-  losses = [named.get(f"{name}_{label.metric}") for name, label in labels.items()]
-  if None in losses:
+  losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
+  if not losses.keys() <= named.keys():
     return named
-  weights = [label.weight for label in labels.values()]
-  return named | {"logloss": float(np.dot(weights, losses))}
+  return named | {"logloss": sum(weight * named[loss] for loss, weight in losses.items())}

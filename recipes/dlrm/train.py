@@ -20,7 +20,7 @@ import embed
 
 from .. import hosts
 from ..errors import UserError, from_settings
-from ..evaluation.metrics import BinnedClickMetrics
+from ..evaluation import groups
 from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
@@ -120,24 +120,23 @@ def logits(model, batch) -> jax.Array:
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
-  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
+  """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  Several labels have their metrics under their names; see `tasks.Metrics`. A row counts by its
-  `weight`, if there is one. A split without rows has no metrics.
+  They are those of `tasks.Metrics`: of users where a table declares one, and of `config.slices`. A
+  row counts by its `weight`, if there is one. A split without rows has no metrics.
   """
+  grouping = groups.of_clicks(data.features, config.slices, data.serve)
 
-  def evaluate(model, split: str) -> dict[str, float]:
+  def evaluate(model, split: str) -> dict[str, Any]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    view = train_step.evaluated(model)
-    metrics: Any = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
-    if not tasks.is_one_click(data.labels):
-      metrics = tasks.Metrics(data.labels, mesh)
+    view, metrics = train_step.evaluated(model), tasks.Metrics.empty(data.labels, grouping, mesh)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     for batch in hosts.put_ahead(mesh, batches):
-      metrics.update(predict(view, batch), batch["label"], batch["mask"], batch.get("weight"))
+      outputs, weight = predict(view, batch), batch.get("weight")
+      metrics = metrics.update(outputs, batch["label"], batch["features"], batch["mask"], weight)
     return metrics.compute()
 
   return evaluate
@@ -160,7 +159,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  names = tasks.metric_names(data.labels) if has_valid else ()
+  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
 

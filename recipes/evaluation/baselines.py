@@ -106,6 +106,7 @@ def ranking(
   relevant: scipy.sparse.csr_matrix,
   seen: scipy.sparse.csr_matrix | None,
   ks: Sequence[int],
+  counts: np.ndarray | None = None,
   *,
   batch: int = 512,
 ) -> dict[str, float]:
@@ -117,9 +118,10 @@ def ranking(
     seen: `[examples, items]`, nonzero where an item is left out of the ranking; None leaves out
       nothing.
     ks: the cutoffs.
+    counts: `[items]`, how often each item is in training, for its popularity; None is not known.
     batch: examples at once; `batch * items` scores are held.
   """
-  metrics = RankingMetrics(ks)
+  metrics = RankingMetrics.empty(ks, num_items=relevant.shape[1], popularity=counts)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
   with files.progress("ranking", relevant.shape[0], "row") as bar:
     for start in range(0, relevant.shape[0], batch):
@@ -128,7 +130,7 @@ def ranking(
       if seen is not None:
         ranked[seen[start:stop].nonzero()] = -np.inf
       values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
-      metrics.update(np.where(values == -np.inf, -1, ids), padded(relevant[start:stop]))
+      metrics = metrics.update(np.where(values == -np.inf, -1, ids), padded(relevant[start:stop]))
       bar.update(stop - start)
   return metrics.compute()
 
@@ -246,6 +248,7 @@ def ranking_tasks(
   ks: Sequence[int],
   *,
   exclude_seen: bool,
+  counts: np.ndarray | None = None,
   ease_l2: Sequence[float] = (),
   select: str = "",
 ) -> dict[str, Callable[[], dict[str, float]]]:
@@ -255,7 +258,7 @@ def ranking_tasks(
 
   Args:
     train: `[users, items]`, ones.
-    histories, relevant, ks, exclude_seen, select: as for `best_ranking`.
+    histories, relevant, ks, exclude_seen, counts, select: as for `best_ranking`.
     ease_l2: penalties of EASE to choose from.
   """
   penalties: dict[str, Sequence[float]] = {
@@ -267,7 +270,7 @@ def ranking_tasks(
   def fit(name: str) -> dict[str, float]:
     candidates = {l2: functools.partial(scorer, name, train, l2) for l2 in penalties[name]}
     return best_ranking(
-      candidates, histories, relevant, ks, exclude_seen=exclude_seen, select=select
+      candidates, histories, relevant, ks, exclude_seen=exclude_seen, counts=counts, select=select
     )
 
   return {name: functools.partial(fit, name) for name, values in penalties.items() if values}
@@ -280,6 +283,7 @@ def best_ranking(
   ks: Sequence[int],
   *,
   exclude_seen: bool,
+  counts: np.ndarray | None = None,
   select: str = "",
 ) -> dict[str, float]:
   """Fits one model per hyperparameter and tests the one that validation prefers.
@@ -290,6 +294,7 @@ def best_ranking(
     relevant: by split, as for `ranking`.
     ks: the cutoffs.
     exclude_seen: whether items of the history are left out of the ranking.
+    counts: as for `ranking`.
     select: the metric that chooses one of several, as "ndcg@10".
 
   Returns:
@@ -310,7 +315,7 @@ def best_ranking(
         return {}
       of = lambda start, stop: scores(histories[split][start:stop])
       seen = histories[split] if exclude_seen else None
-      metrics = ranking(of, relevant[split], seen, ks)
+      metrics = ranking(of, relevant[split], seen, ks, counts)
       return {f"{split}_{name}": value for name, value in metrics.items()}
 
     valid = ranked("valid")

@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,8 @@ class WandB:
 class MLflow:
   """Writes a run of MLflow, whose id is in `<workdir>/mlflow.json`; `MLFLOW_TRACKING_URI` is read.
 
-  MLflow allows no "@" in a name: `ndcg@10` is `ndcg_at_10` there.
+  MLflow allows few characters in a name: `ndcg@10` is `ndcg_at_10` there, and `auc[gender=F]` is
+  `auc_gender_F`.
   """
 
   def __init__(self, workdir: Path, config: Mapping[str, Any], step: int):
@@ -107,7 +109,8 @@ class MLflow:
       mlflow.log_dict(dict(config), "config.json")
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+    plain = lambda name: re.sub(r"[^\w\-. :/]+", "_", name.replace("@", "_at_")).rstrip("_")
+    named = {plain(name): value for name, value in metrics.items()}
     self._mlflow.log_metrics(named, step=step)
 
   def close(self) -> None:

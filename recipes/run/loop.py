@@ -31,7 +31,7 @@ import embed
 
 from .. import arrays, hosts
 from ..errors import DivergedError, MissingFileError, Preempted, Stopped, UserError
-from . import checkpoints, journal
+from . import checkpoints, journal, results
 from . import workdir as runs
 
 
@@ -44,7 +44,7 @@ class Run:
   Args:
     recipe: its name, for the result.
     config: has the settings of `settings.RUN`, `select` (the validation metric whose best state is
-      tested, as "valid_auc", a name that ends in "loss" being minimised; "" tests the final state)
+      tested, as "valid_auc"; see `results.gain` for which is best; "" tests the final state)
       and `patience` (evaluations without improvement until training stops; 0 never).
     workdir: the run's folder, for which `runs.finished` has returned None.
     model: trained in place; everything but its tables is copied to all devices of the mesh.
@@ -271,10 +271,10 @@ class Run:
     if self.evaluates:
       self._journal.doing("evaluating")
 
-  def score(self, metrics: Mapping[str, float]) -> None:
+  def score(self, metrics: Mapping[str, Any]) -> None:
     """Logs metrics of validation, remembers whether they are the best, and may end the run early.
 
-    The best state is the later one of two that are equal.
+    The best state is the later one of two that are equal. Only scalars are logged.
     """
     config, progress = self.config, self._progress
     scores = _named("valid", metrics)
@@ -283,7 +283,7 @@ class Run:
       progress.scores = scores
       return
     check_select(config.select, scores)
-    score = scores[config.select] * (-1 if config.select.endswith("loss") else 1)
+    score = results.gain(config.select, scores[config.select])
     if progress.best is None or score >= progress.best:
       progress.best, progress.best_step, progress.stale = score, progress.step, 0
       progress.scores = scores
@@ -293,8 +293,8 @@ class Run:
     if progress.stopped and progress.step < config.steps:
       hosts.say(
         f"stopping early at step {progress.step} of {config.steps}: {config.select} has not "
-        f"improved in {progress.stale} evaluations, since {abs(progress.best):.4f} at step "
-        f"{progress.best_step}"
+        f"improved in {progress.stale} evaluations, since {progress.scores[config.select]:.4f} at "
+        f"step {progress.best_step}"
       )
 
   def save(self) -> None:
@@ -360,12 +360,13 @@ class Run:
   def _tested_step(self) -> int:
     return self._progress.best_step if self.config.select else self.step
 
-  def finish(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+  def finish(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Writes result.json and returns its content.
 
     Args:
       metrics: of the test rows, {} of a run that is not tested; the validation's are those of the
-      state that is tested.
+        state that is tested. Scalars are among the result's `metrics`, and arrays `[points,
+        columns]` among its `curves`.
     """
     tested = _named("test", metrics)
     for writer in self._writers if tested else ():
@@ -378,6 +379,7 @@ class Run:
       "tested_step": self._tested_step,
       "seconds": self._progress.seconds,
       "metrics": self._progress.scores | tested,
+      "curves": {f"test_{n}": np.asarray(x).tolist() for n, x in metrics.items() if np.ndim(x)},
       "baselines": {},
       "device": runs.device(),
       "versions": runs.versions(),
@@ -426,5 +428,5 @@ def _shown(statistics: Mapping[str, float]) -> str:
   )
 
 
-def _named(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
-  return {f"{split}_{name}": float(value) for name, value in metrics.items()}
+def _named(split: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+  return {f"{split}_{name}": float(x) for name, x in metrics.items() if not np.ndim(x)}

@@ -1,8 +1,10 @@
 """The table that compares a run with its baselines, and notes on it."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_NEUTRAL = ("popularity", "share", "outcome")
 _MAX_AUC = 0.99  # clicks are not so predictable
 _TO_TRY = {  # by the baseline that is better
   "logistic regression": "config.model=wide_deep, which has a linear part, more config.epochs, or "
@@ -10,6 +12,26 @@ _TO_TRY = {  # by the baseline that is better
   "constant rate": "a lower config.table.learning_rate and config.learning_rate, or a higher "
   "min_count of columns with many rare values",
 }
+
+
+def gain(metric: str, value: float) -> float:
+  """Returns a number that is larger the better the value of a metric is.
+
+  Log losses and normalised entropies are to be small, a calibration is to be 1, and all else large.
+  A popularity and a count are neither good nor bad: NaN.
+
+  Args:
+    metric: its name, with or without a split and a slice, as "valid_auc[gender=F]".
+
+  >>> gain("test_logloss", 0.5), gain("calibration[gender=F]", 0.75), gain("ndcg@10", 0.2)
+  (-0.5, -0.25, 0.2)
+  """
+  metric = metric.partition("[")[0].partition("@")[0].rpartition("_")[2]
+  if metric in _NEUTRAL:
+    return math.nan
+  if metric == "calibration":
+    return -abs(value - 1)
+  return -value if metric.endswith("loss") or metric == "ne" else value
 
 
 def notes(
@@ -24,15 +46,15 @@ def notes(
   split, lines, better, to_try = _split(result), [], [], dict[str, None]()
   select = result["config"].get("select") or next(iter(result["metrics"]), "")
   for metric in dict.fromkeys([select.partition("_")[2], "logloss"]):
-    name, sign = f"{split}_{metric}", -1 if metric.endswith("loss") else 1
+    name = f"{split}_{metric}"
     scores = {
       row: metrics[name]
       for row, metrics in result["baselines"].items()
       if row != "best possible" and name in metrics
     }
-    best = max(scores, key=lambda row: sign * scores[row], default=None)
+    best = max(scores, key=lambda row: gain(metric, scores[row]), default=None)
     own = result["metrics"].get(name)
-    if best and own is not None and sign * scores[best] > sign * own:
+    if best and own is not None and gain(metric, scores[best]) > gain(metric, own):
       better.append(f"{best} by {split} {metric} ({scores[best]:.4f}, the model {own:.4f})")
       to_try |= {f"try {_TO_TRY[best]}": None} if best in _TO_TRY else {}
   if better:

@@ -76,6 +76,7 @@ MAY_CHANGE = (
   "checkpoint_minutes",
   "full_checkpoint_every",
   "eval_batch_size",
+  "slices",
   "cache_dir",
   "num_workers",
   "data_dir",  # the data are compared by their hashes
@@ -97,6 +98,7 @@ RESULT = {
   "config": {"select": str, "model?": str, "dataset?": str, "data_file?": str, "source?": str},
   "seed": int, "steps": int, "tested_step": int, "seconds": _NUMBER,
   "metrics": _SCORES, "baselines": {str: _SCORES},
+  "curves?": {str: [[_NUMBER]]},
   "notes?": [str],
   "data_sha256": {str: str},
   "device": {"kind": str, "count": int, "host_cores": (int, None)},

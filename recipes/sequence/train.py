@@ -151,11 +151,12 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   has had before.
   """
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
+  empty = RankingMetrics.empty(config.ks, popularity=data_lib.train_counts(data))
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = RankingMetrics(config.ks), train_step.evaluated(model)
+    metrics, view = empty, train_step.evaluated(model)
     for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
-      metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
+      metrics = metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 
   return evaluate

@@ -169,6 +169,7 @@ def copy_rows(
   names = label_columns(table)
   with split_file(folder, table.names) as write_split, store.writer() as write:
     for chunk, split, label in reader:
+      assert label is not None  # `build` has asked for one
       write_split(chunk.file, chunk.rows, split)
       of_labels = zip(names, label.T.reshape(len(names), -1), strict=True)
       write(chunk.columns, split=split, **dict(of_labels))

@@ -84,9 +84,16 @@ class Roles(NamedTuple):
   more: tuple[str, ...] = ()  # further labels
 
   @property
+  def pairs(self) -> list[tuple[str, str]]:
+    """The roles that are known, and their columns."""
+    single = {"label": self.label, "user": self.user, "item": self.item, "time": self.time}
+    pairs = [(role, name) for role, name in single.items() if name]
+    return [*pairs, *(("label", name) for name in self.more)]
+
+  @property
   def names(self) -> tuple[str, ...]:
     """The columns with a role."""
-    return (*(name for name in self[:4] if name), *self.more)
+    return tuple(name for _, name in self.pairs)
 
 
 @dataclasses.dataclass
@@ -255,13 +262,10 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   Raises:
     UserError: a role's column does not exist or cannot have the role; says what to write.
   """
-  columns, more = sample.columns, [("label", name) for name in roles.more]
-  named = [
-    *((role, name) for role, name in zip(Roles._fields[:4], roles, strict=False) if name),
-    *more,
-  ]
-  if roles.positive and (not roles.label or more):
-    raise UserError(f"--positive={roles.positive} is a value of the label: give one --label too")
+  columns, named = sample.columns, roles.pairs
+  if roles.positive and (not roles.label or roles.more):
+    how = "give one label alone" if roles.more else "give --label too"
+    raise UserError(f"--positive={roles.positive} is a value of the label: {how}")
   for role, name in named:
     if name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
@@ -290,7 +294,8 @@ class _Planner:
       if name in known:
         self.plan.columns[name] = known[name]
         continue
-      found = [feature(column, sample.total, y) for y in self.ys or [None]]
+      ys: list[np.ndarray | None] = [*self.ys] or [None]
+      found = [feature(column, sample.total, y) for y in ys]
       leaks = [each for each in found if each.why.startswith("leak")]
       self.plan.columns[name] = (leaks or found)[0]
     self._set_recipes()
@@ -312,7 +317,7 @@ class _Planner:
     if all(pair.values()):
       guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
       self.plan.notes += [f"Guessed by name and values: {' '.join(guessed)}."] * bool(guessed)
-      roles = roles._replace(**pair)
+      roles = roles._replace(user=pair["user"], item=pair["item"])
     ids = {side: self.columns[name] for side, name in pair.items() if name}
     times = [name for name, each in free.items() if name not in pair.values() and _is_time(each)]
     # Hinted ones first, and no dates of the item.
@@ -401,7 +406,7 @@ class _Planner:
     """Fills in recipes and settings, and changes features as they need it."""
     plan, roles, columns = self.plan, self.roles, self.columns
     # A row without one of several labels counts for the others.
-    needed = [columns[name] for name in (roles[1:4] if roles.more else roles[:4]) if name]
+    needed = [columns[n] for role, n in roles.pairs if role != "label" or not roles.more]
     absent = [f"{each.name} {each.missing:.1%}" for each in needed if each.missing]
     plan.notes += [f"Rows without a value are left out: {', '.join(absent)}."] * bool(absent)
     if absent or self.sample.skipped:

@@ -26,6 +26,7 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
         relevant[split],
         histories[split] if config.exclude_seen else None,
         config.ks,
+        data.train_counts(),
       )
       metrics |= {f"{split}_{name}": value for name, value in values.items()}
     return metrics
@@ -37,6 +38,7 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     relevant,
     config.ks,
     exclude_seen=config.exclude_seen,
+    counts=data.train_counts(),
     ease_l2=config.baseline.ease_l2,
     select=config.baseline.select,
   )

@@ -111,10 +111,11 @@ def test_ranking_is_a_full_one_without_what_was_seen(train):
   draw = np.random.default_rng(2)
   scores = np.round(draw.normal(size=(60, 30)), 1)
   relevant = scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & (train.toarray() == 0))
-  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), batch=7)
+  counts = np.arange(30)
+  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), counts, batch=7)
   sets = lambda matrix: [set(row.indices.tolist()) for row in matrix]
   scores = scores.astype(np.float32)
-  wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5))
+  wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5), counts)
   assert found == pytest.approx(wanted, rel=1e-12)
 
 

@@ -160,22 +160,6 @@ def test_a_click_table(tmp_path, capsys):
   assert built(out, "dlrm", tmp_path)["dense"] == ["price"]
 
 
-def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
-  columns = click_columns()
-  liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
-  liked[5] = None
-  columns |= {"liked": liked, "proof": [str(2 * (like or 0) + 3) for like in liked]}
-  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
-  printed = look(capsys, path, "--label=clicked,liked", f"--out={out}")
-  assert "liked is a click only where clicked is one" in printed
-  assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
-  config = completed(out, "dlrm", tmp_path)
-  assert {n for n, each in config.columns.items() if each.kind == "label"} == {"clicked", "liked"}
-  assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
-  assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
-  assert "one --label" in refused(capsys, path, "--label=clicked,liked", "--positive=1")
-
-
 def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):
   path, out = write(tmp_path / "log.tsv", log_columns(), "\t"), tmp_path / "my.py"
   printed = look(capsys, path, f"--out={out}")
@@ -321,7 +305,7 @@ def test_a_config_is_not_overwritten(tmp_path, capsys):
     (["--label=same"], "has one value in these rows, 'x'"),
     (["--label=tags"], "say which is a click, --positive="),
     (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
-    (["--positive=1"], "give --label too"),
+    (["--positive=1"], "give one --label too"),
     (["--user=same", "--item=same"], "are both 'same'"),
     (["--label=clicked", "--time=tags"], "a time is a number that grows"),
     (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
@@ -395,7 +379,7 @@ def test_evidence_is_of_other_rows():
   ],
 )
 def test_the_label_tells_ids_from_numbers(values, effect, expected):
-  y = (RNG.random(8000) < effect(values)).astype(float)
+  y = (np.random.default_rng(1).random(8000) < effect(values)).astype(float)
   assert evidence(values, y).favors == expected
   assert evidence(values[:40], y[:40]).favors == ""  # too few rows
   # By the name alone, `shop_id` would be a category and `income` a number.
@@ -651,3 +635,19 @@ def test_a_written_config_trains(tmp_path, capsys, recipe):
   config.epochs = 1
   importlib.import_module(f"recipes.{recipe}.train").run(config, str(tmp_path / "run"))
   assert (tmp_path / "run" / "result.json").is_file()
+
+
+def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
+  columns = click_columns()
+  liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
+  liked[5] = None
+  columns |= {"liked": liked, "proof": [str(2 * (like or 0) + 3) for like in liked]}
+  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
+  printed = look(capsys, path, "--label=clicked,liked", f"--out={out}")
+  assert "liked is a click only where clicked is one" in printed
+  assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
+  config = completed(out, "dlrm", tmp_path)
+  assert {n for n, each in config.columns.items() if each.kind == "label"} == {"clicked", "liked"}
+  assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
+  assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
+  assert "give one label alone" in refused(capsys, path, "--label=clicked,liked", "--positive=1")

@@ -1,5 +1,6 @@
 """Metrics equal scikit-learn's, and a slow ranking, on everything at once, however batches fall."""
 
+import dataclasses
 import math
 
 import hypothesis
@@ -13,87 +14,167 @@ from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
+from recipes import hosts
+from recipes.evaluation import groups, retrieval
 from recipes.evaluation import metrics as metrics_lib
-from recipes.evaluation import retrieval
 from recipes.evaluation.metrics import (
-  BinnedClickMetrics,
+  ClickMetrics,
+  GroupedClickMetrics,
+  Groups,
   RankingMetrics,
   click_metrics,
+  gauc,
   ranking_names,
 )
+from recipes.training.features import Feature
 
 
 def test_clicks_by_hand():
   found = click_metrics([0.0, 1.0, -1.0], [1, 0, 0])
   assert found["auc"] == 0.5
-  by_hand = (math.log(2) + math.log(1 + math.e) + math.log(1 + 1 / math.e)) / 3
-  assert found["logloss"] == pytest.approx(by_hand, rel=1e-6)
+  loss = (math.log(2) + math.log(1 + math.e) + math.log(1 + 1 / math.e)) / 3
+  assert found["logloss"] == pytest.approx(loss, rel=1e-6)
+  assert found["ne"] == pytest.approx(loss / (math.log(3) / 3 + 2 / 3 * math.log(3 / 2)), rel=1e-6)
+  assert found["calibration"] == pytest.approx(1.5, rel=1e-12)  # 1/2 + 1/2 + 1/2 over a click
   assert 10 < click_metrics([30.0, -30.0, 20.0], [0, 1, 1])["logloss"] < 30  # and finite
+  rate = click_metrics(np.full(4, -math.log(3)), [1, 0, 0, 0])  # the rate of clicks for everyone
+  assert rate["ne"] == pytest.approx(1, rel=1e-12)
+  assert rate["calibration"] == pytest.approx(1, rel=1e-12)
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_weighted_equals_sklearn(on_mesh, monkeypatch):
-  monkeypatch.setattr(metrics_lib, "_MAX_WEIGHTED", 200)  # what is summed moves to the host
-  draw = np.random.default_rng(9)
-  logits = np.round(draw.normal(size=640), 2).astype(np.float32)
-  labels = (draw.random(640) < expit(logits)).astype(np.float32)
-  weight, mask = draw.exponential(size=640).astype(np.float32), draw.random(640) < 0.9
+def drawn(rows, seed=9, decimals=2):
+  draw = np.random.default_rng(seed)
+  logits = np.round(draw.normal(size=rows), decimals).astype(np.float32)
+  labels = (draw.random(rows) < expit(logits)).astype(np.float32)
+  weight, mask = draw.exponential(size=rows).astype(np.float32), draw.random(rows) < 0.9
   weight[::7] = 0
-  binned = BinnedClickMetrics(meshes.make_mesh() if on_mesh else None, weighted=True)
-  for start in range(0, 640, 64):
-    batch = [jnp.asarray(x[start : start + 64]) for x in (logits, labels, mask, weight)]
-    binned.update(*batch)
-  given = labels[mask], logits[mask].astype(float)
-  auc = roc_auc_score(*given, sample_weight=weight[mask])
-  loss = log_loss(given[0], expit(given[1]), sample_weight=weight[mask])
-  exact = click_metrics(logits, labels, weight * mask)
-  assert exact == pytest.approx({"auc": auc, "logloss": loss}, rel=1e-12)
-  assert binned.compute() == pytest.approx({"auc": auc, "logloss": loss}, rel=1e-6)
-  assert abs(binned.compute()["auc"] - auc) <= binned.auc_error() + 1e-7
+  return logits, labels, mask, weight
 
 
-def test_equal_logits_of_many_rows_keep_their_weight():
+def in_batches(metrics, batch, *columns):
+  """Feeds the examples in batches of one size, of which the last one is filled up."""
+  for start in range(0, len(columns[0]), batch):
+    parts = [column[start : start + batch] for column in columns]
+    metrics = metrics.update(*(jnp.pad(x, (0, batch - len(x))) for x in parts))
+  return metrics
+
+
+def expected(logits, labels, weight):
+  """The metrics in float64, by scikit-learn and by their definitions."""
+  logits, weight = logits.astype(np.float64), weight.astype(np.float64)
+  rate, loss = (
+    np.average(labels, weights=weight),
+    log_loss(labels, expit(logits), sample_weight=weight),
+  )
+  return {
+    "auc": roc_auc_score(labels, logits, sample_weight=weight),
+    "logloss": loss,
+    "ne": loss / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)),
+    "calibration": np.average(expit(logits), weights=weight) / rate,
+  }
+
+
+@pytest.mark.parametrize(
+  ("on_mesh", "weighted"),
+  [
+    (False, False),
+    (True, True),
+    pytest.param(False, True, marks=pytest.mark.full),
+    pytest.param(True, False, marks=pytest.mark.full),
+  ],
+)
+def test_equal_scikit_learn_and_numpy(on_mesh, weighted):
+  logits, labels, mask, weight = drawn(1000)
+  amount = (weight if weighted else 1) * mask
+  empty = ClickMetrics.empty(meshes.make_mesh() if on_mesh else None)
+  columns = (logits, labels, mask, weight)[: 3 + weighted]
+  metrics = in_batches(empty, 64, *columns)
+  wanted = expected(logits, labels, amount)
+  assert metrics.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
+  assert click_metrics(logits, labels, amount) == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("batch", [1, 8, 1000])
+def test_batches_of_any_size_count_the_same(batch):
+  logits, labels, mask, weight = drawn(200)
+  metrics = in_batches(ClickMetrics.empty(), batch, logits, labels, mask, weight)
+  wanted = expected(logits, labels, weight * mask)
+  assert metrics.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
+
+
+def test_merging_is_seeing_all_examples():
+  logits, labels, mask, weight = drawn(192)
+  feed = lambda *rows: in_batches(
+    ClickMetrics.empty(), 64, *(x[slice(*rows)] for x in (logits, labels, mask, weight))
+  )
+  parts = [feed(0, 64), feed(64, 128), feed(128, 192)]
+  first = parts[0].merge(parts[1]).merge(parts[2])
+  last = parts[0].merge(parts[1].merge(parts[2]))
+  whole = feed(0, 192).compute()
+  assert first.compute() == pytest.approx(whole, rel=1e-12)
+  assert last.compute() == pytest.approx(whole, rel=1e-12)
+  assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, last)  # it is a pytree
+
+
+@pytest.mark.full
+def test_many_equal_logits_keep_their_weight():
   """A sum of .1 in float32 is off by 1 % after a million rows in one bin."""
-  metrics = BinnedClickMetrics(weighted=True)
-  labels = jnp.arange(1 << 16) % 2
+  metrics, labels = ClickMetrics.empty(), jnp.arange(1 << 16) % 4 == 0
   for _ in range(16):
-    metrics.update(jnp.zeros(1 << 16), labels, weight=jnp.full(1 << 16, 0.1))
-  found = metrics.compute()
-  assert found["auc"] == pytest.approx(0.5, abs=1e-9)
-  assert found["logloss"] == pytest.approx(math.log(2), rel=1e-5)
-  assert metrics._total.sum() == pytest.approx(0.1 * (1 << 20), rel=4e-3)
+    metrics = metrics.update(
+      jnp.where(labels, 1.0, 0.0), labels, weight=jnp.where(labels, 0.1, 0.7)
+    )
+  found = metrics._total[: 2 * metrics_lib._BINS]
+  np.testing.assert_allclose(
+    found[found > 0], [np.float64(np.float32(x)) * n for x, n in ((0.7, 786432), (0.1, 262144))],
+    rtol=1e-12,
+  )  # fmt: skip
 
 
 def test_errors():
   with pytest.raises(ValueError, match=r"must all be \[batch\]"):
-    BinnedClickMetrics().update(np.zeros((3, 1)), np.zeros(3))
+    ClickMetrics.empty().update(np.zeros((3, 1)), np.zeros(3))
   with pytest.raises(ValueError, match=r"mask \(2,\) and weight"):
-    BinnedClickMetrics().update(np.zeros(3), np.zeros(3), np.ones(2, bool))
+    ClickMetrics.empty().update(np.zeros(3), np.zeros(3), np.ones(2, bool))
   for logits, labels, message in (
     ([0.1, 0.2], [1, 1], "2 of the 2 examples are clicks"),
     ([np.nan, 0.2], [0, 1], "not finite"),
     ([], [], "0 of the 0 examples"),
   ):
-    binned = BinnedClickMetrics()
-    binned.update(np.array(logits), np.array(labels))
+    binned = ClickMetrics.empty().update(np.array(logits), np.array(labels))
     for compute in (binned.compute, lambda x=logits, y=labels: click_metrics(x, y)):
       with pytest.raises(ValueError, match=message):
         compute()
+  assert click_metrics([0.0], [0], strict=False) == {"logloss": pytest.approx(math.log(2))}
+  assert click_metrics([0.0], [0], [0.0], strict=False) == {}
 
 
 def test_binned_by_hand():
-  metrics = BinnedClickMetrics()
   logits = jnp.array([2.0, 1.0, 1.0, -1.0, -1.0 + 2**-17])  # the last two are in one bin
-  metrics.update(logits, jnp.array([1, 1, 0, 0, 1]))
+  metrics = ClickMetrics.empty().update(logits, jnp.array([1, 1, 0, 0, 1]))
   # Of six pairs: 2 > 1, 2 > -1, 1 = 1, 1 > -1, -1 < 1, and the one that is counted as a tie.
   assert metrics.compute()["auc"] == pytest.approx((3 + 0.5 + 0.5) / 6, rel=1e-15)
   assert metrics.auc_error() == pytest.approx(2 / 6 / 2, rel=1e-15)
-  metrics.update(jnp.array([-40.0]), jnp.array([1]))  # goes on after the first answer
+  metrics = metrics.update(jnp.array([-40.0]), jnp.array([1]))  # goes on after the first answer
   found = metrics.compute()
   assert found["auc"] == pytest.approx((3 + 0.5 + 0.5) / 8, rel=1e-15)
   losses = [math.log1p(math.exp(-x)) for x in (2, 1, -1 + 2**-17)]
   losses += [math.log1p(math.exp(x)) for x in (1, -1)] + [-math.log(2**-52)]
   assert found["logloss"] == pytest.approx(sum(losses) / 6, rel=1e-6)
+
+
+def test_reliability_by_hand():
+  logits = jnp.array([0.0, 0.0, math.log(3), math.log(3)])
+  metrics = ClickMetrics.empty().update(logits, jnp.array([0, 1, 1, 1]))
+  wanted = [[0.5, 0.5, 0.5], [0.75, 1.0, 0.5]]  # mean prediction, rate of clicks, share
+  np.testing.assert_allclose(metrics.reliability(2), wanted, rtol=1e-5)
+  metrics = in_batches(ClickMetrics.empty(), 1000, *drawn(1000, decimals=6))
+  predicted, clicked, share = metrics.reliability(10).T
+  assert share.sum() == pytest.approx(1)
+  assert (np.diff(predicted) > 0).all()
+  ratio = (predicted @ share) / (clicked @ share)
+  assert ratio == pytest.approx(metrics.compute()["calibration"], rel=1e-5)
 
 
 # Many ties, neighbours within a bin, the edges of the bins, and logits that no model should have.
@@ -107,26 +188,13 @@ LOGITS = st.one_of(
 EXAMPLES = st.lists(st.tuples(LOGITS, st.booleans(), st.booleans()), min_size=2, max_size=60)
 
 
-def add(metrics, logits, labels, mask, batch):
-  """Feeds the examples in batches of one size, of which the last one is filled up."""
-  for start in range(0, len(logits), batch):
-    rows = slice(start, start + batch)
-    filling = (0, batch - len(logits[rows]))
-    metrics.update(
-      jnp.pad(logits[rows], filling, constant_values=5.0),
-      jnp.pad(labels[rows], filling),
-      jnp.pad(mask[rows], filling),
-    )
-  return metrics
-
-
 @pytest.mark.full
 @hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
 def test_binned_equals_sklearn_within_its_bound(examples, batch):
   logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))
   logits, labels = logits.astype(np.float32), labels.astype(np.float32)
   hypothesis.assume(len(set(labels[mask])) == 2)
-  metrics = add(BinnedClickMetrics(), logits, labels, mask, batch)
+  metrics = in_batches(ClickMetrics.empty(), batch, logits, labels, mask)
   found = metrics.compute()
   kept, right = logits[mask], labels[mask]
   assert abs(found["auc"] - roc_auc_score(right, kept)) <= metrics.auc_error() + 1e-12
@@ -137,59 +205,155 @@ def test_binned_equals_sklearn_within_its_bound(examples, batch):
     assert found["auc"] == pytest.approx(roc_auc_score(right, kept), abs=1e-12)
 
 
+@pytest.mark.full
 def test_binned_is_close_on_scores_as_models_have_them():
   draw = np.random.default_rng(7)
   logits = draw.normal(-3.0, 1.2, 300_000).astype(np.float32)
   labels = (draw.random(300_000) < expit(logits)).astype(np.float32)
-  metrics = add(BinnedClickMetrics(), logits, labels, np.ones(300_000, bool), 50_000)
+  metrics = in_batches(ClickMetrics.empty(), 50_000, logits, labels)
   found, exact = metrics.compute(), click_metrics(logits, labels)
   assert metrics.auc_error() < 3e-6
   assert abs(found["auc"] - exact["auc"]) < 1e-7
-  assert found["logloss"] == pytest.approx(exact["logloss"], rel=1e-6)
+  assert found == pytest.approx(exact, rel=1e-7)
 
 
 def test_binned_over_a_mesh_is_the_same_and_sends_no_example():
-  draw, mesh = np.random.default_rng(3), meshes.make_mesh()
-  logits = np.round(draw.normal(size=640), 2).astype(np.float32)
-  labels, mask = (draw.random(640) < expit(logits)).astype(np.float32), draw.random(640) < 0.9
-  one = add(BinnedClickMetrics(), logits, labels, mask, 64)
-  several = add(BinnedClickMetrics(mesh), logits, labels, mask, 64)
-  assert several.compute()["auc"] == one.compute()["auc"]
-  assert several.compute()["logloss"] == pytest.approx(one.compute()["logloss"], rel=1e-6)
+  mesh, columns = meshes.make_mesh(), drawn(640)
+  one, several = (in_batches(ClickMetrics.empty(m), 64, *columns) for m in (None, mesh))
+  assert several.compute() == pytest.approx(one.compute(), rel=1e-12)
   split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-  args = [jax.device_put(x, split) for x in (logits, labels, mask)]
-  compiled = several._add.lower(several._counts, *args).compile()
+  logits, labels, _, weight = (jax.device_put(x, split) for x in columns)
+  add = metrics_lib._compiled(mesh)[1]
+  compiled = add.lower(several.high, several.low, logits, labels, weight).compile()
   text = compiled.as_text()
   assert "all-gather" not in text
   assert "all-to-all" not in text
-  # Counts are added to where they are, not copied: they are most of the memory.
-  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._BINS * 4
+  # Sums are added to where they are, not copied: they are most of the memory.
+  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._SUMS * 4
   assert compiled.memory_analysis().temp_size_in_bytes < metrics_lib._BINS
 
 
-def test_counts_move_to_the_host_before_they_overflow(monkeypatch):
-  monkeypatch.setattr(metrics_lib, "_MAX_COUNT", 100)
-  draw = np.random.default_rng(5)
-  logits = np.round(draw.normal(size=500), 1).astype(np.float32)
-  labels = (draw.random(500) < expit(logits)).astype(np.float32)
-  metrics = BinnedClickMetrics()
-  add(metrics, logits, labels, np.ones(500, bool), 40)
-  assert metrics._count <= 100
-  assert metrics._total.sum() >= 400
-  assert metrics.compute()["auc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
-
-
 def test_ten_billion_examples_are_counted():
-  """As many as no test can feed: counts of that size are put where they would be."""
-  metrics = BinnedClickMetrics()
-  metrics.update(jnp.array([-1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 1]))
-  metrics._empty()
-  metrics._total *= 2_500_000_000
-  metrics._loss, metrics._weight = 1e10 * math.log(2), 1e10
-  metrics._sums.clear()
+  """As many as no test can feed: sums of that size are put where they would be."""
+  metrics = ClickMetrics.empty()
+  metrics = metrics.update(jnp.array([-1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 1]))
+  high, low = metrics.high * 2.5e9, metrics.low * 2.5e9
+  metrics = dataclasses.replace(metrics, high=high, low=low)
+  metrics = metrics.update(jnp.array([-1.0]), jnp.array([0]))
   found = metrics.compute()
-  assert found == {"auc": 0.875, "logloss": pytest.approx(math.log(2), rel=1e-12)}
-  assert metrics.auc_error() == 0.125
+  assert metrics._counts.sum() == 10_000_000_001
+  assert found["auc"] == pytest.approx(0.875, abs=1e-9)
+  assert metrics.auc_error() == pytest.approx(0.125, abs=1e-9)
+
+
+# --- users and slices -----------------------------------------------------------------------------
+
+
+def slow_gauc(logits, labels, users, weight):
+  """Scikit-learn's AUC, user by user."""
+  aucs, amounts = [], []
+  for user in set(users.tolist()):
+    rows = (users == user) & (weight > 0)
+    if len(set(labels[rows])) == 2:
+      aucs.append(roc_auc_score(labels[rows], logits[rows], sample_weight=weight[rows]))
+      amounts.append(weight[rows].sum())
+  return np.average(aucs, weights=amounts), sum(amounts) / weight.sum()
+
+
+def test_gauc_by_hand():
+  # User 4 has 3 pairs, 1.5 of them in order; user 2 one, in order; 5 and 6 have one outcome.
+  users = [4, 2, 4, 5, 4, 2, 4, 6]
+  logits = [2.0, 1.0, 2.0, 3.0, 1.0, 0.0, 3.0, 7.0]
+  labels = [1, 1, 0, 1, 0, 0, 0, 0]
+  within, share = gauc(logits, labels, users)
+  assert within == pytest.approx((4 * (1.5 / 3) + 2 * 1) / 6)
+  assert share == 6 / 8
+  assert gauc([1.0, 2.0], [1, 0], [0, 1]) == (None, 0.0)  # users of one row
+  assert gauc([], [], []) == (None, 0.0)
+
+
+GROUPS = Groups("user", 40, (("sex", ("F", "M")), ("age", ("old", "young", "none", "one"))))
+
+
+def grouped(rows=600):
+  logits, labels, mask, weight = drawn(rows)
+  draw = np.random.default_rng(1)
+  ids = {"user": draw.integers(-1, 45, rows), "sex": draw.integers(0, 2, rows)}
+  ids["age"] = np.where(labels * (draw.random(rows) < 0.5), 3, draw.integers(0, 2, rows))
+  return logits, labels, {name: x.astype(np.int32) for name, x in ids.items()}, mask, weight
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_users_and_slices_equal_scikit_learn(on_mesh):
+  mesh = meshes.make_mesh() if on_mesh else None
+  put = lambda x: hosts.to_global(mesh, x)
+  logits, labels, ids, mask, weight = columns = grouped()
+  parts = []
+  for start in range(0, 600, 200):
+    batch = jax.tree.map(lambda x, start=start: put(x[start : start + 200]), columns)
+    parts.append(GroupedClickMetrics(GROUPS).update(*batch))
+  found = parts[0].merge(parts[1].merge(parts[2])).compute()
+  assert found == parts[0].merge(parts[1]).merge(parts[2]).compute()
+  amount = weight.astype(np.float64) * mask
+  known = (ids["user"] >= 0) & (ids["user"] < 40)  # others share an id
+  within, _ = slow_gauc(*(x[known] for x in (logits, labels, ids["user"], amount)))
+  assert found.pop("gauc") == pytest.approx(within, rel=1e-12)
+  assert 0.5 < found.pop("gauc_share") < 1
+  assert found.pop("one_outcome[age]") == 1  # "one" has clicks alone, and "none" has no rows
+  one = [name for name in found if name.endswith("[age=one]")]
+  assert one == ["logloss[age=one]", "calibration[age=one]"]
+  assert not [name for name in found if name.endswith("[age=none]")]
+  for column, value, text in (("sex", 0, "F"), ("sex", 1, "M"), ("age", 1, "young")):
+    rows = ids[column] == value
+    wanted = expected(logits[rows], labels[rows], amount[rows])
+    of_slice = {name: found[f"{name}[{column}={text}]"] for name in wanted}
+    assert of_slice == pytest.approx(wanted, rel=1e-12)
+  assert set(found) <= set(GROUPS.names)
+
+
+def test_raw_ids_tell_users_apart():
+  logits, labels, mask, weight = drawn(300)
+  users = np.random.default_rng(0).integers(0, 30, 300)
+  halves = np.stack([users % 2, users], axis=1).astype(np.uint32)
+  halves[users == 7] = 2**32 - 1  # no user
+  metrics = GroupedClickMetrics(Groups("user")).update(
+    logits, labels, {"user": halves}, mask, weight
+  )
+  kept = users != 7
+  within, share = slow_gauc(*(x[kept] for x in (logits, labels, users, weight * mask)))
+  found = metrics.compute()
+  assert found["gauc"] == pytest.approx(within, rel=1e-6)
+  kept_share = (weight * mask)[kept].sum() / (weight * mask).sum()
+  assert found["gauc_share"] == pytest.approx(share * kept_share, rel=1e-6)
+
+
+FEATURES = (
+  Feature("hour", 24), Feature("user", 1000), Feature("tags", 9, valency=3),
+  Feature("ad", 16, eviction="lru"),
+)  # fmt: skip
+
+
+def test_slices_without_transforms_are_called_by_their_ids():
+  found = groups.of_clicks(FEATURES, ("hour",), None)
+  assert (found.user, found.slices) == ("", (("hour", tuple(map(str, range(24)))),))
+  assert not groups.of_clicks(FEATURES, (), None)
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("user", r"1,000 values, more than 32: choose some of \['hour'\]"),
+    ("tags", "a row has several values"),
+    ("ad", "vocabulary is dynamic"),
+    ("hours", "is no feature"),
+  ],
+)
+def test_bad_slices(name, message):
+  with pytest.raises(ValueError, match=message):
+    groups.of_clicks(FEATURES, (name,), None)
+
+
+# --- rankings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -202,23 +366,26 @@ def test_rankings_equal_a_slow_one(tied):
   seen = [set(draw.choice(60, 8, replace=False).tolist()) - right for right in relevant]
   pad = lambda rows: np.array([sorted(row) + [-1] * (20 - len(row)) for row in rows])
   _, top_ids = retrieval.top_k(jnp.eye(len(scores)), jnp.asarray(scores).T, 10, pad(seen))
-  metrics = RankingMetrics(ks)
+  counts = np.arange(60)
+  empty = metrics = RankingMetrics.empty(ks, popularity=counts)
   for start in range(0, 40, 16):  # uneven batches
     rows = slice(start, start + 16)
-    metrics.update(top_ids[rows], pad(relevant)[rows])
-  wanted = slow_ranking(scores, relevant, seen, ks)
+    metrics = metrics.merge(empty.update(top_ids[rows], pad(relevant)[rows]))
+  wanted = slow_ranking(scores, relevant, seen, ks, counts)
   assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_rankings_by_hand():
-  metrics = RankingMetrics((2,))
-  metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
-  metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
+  metrics = RankingMetrics.empty((2,), num_items=10)
+  metrics = metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
+  metrics = metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
   found = metrics.compute()
   ideal = 1 + 1 / math.log2(3)
   assert found["recall@2"] == pytest.approx((1 / 3 + 0 + 1) / 3)
   assert found["ndcg@2"] == pytest.approx((1 / math.log2(3) / ideal + 0 + 1) / 3)
   assert found["hr@2"] == pytest.approx(2 / 3)
+  assert found["precision@2"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
+  assert found["coverage@2"] == 5 / 10  # 0, 1, 2, 3 and 5
   assert found["mrr"] == pytest.approx((1 / 2 + 0 + 1) / 3)
   assert set(found) == set(ranking_names((2,), 10))
 
@@ -234,7 +401,6 @@ def test_rankings_by_hand():
   ],
 )
 def test_ranking_errors(k, top_ids, relevant, message):
-  metrics = RankingMetrics((k,))
-  score = lambda: (metrics.update(top_ids, relevant), metrics.compute())
+  score = lambda: RankingMetrics.empty((k,)).update(top_ids, relevant).compute()
   with pytest.raises(ValueError, match=message):
     score()

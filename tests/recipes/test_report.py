@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 from recipe_runs import write_run
 
@@ -251,3 +252,14 @@ def test_mistakes_are_named(tmp_path, capsys):
   assert re.search(r"error: .*a/metrics\.jsonl is damaged \(", said(first))
   (tmp_path / "a" / "result.json").write_text("{")
   assert re.search(r"error: .*a/result\.json is damaged \(", said(first))
+
+
+def test_reliability_is_drawn_beside_the_curves(tmp_path):
+  bins = [[0.1, 0.15, 0.5], [0.4, 0.35, 0.5]]
+  made = write_run(tmp_path / "a")
+  result = json.loads((made / "result.json").read_text()) | {"curves": {"test_reliability": bins}}
+  (made / "result.json").write_text(json.dumps(result))
+  figure = report.draw(report.grouped([report.load(made)]))
+  (axis,) = [a for a in figure.axes if a.get_title(loc="left") == "test_reliability"]
+  np.testing.assert_array_equal(axis.lines[0].get_xydata(), np.array(bins)[:, :2])
+  assert axis.get_xlabel() == "mean prediction"

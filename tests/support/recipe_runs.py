@@ -21,8 +21,8 @@ from recipes.run import settings
 from recipes.two_tower.data import RetrievalData
 
 RESULT = {  # the keys of a result
-  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data", "data_sha256",
+  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "curves", "baselines",
+  "device", "versions", "data", "data_sha256",
 }  # fmt: skip
 _CONDITIONAL = {"init_parts", "init_rename", "epochs"}  # with init_from, or without steps
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]

@@ -14,6 +14,7 @@ from recipe_runs import RESULT, dlrm_smoke, recorded_reads, slow_but
 from recipes import baselines as command
 from recipes import hosts
 from recipes.dlrm import baselines, data, train
+from recipes.evaluation.metrics import CLICK_NAMES
 from recipes.run import results
 from recipes.training import build
 from recipes.training.features import Feature
@@ -44,9 +45,12 @@ def check_result(result, config, workdir):
   assert result["config"] == json.loads(json.dumps(config.to_dict()))
   assert result["recipe"] == "dlrm"
   assert (result["seed"], result["steps"]) == (config.seed, config.steps)
-  assert set(result["metrics"]) == {"test_auc", "test_logloss", "valid_auc", "valid_logloss"}
+  assert list(result["curves"]) == ["test_reliability"]
+  users = ("gauc", "gauc_share") if config.dataset == "movielens1m" else ()
+  names = (*CLICK_NAMES, *users)
+  assert set(result["metrics"]) == {f"{split}_{n}" for split in ("valid", "test") for n in names}
   for task in baselines.tasks(data.load(config), config).values():
-    assert {"test_auc", "test_logloss"} <= set(task())
+    assert {f"test_{name}" for name in CLICK_NAMES} <= set(task())
   assert all(math.isfinite(value) for value in result["metrics"].values())
   assert all(len(value) == 64 for value in result["data_sha256"].values())
   assert {"jax", "flax", "optax", "python", "sparse-embed"} <= set(result["versions"])

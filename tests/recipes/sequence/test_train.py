@@ -19,10 +19,11 @@ from recipes.sequence import baselines, data, train
 from recipes.training import train_step
 
 CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
+NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
 METRICS = {
   f"{split}_{name}"
   for split in ("valid", "test")
-  for name in ("hr@5", "hr@10", "ndcg@5", "ndcg@10", "recall@5", "recall@10", "mrr")
+  for name in ("mrr", *(f"{each}@{k}" for each in NAMES for k in (5, 10)))
 }
 
 

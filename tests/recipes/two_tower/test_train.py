@@ -32,6 +32,9 @@ RICH = {
 }  # fmt: skip
 
 
+NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
+
+
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch, request):
   """The runs here are on one device unless they ask for all."""
@@ -56,7 +59,7 @@ def check_result(result, config, workdir):
   assert set(result) == RESULT
   assert json.loads((workdir / "result.json").read_text()) == result
   assert result["recipe"] == "two_tower"
-  names = {f"{name}@{k}" for name in ("recall", "ndcg", "hr") for k in config.ks} | {"mrr"}
+  names = {f"{name}@{k}" for name in NAMES for k in config.ks} | {"mrr"}
   assert set(result["metrics"]) == {f"{split}_{n}" for split in ("valid", "test") for n in names}
   assert all(math.isfinite(value) for value in result["metrics"].values())
   lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -68,7 +71,7 @@ def check_result(result, config, workdir):
 def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
   config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
   result = train.run(config, str(tmp_path / "run"))
-  assert set(result["metrics"]) == {f"test_{n}" for n in ("recall@20", "ndcg@20", "hr@20", "mrr")}
+  assert set(result["metrics"]) == {"test_mrr"} | {f"test_{n}@20" for n in NAMES}
   popularity = baselines.tasks(data.load(config), config)["popularity"]()
   assert set(popularity) == set(result["metrics"]) | {"chosen"}
   assert result["tested_step"] == config.steps
@@ -201,6 +204,7 @@ def test_evaluation_is_a_full_ranking(tmp_path):
     found.matrix("test"),
     found.matrix("train", "valid"),
     (5,),
+    found.train_counts(),
   )
   assert metrics == pytest.approx(wanted, rel=1e-6)
 
