@@ -127,7 +127,8 @@ def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float
   label, weights = np.asarray(data.columns["label"][train]), _weights(data, train)
   clicks, mean = weights * label, np.average(label, weights=weights)
   names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
-  scores = dict(zip(names, np.asarray(data.columns["dense"][test]).T, strict=True))
+  dense = np.asarray(data.columns["dense"][test])
+  scores = {names[i]: dense[:, i] for i in data.numbers}
   known, asked = (_ids(data, rows) for rows in (train, test))
   for feature in data.features:
     ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
@@ -159,7 +160,8 @@ def logistic_regression(
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
   At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
-  in memory; the `rows` in the result say how many there were.
+  in memory; the `rows` in the result say how many there were. Vectors that the model projects are
+  left out: they would be most of it.
   """
   blocks = [
     size
@@ -172,7 +174,7 @@ def logistic_regression(
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
     rows = slice(first, stop)
-    dense = np.asarray(data.columns["dense"][rows])
+    dense = np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
     ids = _ids(data, rows).values()
     wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
     matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)

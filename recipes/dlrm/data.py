@@ -96,6 +96,12 @@ class ClickData:
     return self.columns["dense"].shape[1] if "dense" in self.columns else 0
 
   @property
+  def numbers(self) -> tuple[int, ...]:
+    """The columns of `dense` that are no vector's."""
+    of_vectors = {i for start, stop in self.vectors.values() for i in range(start, stop)}
+    return tuple(i for i in range(self.num_dense) if i not in of_vectors)
+
+  @property
   def statistics(self) -> dict[str, float]:
     """Rows of the splits, features, ids they have in all, and the rate of clicks in training.
 
@@ -116,7 +122,7 @@ class ClickData:
         f"{words} rows": len(range(*self.splits[name]))
         for name, words in (("train", "training"), ("valid", "validation"), ("test", "test"))
       },
-      "numbers": self.num_dense,
+      "numbers": len(self.numbers),
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
       **rates,

@@ -294,7 +294,7 @@ def build_model(
     return HSTURanker(**common, **of_log, dim=config.dim, **config.hstu)
   common["inputs"] = layers.Inputs(
     tables,
-    data.num_dense,
+    data.numbers,
     dim=config.dim + more,
     vectors=data.vectors,
     onto={feature.name: feature.onto for feature in data.features if feature.onto},

@@ -6,6 +6,12 @@ from typing import Any
 
 _NEUTRAL = ("popularity", "share", "outcome")
 _MAX_AUC = 0.99  # clicks are not so predictable
+_TO_TRY = {  # by the baseline that is better
+  "logistic regression": "config.model=wide_deep, which has a linear part, more config.epochs, or "
+  "a lower config.table.learning_rate",
+  "constant rate": "a lower config.table.learning_rate and config.learning_rate, or a higher "
+  "min_count of columns with many rare values",
+}
 
 
 def gain(metric: str, value: float) -> float:
@@ -37,7 +43,7 @@ def notes(
     result: the content of result.json.
     telling: returns the column that tells most of the label, and its AUC; takes seconds.
   """
-  split, lines, better = _split(result), [], []
+  split, lines, better, to_try = _split(result), [], [], dict[str, None]()
   select = result["config"].get("select") or next(iter(result["metrics"]), "")
   for metric in dict.fromkeys([select.partition("_")[2], "logloss"]):
     name = f"{split}_{metric}"
@@ -50,8 +56,9 @@ def notes(
     own = result["metrics"].get(name)
     if best and own is not None and gain(metric, scores[best]) > gain(metric, own):
       better.append(f"{best} by {split} {metric} ({scores[best]:.4f}, the model {own:.4f})")
+      to_try |= {f"try {_TO_TRY[best]}": None} if best in _TO_TRY else {}
   if better:
-    lines.append(f"a baseline is better than the model: {'; '.join(better)}")
+    lines.append(f"a baseline is better than the model: {'; '.join([*better, *to_try])}")
   for name, auc in result["metrics"].items():
     if not (name.startswith(split) and name.endswith("auc") and auc > _MAX_AUC):
       continue

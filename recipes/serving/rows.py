@@ -63,6 +63,7 @@ def as_columns(rows: Any) -> dict[str, pa.Array]:
 
 def _array(name: Any, values: Any) -> pa.Array:
   if not isinstance(values, pa.Array | pa.ChunkedArray):
+    values = list(values) if getattr(values, "ndim", 1) == 2 else values  # vectors, a row each
     try:
       values = pa.array(values, from_pandas=True)
     except (TypeError, ValueError, pa.ArrowException) as error:

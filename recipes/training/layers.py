@@ -23,20 +23,20 @@ class Inputs(nnx.Module):
 
   Args:
     tables: of single ids and bags.
-    num_dense: K, the columns of `dense`.
+    numbers: the columns of `dense` that are no vector's.
     dim: D, the width that vectors in `dense` are projected to.
     vectors: by name, the first and past the last of their columns.
     onto: by feature, the one whose vector its own is added to.
 
   Attributes:
     widths: of the vectors by name, in their order.
-    num_dense: columns of `dense` that are numbers.
+    num_dense: how many numbers.
   """
 
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    numbers: Sequence[int],
     *,
     dim: int = 0,
     vectors: Mapping[str, tuple[int, int]] | None = None,
@@ -45,9 +45,8 @@ class Inputs(nnx.Module):
     rngs: nnx.Rngs,
   ):
     vectors, onto, of_tables = vectors or {}, onto or {}, tables.spec.features
-    of_vectors = {i for start, stop in vectors.values() for i in range(start, stop)}
-    self._numbers = tuple(i for i in range(num_dense) if i not in of_vectors)
-    self._vectors, self._onto, self.num_dense = dict(vectors), dict(onto), len(self._numbers)
+    self._vectors, self._onto = dict(vectors), dict(onto)
+    self._numbers, self.num_dense = tuple(numbers), len(numbers)
     own = {name: each.table.dim for name, each in of_tables.items() if name not in onto}
     self.widths = own | dict.fromkeys(vectors, dim)
     # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.

@@ -32,7 +32,7 @@ def build(kind, settings, num_dense=2, dropout=0.0):
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, num_dense, rngs=rngs)
+  inputs = layers.Inputs(tables, range(num_dense), rngs=rngs)
   return kind(tables, inputs, **settings, dropout=dropout, rngs=rngs)
 
 

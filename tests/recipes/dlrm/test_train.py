@@ -167,6 +167,7 @@ def test_notes_say_what_wins_and_what_is_too_good():
   (line,) = results.notes(result)
   assert "logistic regression by test auc (0.7600, the model 0.7500)" in line
   assert "constant rate by test logloss (0.6900, the model 0.7000)" in line
+  assert line.index("try config.model=wide_deep") < line.index("try a lower")
   result["metrics"] |= {"test_auc": 0.995, "test_logloss": 0.2}
   (line,) = results.notes(result, lambda: ("age", 0.99))
   assert line.startswith("test auc is 0.9950")

@@ -149,7 +149,7 @@ def test_inputs_by_hand():
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
   inputs = layers.Inputs(
-    tables, 4, dim=2, vectors={"image": (1, 3)}, onto={"codes": "movie"}, rngs=rngs
+    tables, (0, 3), dim=2, vectors={"image": (1, 3)}, onto={"codes": "movie"}, rngs=rngs
   )
   assert inputs.widths == {"movie": 2, "city": 2, "image": 2}
   inputs.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
@@ -200,7 +200,7 @@ def log(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["dcnv2", "dlrm"])
+@pytest.mark.parametrize("model", ["dcnv2", "dlrm", "deepfm"])
 def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path, model):
   training = run_of("dlrm", log | {"model": model}, tmp_path / "run")
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
@@ -227,6 +227,8 @@ def test_exported_towers_rank_with_vectors_and_codes(log, tmp_path):
   # A new user is known by a vector alone.
   new = served.recommend({"taste": [[3.0, 0.0, 0.0, 0.0, -3.0], None]}, 3)
   assert new.is_popular.tolist() == [False, True]
+  same = served.recommend({"taste": np.array([[3.0, 0, 0, 0, -3]])}, 3)
+  np.testing.assert_array_equal(same.items[0], new.items[0])
   loaded = tower_data.load(training.config)
   assert loaded.columns["item_image"].shape == (30, 5)
 
