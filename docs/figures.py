@@ -424,8 +424,8 @@ def weak_scaling() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
-    clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
-    admission, admission_hits, drift, pods, weak_scaling,
+    clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
+    vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
   )
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from . import files
 from .errors import DamagedFileError, MissingFileError, UserError, terminal
 
 # Of prepared data: raise it with a change of what any data set's `build` writes.
-FORMAT = 2
+FORMAT = 3
 
 MANIFEST = "manifest.json"
 _OWN = "xxh3_128_of_manifest"

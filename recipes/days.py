@@ -24,9 +24,11 @@ import jax
 from embed.planning import aligned
 
 from . import arrays, evaluate, export, files, hosts, main
+from .dlrm import tasks
 from .errors import UserError
 from .run import settings
 from .run import workdir as runs
+from .tables import spec
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"
 _SERVED = "served"
@@ -78,8 +80,11 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
     )
     arrays.write_json(workdir / "days.json", history)
     before = folder
-  shown = ("auc", "logloss")
-  if recipe != "dlrm":
+  if recipe == "dlrm":
+    kinds = spec.parse({name: kind.to_dict() for name, kind in config.columns.items()})
+    first, *_, last = tasks.metric_names(spec.labels(kinds))
+    shown = (first, last)
+  else:
     shown = (f"recall@{config.ks[0]}", f"ndcg@{config.ks[0]}")
   draw(history, shown, workdir / "days.png")
   hosts.say(table(history, shown))

@@ -243,7 +243,7 @@ def _check_header(path: Path, lines: list[list[str]], delimiter: str) -> None:
 
 
 _OPTIONS = {
-  "label": "the column that is predicted",
+  "label": "the column that is predicted, or several, with commas between",
   "positive": "the value of the label that is a click",
   "user": "the column with the ids of users",
   "item": "the column with the ids of items",
@@ -312,7 +312,10 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     raise UserError(f"{pipe} is no file but a pipe, and tables are read twice: write it to a file")
   settings = _format(arguments, data_files[0])
   sample = profile.read(data_files, Format(**settings), arguments.rows)
-  plan = proposing.propose(sample, Roles(*(getattr(arguments, name) for name in Roles._fields)))
+  is_one = arguments.label in sample.columns
+  label, *more = [arguments.label] if is_one else arguments.label.split(",")
+  others = {name: getattr(arguments, name) for name in Roles._fields[1:5]}
+  plan = proposing.propose(sample, Roles(label, **others, more=tuple(more)))
   settings |= {"missing": Format().missing + plan.missing} if plan.missing else {}
   named = files if isinstance(files, str) else f"{len(files)} files"
   rows, of = f"{sample.num_rows:,} rows", f", of about {sample.total:,}"

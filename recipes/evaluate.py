@@ -101,9 +101,9 @@ def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str,
   weight = np.concatenate(weights).astype(np.float64)
   if table.is_one_click:
     return {"rows": len(label), "metrics": _of_clicks(label, score, weight)}
-  found, place = {}, 0
-  for (name, kind), target in zip(table.labels.items(), label.T, strict=True):
-    own = score[:, place : (place := place + kind.num_outputs)]
+  found, targets, place = {}, dict(zip(table.labels, label.T, strict=True)), 0
+  for name, kind in model.labels.items():
+    own, target = score[:, place : (place := place + kind.num_outputs)], targets[name]
     counts = ~np.isnan(target) & (weight > 0)
     found[name] = _of_label(kind, target[counts], own[counts], weight[counts])
   return {"rows": len(label), "metrics": tasks.joined(table.labels, found)}

@@ -5,6 +5,7 @@ served.json     the recipe, the declared columns, and what to install for predic
 program.bin     the model, as `jax.export` writes it; it needs no code of the model
 arrays.npz      the arrays that it reads
 candidates.npy  two_tower: the vectors of the items
+index.usearch   with --ann: the index over the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 README.md       how to use it
 """
@@ -117,6 +118,10 @@ def export(
     program.save(partial)
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
+    if ann:
+      with np.load(partial / "arrays.npz") as read:
+        vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
+      retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
     about = _about(run, arrays.read_json(serve / READING, schema=_READING), ann) | parts.about
     arrays.write_json(partial / folder_lib.NAME, about)
@@ -280,7 +285,10 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    items = (hosts.to_global(mesh, batch) for batch in train.catalogue(data, config, mesh))
+    log = (np.load(serve / f"{name}.npy", mmap_mode="r") for name in ("history", "history_when"))
+    popularity = data_lib.log_popularity(*log, config.popularity.half_life, data.num_items)
+    batches = train.catalogue(data, config, popularity, mesh)
+    items = (hosts.to_global(mesh, batch) for batch in batches)
     vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)
     return np.asarray(vectors)[: data.num_items]
 

@@ -80,7 +80,7 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode in ("nano", "smoke"):
     config |= {
-      "vocabulary_sizes": (400, 60, 120, 300, *(2_000,) * 7), "num_days": 12, "history": 24,
+      "vocabulary_sizes": (400, 40, 120, 300, *(2_000,) * 7), "num_days": 12, "history": 24,
       "width": 0, "dim": 32, "dropout": 0.0, "dtype": "float32", "batch_size": 128,
       "learning_rate": 2e-3, "warmup_steps": 20, "eval_batch_size": 512, "steps": 0, "epochs": 1,
       "eval_every": 0, "log_every": 0, "num_workers": 0,

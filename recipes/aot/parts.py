@@ -70,7 +70,8 @@ def _towers(train, data, config, mesh):
 
   ranked = _widest(train.data_lib.EvalBatches(data, "test", config))
   rows = retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh).size
-  return predict, ranked | {"candidates": jax.ShapeDtypeStruct((rows, config.dim), jnp.float32)}
+  width = config.dim + bool(config.popularity.weight)
+  return predict, ranked | {"candidates": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
 
 
 def _sequences(train, data, config, mesh):

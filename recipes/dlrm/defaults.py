@@ -73,6 +73,8 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   "synthetic": {
     "rows": 1_000_000,  # in all; a tenth each validates and tests
     "data_seed": 0,  # of the draws
+    "labels": 1,  # or 2, "clicked" and "liked"
+    "correlation": 0.5,  # of the logits of two labels, about
     "zipf_exponent": 1.05,  # of the popularity of ids
   },
   "listens": {

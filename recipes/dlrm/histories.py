@@ -207,6 +207,7 @@ def make(
 ):
   """Returns the `Histories` that `config.history` describes; None where vectors are pooled."""
   about, of_dtype = config.history, {"dtype": dtype, "rngs": rngs}
+  model: Callable[..., Any]
   if not attends(config, features):
     return None
   if about.model == "din":

@@ -2,8 +2,8 @@
 
 The log has the columns of MLPerf's `recommendation_v4`: users play items of artists and albums, and
 like or skip them; the label is whether an item is played out. How likely that is depends on the
-item, on the user's taste for its genre, and on how the user took that genre last, the less the
-longer ago that is: a model needs ids, actions and times. The labels are drawn from these
+item, on the user's taste for its artist's genre, and on how the user took that genre last, the less
+the longer ago that is: a model needs ids, actions and times. The labels are drawn from these
 probabilities, so the best score that anybody can reach is known.
 
 A sequence is up to `history` events of a user, the oldest first, and up to `targets` events of the
@@ -179,7 +179,8 @@ def _draw(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
   popularity = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -0.8)
   quality, taste = draw.normal(0, 0.5, items), draw.normal(0, 0.7, (users, _GENRES))
   mood, since = np.zeros((users, _GENRES)), np.zeros((users, _GENRES))
-  parts = []
+  hashed, parts = splitmix64(np.arange(items, dtype=np.uint64)), []
+  of_item = {name: (hashed % np.uint64(sizes[name])).astype(np.int64) for name in TOKENS[1:]}
   with files.progress("drawing days", settings["num_days"], "day") as bar:
     for day in range(settings["num_days"]):
       number, wakes = draw.poisson(settings["events"], users), draw.integers(0, 20 * _HOUR, users)
@@ -187,7 +188,7 @@ def _draw(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
         user = np.flatnonzero(number > nth)
         when = day * _DAY + wakes[user] + nth * 4 * _HOUR // number[user]
         item = np.searchsorted(popularity, draw.random(len(user)) * popularity[-1])
-        genre = item % _GENRES
+        genre = of_item["artist"][item] % _GENRES
         left = np.exp((since[user, genre] - when) / _DAY)  # of the last reaction
         logit = 0.4 + quality[item] + taste[user, genre] + 1.5 * mood[user, genre] * left
         played = draw.random(len(user)) < expit(logit)
@@ -203,8 +204,7 @@ def _draw(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
   }
   order = np.lexsort((log["time"], log["user"]))
   log = {name: column[order] for name, column in log.items()}
-  hashed = splitmix64(log["item"].astype(np.uint64))
-  log |= {name: (hashed % np.uint64(sizes[name])).astype(np.int64) for name in TOKENS[1:]}
+  log |= {name: column[log["item"]] for name, column in of_item.items()}
   return log | {"hour": log["time"] % _DAY // _HOUR}
 
 

@@ -26,7 +26,7 @@ from . import listens, tasks
 from .data import ClickData
 from .hstu import HSTURanker
 
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, Any]
 Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
 Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
 ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserError
 from ..evaluation.metrics import BinnedClickMetrics
@@ -242,13 +243,14 @@ class Metrics:
   """The metrics of all labels by their names, and `logloss`, the weighted sum of their losses.
 
   Of clicks `auc` and `logloss`, of classes `logloss` and `accuracy`, of a regression
-  `squared_loss`, the mean of the squared errors of log(1 + value).
+  `squared_loss`, the mean of the squared errors of log(1 + value), of which none below 0 is served.
   """
 
   def __init__(self, labels: Labels, mesh: jax.sharding.Mesh | None = None):
     clicks = [name for name, label in labels.items() if label.loss == "binary"]
     self._clicks = {name: BinnedClickMetrics(mesh, weighted=True) for name in clicks}
     self._labels, self._sums = labels, dict[str, np.ndarray]()
+    self._measured = _compiled(tuple(labels.items()), mesh)
 
   def update(
     self, outputs: jax.Array, targets: jax.Array, mask: jax.Array, weight: jax.Array | None
@@ -261,7 +263,7 @@ class Metrics:
       mask: bool `[B]`, False for rows that only fill up the last batch.
       weight: float `[B]`, or None.
     """
-    clicks, sums = _measured(tuple(self._labels.items()), outputs, targets, mask, weight)
+    clicks, sums = self._measured(outputs, targets, mask, weight)
     for name, values in jax.device_get(sums).items():
       self._sums[name] = self._sums.get(name, 0) + values.astype(np.float64)
     for name, (logits, target, amount) in clicks.items():
@@ -280,9 +282,15 @@ class Metrics:
     return joined(self._labels, scores)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def _compiled(labels: tuple[tuple[str, Label], ...], mesh: jax.sharding.Mesh | None) -> Any:
+  """Returns `_measured` of the labels, whose sums are whole in every process."""
+  whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+  return jax.jit(functools.partial(_measured, dict(labels)), out_shardings=(None, whole))
+
+
 def _measured(
-  labels: tuple[tuple[str, Label], ...],
+  labels: Labels,
   outputs: jax.Array,
   targets: jax.Array,
   mask: jax.Array,
@@ -292,11 +300,12 @@ def _measured(
   clicks: dict[str, Any] = {}
   sums: dict[str, jax.Array] = {}
   rows = jnp.where(mask, 1.0 if weight is None else weight, 0).astype(jnp.float32)
-  for name, label, own, target, counts in cut(dict(labels), outputs, targets):
+  for name, label, own, target, counts in cut(labels, outputs, targets):
     amount = jnp.where(counts, rows, 0)
     if label.loss == "binary":
       clicks[name] = own[:, 0], target, amount
       continue
+    own = jnp.maximum(own, 0) if label.loss == "squared_log" else own
     values = [loss_of(label, own, target), jnp.ones_like(amount)]
     if label.loss == "softmax":
       values.insert(1, jnp.argmax(own, axis=1) == target)

@@ -5,6 +5,7 @@ B is the number of queries, N of candidates, D the width of both, E the ids to l
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -262,14 +263,7 @@ class Approximate:
   """
 
   def __init__(self, candidates: np.ndarray, *, connectivity: int = 16, expansion: int = 128):
-    try:
-      from usearch.index import Index
-    except ImportError as error:
-      raise MissingPackageError(
-        "the approximate index needs usearch: pip install -e '.[ann]'"
-      ) from error
-    self._size = len(candidates)
-    self._index = Index(
+    self._index = self._class()(
       ndim=candidates.shape[1],
       metric="ip",
       dtype="f32",
@@ -277,7 +271,36 @@ class Approximate:
       expansion_add=expansion,
       expansion_search=expansion,
     )
+    self._size = len(candidates)
     self._index.add(np.arange(self._size), np.asarray(candidates, np.float32))
+
+  @staticmethod
+  def _class() -> Any:
+    try:
+      from usearch.index import Index
+    except ImportError as error:
+      raise MissingPackageError(
+        "the approximate index needs usearch: pip install -e '.[ann]'"
+      ) from error
+    return Index
+
+  def save(self, path: Path) -> None:
+    """Writes the index, which holds the candidates, for `load`."""
+    self._index.save(str(path))
+
+  @classmethod
+  def load(cls, path: Path, *, expansion: int = 128) -> "Approximate":
+    """Opens a file of `save`.
+
+    Raises:
+      OSError: there is none, or it is none of an index.
+    """
+    index, own = cls._class(), cls.__new__(cls)
+    if (read := index.restore(str(path))) is None:
+      raise OSError(f"{path.name} is no index")
+    own._index, own._size = read, len(read)
+    own._index.expansion_search = expansion  # not in the file
+    return own
 
   def top_k(
     self, query: np.ndarray, k: int, exclude: np.ndarray | None = None

@@ -21,6 +21,7 @@ FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
+INDEX = "index.usearch"
 _SCHEMA = {
   "format": int, "recipe": str, "step": int, "columns": {str: dict}, "text": dict, "ann": bool,
   "exclude_seen": bool,
@@ -89,11 +90,7 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
   text: dict[str, Any] = about["text"]
   with np.load(folder / "arrays.npz") as file:
     read = jax.device_put({name: file[name] for name in file.files})
-  candidates, name = None, about.get("candidates")
-  if name == CANDIDATES:
-    candidates = jax.device_put(np.load(folder / name))
-  elif name is not None:
-    candidates = float32(read[name])
+  name = about.get("candidates")
   stored = (folder / "program.bin").read_bytes()
   try:
     program = jax.export.deserialize(bytearray(stored))
@@ -106,8 +103,13 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
     text_format=Format(**text),
     arrays=read,
     program=jax.jit(program.call),
-    candidates=candidates,
+    candidates=None if name is None else candidates(folder, name, read),
   )
+
+
+def candidates(folder: Path, name: str, read: Mapping[str, Any]) -> jax.Array:
+  """Returns the vectors of an export's items: a file, or one of the program's arrays by name."""
+  return jax.device_put(np.load(folder / name)) if name == CANDIDATES else float32(read[name])
 
 
 def float32(rows: jax.Array) -> jax.Array:

@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 from ..tables import spec
 from ..tables.encoding import Encoder
 from ..tables.histories import History, Log, Order, Part, log_of
-from ..tables.rows import label_of
-from ..tables.values import Problem, as_times, indices_of, same_value, shown
+from ..tables.values import Problem, as_times, bits, indices_of, same_value, shown
 from .rows import Wanted
 
 Problems = list[tuple[str, Problem]]  # by column
@@ -98,12 +97,18 @@ class Lists:
       column = self._kinds[self._time].sources(self._time)[0]
       found, wrong = as_times(texts, clocks, column)
     else:
-      kind: Any = self._kinds[part.of]
-      found = _outcomes(same_value(texts), kind)
-      bad = (found < 0) & texts.is_valid().to_numpy(zero_copy_only=False)
+      found = _label_of(same_value(texts), self._kinds[part.of])
+      bad = (found < 0) & bits(texts.is_valid())
       text = lambda i: shown(texts[i].as_py())
       wrong = [Problem(bad, f"is no value of the label {part.of!r}", text)]
     return found, problems + [_of_rows(problem, row, len(lengths)) for problem in wrong]
+
+
+def _label_of(texts: pa.Array, kind: Any) -> np.ndarray:
+  """Returns labels of texts, int `[N]`; -1 of a text that says nothing."""
+  from ..tables.rows import label_of  # not for models without histories, which need less
+
+  return np.nan_to_num(label_of(texts, kind), nan=-1).astype(np.int64)
 
 
 def _lengths(lists: pa.ListArray) -> np.ndarray:
@@ -118,22 +123,17 @@ def _of_rows(problem: Problem, row: np.ndarray, count: int) -> Problem:
   return problem.at(places)
 
 
-_DROPPED = -2  # in place of a label, of rows that training leaves out
-
-
-def _outcomes(texts: pa.Array, kind: Any) -> np.ndarray:
-  """Returns whether texts are clicks, int64 `[N]`; -1 where they say nothing."""
-  return np.nan_to_num(label_of(texts, kind), nan=-1).astype(np.int64)
-
-
-def _label(values: Any, kind: Any) -> np.ndarray:
-  """Returns labels, int `[N]`; -1 where one is missing."""
+def _labels(values: Any, kind: Any) -> np.ndarray:
+  """Returns the labels of rows, int `[N]`: -1 where it is missing, -2 of those training drops."""
   if isinstance(values, np.ndarray):
-    return values.astype(np.int64)
+    return np.nan_to_num(values, nan=-1).astype(np.int64)
   encoded = same_value(values)
-  found = _outcomes(encoded.dictionary, kind)
-  found[pc.is_in(encoded.dictionary, pa.array(kind.drop, pa.string())).to_numpy(False)] = _DROPPED
+  found = _label_of(encoded.dictionary, kind)
+  found[bits(pc.is_in(encoded.dictionary, pa.array(kind.drop, pa.string())))] = _DROPPED
   return np.append(found, -1)[indices_of(encoded)]
+
+
+_DROPPED = -2
 
 
 class Memory:
@@ -147,7 +147,9 @@ class Memory:
   def __init__(self, encoder: Encoder, kinds: Mapping[str, spec.Kind]):
     self._encoder, self._kinds = encoder, kinds
     self._user, self._time = (str(spec.only(kinds, cls)) for cls in (spec.User, spec.Time))
-    self._added: dict[str, list[Any]] = {name: [] for name in ("ids", "user", "time", "label")}
+    self._ids: list[np.ndarray] = []
+    self._users: list[pa.Array] = []
+    self._numbers: dict[str, list[np.ndarray]] = {n: [] for n in (self._time, *self.labels)}
     self._made: tuple[pa.Array, list[tuple[Order, Log]]] | None = None
 
   @property
@@ -157,9 +159,10 @@ class Memory:
 
   @property
   def labels(self) -> Wanted:
-    """The labels that histories are of, and rows of the log need."""
+    """The labels that rows of the log need: those that histories are of, or that drop rows."""
     names = {name for history in self._encoder.histories for name in history.labels}
-    return spec.ways({name: kind for name, kind in self._kinds.items() if name in names})
+    needed = lambda name, kind: name in names or (isinstance(kind, spec.Label) and kind.drop)
+    return spec.ways({name: kind for name, kind in self._kinds.items() if needed(name, kind)})
 
   def add(self, values: Mapping[str, Any]) -> None:
     """Adds rows.
@@ -167,32 +170,31 @@ class Memory:
     Args:
       values: by declared name, as training reads them; of labels as texts, or 0 and 1.
     """
-    count = len(values[self._time])
-    label = np.full(count, -1)
-    for name in self.labels:
-      label = _label(values[name], self._kinds[name])
-    self._added["ids"].append(self._encoder.encode(values, count)["ids"])
-    self._added["user"].append(self._users(values))
-    self._added["time"].append(values[self._time])
-    self._added["label"].append(label)
+    self._ids.append(self._encoder.encode(values, len(values[self._time]))["ids"])
+    self._users.append(self._user_of(values))
+    for name, parts in self._numbers.items():
+      is_label = name != self._time
+      parts.append(_labels(values[name], self._kinds[name]) if is_label else values[name])
     self._made = None
 
   def positions(self, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the histories' columns of `ids` for N rows with a user and a time."""
     known, logs = self._made = self._made or self._in_order()
-    users = pc.fill_null(pc.index_in(self._users(values), known), -1).to_numpy()
+    users = pc.fill_null(pc.index_in(self._user_of(values), known), -1).to_numpy()
     now = values[self._time]
     return [part for order, log in logs for part in log.positions(order.before(users, now), now)]
 
-  def _users(self, values: Mapping[str, Any]) -> pa.Array:
+  def _user_of(self, values: Mapping[str, Any]) -> pa.Array:
     return self._encoder.fitted.same(self._user, values[self._user]).dictionary_decode()
 
   def _in_order(self) -> tuple[pa.Array, list[tuple[Order, Log]]]:
-    users = pa.concat_arrays(self._added["user"]).dictionary_encode()
-    ids, times, label = (np.concatenate(self._added[name]) for name in ("ids", "time", "label"))
-    logs, places = list[tuple[Order, Log]](), self._encoder.places
+    users = pa.concat_arrays(self._users).dictionary_encode()
+    ids = np.concatenate(self._ids)
+    numbers = {name: np.concatenate(parts) for name, parts in self._numbers.items()}
+    times, logs, places = numbers[self._time], list[tuple[Order, Log]](), self._encoder.places
+    dropped = np.any([numbers[name] == _DROPPED for name in self.labels], axis=0)
     for history in self._encoder.histories:
-      kept = label == 1 if history.where else label != _DROPPED
+      kept = numbers[history.where] == 1 if history.where else np.full(len(ids), True) & ~dropped
       order = Order(indices_of(users), times, kept)
-      logs.append((order, log_of(history, places, ids, label, times, order.rows)))
+      logs.append((order, log_of(history, places, ids, numbers, times, order.rows)))
     return users.dictionary, logs

@@ -20,7 +20,7 @@ from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
 from . import histories
 from . import rows as rows_lib
-from .folder import Served
+from .folder import INDEX, Served
 
 HISTORY = "history"  # the column with a user's own items
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
@@ -67,19 +67,20 @@ class ClickModel:
   Attributes:
     names: of the scores: "score", or of several labels "score_<label>" and of classes
       "score_<label>_<class>".
+    labels: what is predicted, in the order of the scores.
   """
 
   def __init__(self, served: Served):
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Side)}
-    self._wanted, self._labels = spec.ways(kinds), spec.labels(served.kinds)
+    self._wanted, self.labels = spec.ways(kinds), spec.labels(served.kinds)
     self._lists = histories.Lists(self._encoder, served.kinds)
     self._clocks = self._lists.clocks
-    self._is_one_click = [kind.loss for kind in self._labels.values()] == ["binary"]
+    self._is_one_click = [kind.loss for kind in self.labels.values()] == ["binary"]
     self.names = tuple(
       f"score_{name}_{value}" if value else f"score_{name}"
-      for name, kind in self._labels.items()
+      for name, kind in self.labels.items()
       for value in kind.classes or ("",)
     )
     self.names = ("score",) if self._is_one_click else self.names
@@ -200,7 +201,7 @@ class ClickModel:
     if self._is_one_click:
       return _probabilities(expit(outputs[:, 0]))
     scores, place = [], 0
-    for kind in self._labels.values():
+    for kind in self.labels.values():
       own = outputs[:, place : (place := place + kind.num_outputs)]
       if kind.loss == "squared_log":
         scores.append(np.maximum(np.expm1(own), 0))
@@ -295,7 +296,7 @@ class Recommender:
     self._exact = jax.jit(retrieval.top_k, static_argnames="k")
     self._approximate = None
     if about["ann"]:
-      self._approximate = retrieval.Approximate(np.asarray(served.candidates))
+      self._approximate = retrieval.Approximate.load(folder.parent / INDEX)
 
   @property
   def has_titles(self) -> bool:

@@ -22,7 +22,7 @@ from ..tables.encoding import Fitted
 from ..tables.formats import Format, find_delimiter, repeated
 from ..tables.values import Problem, ReadAs, converted, plain, refusal
 
-Wanted = Mapping[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
+Wanted = dict[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
 
 
 def as_columns(rows: Any) -> dict[str, pa.Array]:

@@ -34,7 +34,8 @@ class OneMachine:
   def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
     self._table, self._folder, self._stage = table, folder, stage
     self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
-    self.log = histories.Rows(table) if histories.declared(table) else None
+    declared = histories.declared(table)
+    self.log = histories.Rows(table, declared) if declared else None
 
   def read(self) -> tuple[Store, list[str]]:
     """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
@@ -88,7 +89,6 @@ def build(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
   _check_names(table)
-  declared = histories.declared(table)
   by = table.split_by(timed="time", untimed="hash")
   if by in ("last", "user"):
     raise UserError(
@@ -114,11 +114,12 @@ def build(
       made[name], lines = entities.read(source, side, table.on_bad_row, ids, stage, base=known)
       about += lines
     fitted, lines = fit(store, table.kinds, base.fitted if base else None)
-    if declared:
-      known = {history.name: history.width for history in base.histories} if base else {}
-      declared, more = rows.log.ordered(declared, fitted.same, known)
+    of_rows: list[histories.History] = []
+    if histories.declared(table):
+      widths = {history.name: history.width for history in base.histories} if base else {}
+      of_rows, more = rows.log.ordered(fitted.same, widths)
       lines += more
-    encoder = Encoder(fitted, made, declared)
+    encoder = Encoder(fitted, made, of_rows)
     weight = table.name_of(spec.Weight)
     weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
     notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *rates, _about(encoder)]
@@ -172,7 +173,7 @@ def copy_rows(
       of_labels = zip(names, label.T.reshape(len(names), -1), strict=True)
       write(chunk.columns, split=split, **dict(of_labels))
       if log is not None:
-        log.add(chunk.columns, split, label)
+        log.add(chunk.columns, split)
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> tuple[np.ndarray, list[str]]:

@@ -9,9 +9,10 @@ never in the part of a row. Training, evaluation and serving cut with the same f
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,13 @@ from .. import arrays
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
-from .settings import Table
 from .values import indices_of
+
+if TYPE_CHECKING:  # predictions do without what it imports
+  from .settings import Table
 
 AGES = 64  # rows of the table of ages: powers of two of the unit of time
 _LONGEST = 64  # positions where `max_length` leaves them open
-_FOLDER = "histories"  # of a prepared table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Part:
     of: the declared column.
     by: "row", where the value is of the earlier row, "table" of a file of items or users by their
       ids, "label" or "time".
+    size: rows of its table, of labels and times.
   """
 
   name: str
   of: str
   by: str = "row"
+  size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +88,15 @@ class History:
 
   def features(self, own: Mapping[str, Feature]) -> Iterator[Feature]:
     """Yields the feature of each part, given those of the rows by name."""
-    sizes = {"label": 2, "time": AGES}
     for part in self.parts:
-      like = own.get(part.of) or Feature(part.name, sizes[part.by])
+      like = Feature(part.name, part.size) if part.size else own[part.of]
       table = like.table or like.name
       about: Any = {"name": part.name, "table": "" if table == part.name else table}
       about |= {"valency": self.width, "combiner": self.combiner, "history": self.name}
       yield dataclasses.replace(like, **about)
 
 
-def declared(table: Table) -> list[History]:
+def declared(table: "Table") -> list[History]:
   """Returns the declared histories; a width of 0 is left to the data.
 
   Raises:
@@ -101,31 +104,25 @@ def declared(table: Table) -> list[History]:
   """
   kinds, found = table.kinds, []
   for side, source in table.sides.items():
-    for name in filter(lambda name: spec.is_history(source.kinds[name]), source.kinds):
-      raise UserError(
-        f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
-      )
+    for name, kind in source.kinds.items():
+      if spec.is_history(kind):
+        raise UserError(
+          f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
+        )
   for name, kind in kinds.items():
     if not (isinstance(kind, spec.Ordered) and kind.of):
       continue
     place = f"config.columns[{name!r}]"
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
-    if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
-      raise UserError(f"{place}.where is {kind.where!r}: name a declared label")
+    if kind.where and getattr(kinds.get(kind.where), "loss", "") != "binary":
+      raise UserError(f"{place}.where is {kind.where!r}: name a declared label of clicks")
     if not _is_single(kinds.get(kind.of)):
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    of_labels = {kind.where, *kind.beside} & set(table.labels)
-    if of_labels and not table.is_one_click:
-      raise UserError(
-        f"{place} is of the label {min(of_labels)!r}, which takes a table with one label, of clicks"
-      )
     parts = [Part(name, kind.of)]
-    parts += [
-      Part(f"{name}_{each}", each, _source(table, kind.of, each, place)) for each in kind.beside
-    ]
+    parts += [_beside(table, name, kind.of, each) for each in kind.beside]
     for part in parts[1:]:
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
@@ -140,19 +137,21 @@ def _is_single(kind: spec.Kind | None) -> bool:
   return isinstance(kind, spec.Category) and kind.read_as == "text"
 
 
-def _source(table: Table, of: str, name: str, place: str) -> str:
-  """Returns what a value beside those of a column is taken by; see `Part`."""
-  kind = table.kinds.get(name)
-  if isinstance(kind, spec.Label | spec.Time):
-    return kind.kind
+def _beside(table: "Table", name: str, of: str, column: str) -> Part:
+  """Returns the values of a declared column beside those of a history."""
+  kind, part = table.kinds.get(column), functools.partial(Part, f"{name}_{column}", column)
+  if isinstance(kind, spec.Label) and kind.loss != "squared_log":
+    return part("label", len(kind.classes) or 2)
+  if isinstance(kind, spec.Time):
+    return part("time", AGES)
   if _is_single(kind):
-    return "row"
-  side = getattr(table.kinds[of], "kind", "")  # "user" or "item", or a kind without a table
-  if side in table.sides and _is_single(table.sides[side].kinds.get(name)):
-    return "table"
+    return part()
+  side = table.kinds[of].kind  # "user" or "item", or a kind without a table
+  if side in table.sides and _is_single(table.sides[side].kinds.get(column)):
+    return part("table")
   raise UserError(
-    f"{place}.beside names {name!r}: name categories of one value, of the rows or in the table of "
-    f"{of!r}, the label or the time"
+    f"config.columns[{name!r}].beside names {column!r}: name categories of one value, of the rows "
+    f"or in the table of {of!r}, the time, or labels of clicks or classes"
   )
 
 
@@ -271,38 +270,44 @@ _PREFIX = "history_"  # of the columns that batches do not have
 class Rows:
   """Users, times, splits and labels of all rows of a table, while it is prepared.
 
+  Args:
+    table: the settings.
+    histories: as declared.
+
   Attributes:
     has_dates: whether the times are dates, not numbers; known when all rows are added.
   """
 
-  def __init__(self, table: Table):
-    self.has_dates = False
+  def __init__(self, table: "Table", histories: Sequence[History]):
+    self.has_dates, self._declared = False, histories
     self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
+    self._labels = {label for history in histories for label in history.labels}
     self._users: list[pa.DictionaryArray] = []
-    self._numbers: dict[str, Any] = {"time": [], "split": [], "label": []}
+    self._added: dict[str, Any] = {name: [] for name in ("", self._time, *self._labels)}
 
-  def add(self, values: Mapping[str, Any], split: np.ndarray, label: np.ndarray) -> None:
+  def add(self, values: Mapping[str, Any], split: np.ndarray) -> None:
     """Adds the rows of a chunk."""
     self._users.append(values[self._user])
-    for name, each in (("time", values[self._time]), ("split", split), ("label", label)):
-      self._numbers[name].append(each)
+    for name, parts in self._added.items():
+      parts.append(values[name] if name else split)
 
   def ordered(
-    self, histories: Sequence[History], same: Callable[[str, Any], Any], widths: Mapping[str, int]
+    self, same: Callable[[str, Any], Any], widths: Mapping[str, int]
   ) -> tuple[list[History], list[str]]:
     """Puts the rows in order; returns the histories with their widths, and lines about them.
 
     Args:
-      histories: as declared.
       same: `Fitted.same`.
       widths: of an earlier run, which do not shrink.
     """
-    self._numbers = {name: np.concatenate(each) for name, each in self._numbers.items()}
+    self._added = {name: np.concatenate(each) for name, each in self._added.items()}
+    for name in self._labels:
+      self._added[name] = np.nan_to_num(self._added[name], nan=-1).astype(np.int32)
     users = same(self._user, pa.chunked_array(self._users).unify_dictionaries().combine_chunks())
-    times, split = self._numbers["time"], self._numbers["split"]
+    times, split = self._added[self._time], self._added[""]
     self._made, made, notes = [], [], []
-    for history in histories:
-      kept = self._numbers["label"] == 1 if history.where else np.ones(len(times), bool)
+    for history in self._declared:
+      kept = self._added[history.where] == 1 if history.where else np.ones(len(times), bool)
       order = Order(indices_of(users), times, kept)
       spans = order.before(indices_of(users), times)
       lengths = (spans[:, 1] - spans[:, 0])[split == 0]
@@ -323,19 +328,18 @@ class Rows:
     """Writes the log of each history, and the spans of the table's rows; returns their meta.
 
     Args:
-      folder: with `ids` and `label` of all rows, those of a split together.
+      folder: with `ids` of all rows, those of a split together.
       histories: as `ordered` has returned them.
       places: of the features in `ids`.
     """
-    by_split = np.argsort(self._numbers["split"], kind="stable")
+    by_split = np.argsort(self._added[""], kind="stable")
     at = np.empty_like(by_split)
     at[by_split] = np.arange(len(at))
-    times = self._numbers["time"][by_split]
+    values = {name: each[by_split] for name, each in self._added.items()}
+    times, ids, about = values[self._time], np.load(folder / "ids.npy", mmap_mode="r"), []
     _write(folder, "now", times)
-    ids, label = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "label"))
-    about = []
     for number, (history, (order, spans)) in enumerate(zip(histories, self._made, strict=True)):
-      log = log_of(history, places, ids, label, times, at[order.rows])
+      log = log_of(history, places, ids, values, times, at[order.rows])
       _write(folder, f"{number}_spans", spans[by_split])
       _write(folder, f"{number}_ids", log.ids)
       if log.times is not None:
@@ -348,7 +352,7 @@ def log_of(
   history: History,
   places: Mapping[str, slice],
   ids: np.ndarray,
-  label: np.ndarray,
+  labels: Mapping[str, np.ndarray],
   times: np.ndarray,
   rows: np.ndarray,
 ) -> Log:
@@ -357,11 +361,11 @@ def log_of(
   Args:
     history: which of their values.
     places: of the features in `ids`.
-    ids, label, times: of the rows.
+    ids, labels, times: of the rows; labels by name.
     rows: int `[M]`.
   """
   blocks = [
-    label[rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
+    labels[part.of][rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
     for part in history.parts
     if part.by != "time"
   ]

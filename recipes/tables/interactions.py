@@ -50,19 +50,22 @@ class Interactions:
 
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
-    order = np.argsort(self.user, kind="stable")
     lengths = np.bincount(self.user, minlength=len(self.users.texts))
-    return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
+    return self.item[self._by_user()], np.concatenate([[0], np.cumsum(lengths)])
+
+  def _by_user(self) -> np.ndarray:
+    return np.argsort(self.user, kind="stable")
 
   def history_times(self) -> np.ndarray | None:
     """Returns the times of the items of `history`."""
-    return None if self.time is None else self.time[np.argsort(self.user, kind="stable")]
+    return None if self.time is None else self.time[self._by_user()]
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
     arrays.column(folder, "history", items.shape, np.int32)[:] = items
     arrays.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
+    arrays.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
     self.users.save(folder, "users")
     self.items.save(folder, "items")
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,12 @@ class Roles(NamedTuple):
   item: str = ""
   time: str = ""
   positive: str = ""
+  more: tuple[str, ...] = ()  # further labels
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The columns with a role."""
+    return (*(name for name in self[:4] if name), *self.more)
 
 
 @dataclasses.dataclass
@@ -249,14 +255,18 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   Raises:
     UserError: a role's column does not exist or cannot have the role; says what to write.
   """
-  columns, named = sample.columns, {role: n for role, n in roles._asdict().items() if n}
-  if named.pop("positive", "") and not roles.label:
-    raise UserError(f"--positive={roles.positive} is a value of the label: give --label too")
-  for role, name in named.items():
+  columns, more = sample.columns, [("label", name) for name in roles.more]
+  named = [
+    *((role, name) for role, name in zip(Roles._fields[:4], roles, strict=False) if name),
+    *more,
+  ]
+  if roles.positive and (not roles.label or more):
+    raise UserError(f"--positive={roles.positive} is a value of the label: give one --label too")
+  for role, name in named:
     if name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
-    if same := [other for other, value in named.items() if value == name and other != role]:
-      raise UserError(f"--{role} and --{same[0]} are both {name!r}: a column has one role")
+    if len(same := [other for other, value in named if value == name]) > 1:
+      raise UserError(f"--{same[0]} and --{same[1]} are both {name!r}: a column has one role")
     if not columns[name].present:
       raise UserError(f"--{role}={name}: the column has no value in the sample")
   if roles.time and columns[roles.time].times is None:
@@ -272,12 +282,17 @@ class _Planner:
 
   def __init__(self, sample: Sample, roles: Roles):
     self.sample, self.columns, self.plan = sample, sample.columns, Plan()
-    self.y: np.ndarray | None = None  # [N], 1 for a click, 0 for none, NaN without a label
+    self.ys: list[np.ndarray] = []  # of each label [N], 1 for a click, 0 for none, NaN without
     self.clock: np.ndarray | None = None  # [N], the times as numbers, NaN without one
     self.roles = self._completed(roles)
     known = self._with_roles()
     for name, column in self.columns.items():
-      self.plan.columns[name] = known.get(name) or feature(column, sample.total, self.y)
+      if name in known:
+        self.plan.columns[name] = known[name]
+        continue
+      found = [feature(column, sample.total, y) for y in self.ys or [None]]
+      leaks = [each for each in found if each.why.startswith("leak")]
+      self.plan.columns[name] = (leaks or found)[0]
     self._set_recipes()
     self.plan.notes[:0] = self._oddities()  # the last note says why there is no config
 
@@ -291,7 +306,7 @@ class _Planner:
 
   def _completed(self, roles: Roles) -> Roles:
     """Returns the roles with user and item by their names and data, and the time."""
-    free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
+    free = {name: column for name, column in self.columns.items() if name not in roles.names}
     hinted = lambda side: next((n for n, c in free.items() if _is_id(c, side)), "")
     pair = {side: getattr(roles, side) or hinted(side) for side in _SIDES}
     if all(pair.values()):
@@ -307,10 +322,16 @@ class _Planner:
     return roles._replace(time=roles.time or next(iter(times), ""))
 
   def _with_roles(self) -> dict[str, Proposal]:
-    """Returns the proposals for the columns with a role, and sets `y` and `clock`."""
+    """Returns the proposals for the columns with a role, and sets `ys` and `clock`."""
     roles, columns, known = self.roles, self.columns, {}
-    if roles.label:
-      known[roles.label] = self._label(columns[roles.label])
+    for name in (*[roles.label] * bool(roles.label), *roles.more):
+      known[name] = self._label(columns[name])
+    for name, y in zip(roles.more, self.ys[1:], strict=True):
+      if not np.any((y == 1) & (self.ys[0] != 1)) and np.any((y == 0) & (self.ys[0] != 1)):
+        self.plan.notes.append(
+          f"{name} is a click only where {roles.label} is one: declare its mask as {roles.label!r} "
+          "to predict it among these rows alone."
+        )
     if roles.user:
       known[roles.user] = Proposal("user", {}, _rows_each(columns[roles.user]))
     if roles.item:
@@ -355,19 +376,19 @@ class _Planner:
       notes.append(f"{texts[1]!r} is the rarer value of {name}; {other}.")
     elif len(texts) > 2:
       listed = ", ".join(texts[:_EXAMPLES]) + " …" * (len(texts) > _EXAMPLES)
-      raise UserError(
-        f"--label={name} has {len(texts):,} values ({listed}): say which is a click, "
-        f"--positive={_quoted(texts[0])}"
-      )
+      hint = f"say which is a click, --positive={_quoted(texts[0])}"
+      if self.roles.more:
+        hint = "leave it out, and declare it in the config, by its positive or its classes"
+      raise UserError(f"--label={name} has {len(texts):,} values ({listed}): {hint}")
     if len(clicks) in (0, len(texts)):
       raise UserError(
         f"--label={name} has one value in these rows, {texts[0]!r}, and a label needs two: read "
         "more of a longer file with --rows, or leave the label out and give --user and --item"
       )
     of_text = [np.nan if text in dropped else float(text in clicks) for text in counts]
-    self.y = np.append(of_text, np.nan)[column.codes]
-    rate = np.nanmean(self.y)
-    notes.append(f"{_rate(rate)} of the rows are clicks{why and f': {why}'}{by}.")
+    self.ys.append(np.append(of_text, np.nan)[column.codes])
+    rate, of_label = np.nanmean(self.ys[-1]), f" by {name}" * bool(self.roles.more)
+    notes.append(f"{_rate(rate)} of the rows are clicks{of_label}{why and f': {why}'}{by}.")
     if rate < 0.01:
       notes.append("Clicks are so rare that models differ in AUC and log loss, not in accuracy.")
     if dropped:
@@ -379,7 +400,8 @@ class _Planner:
   def _set_recipes(self) -> None:
     """Fills in recipes and settings, and changes features as they need it."""
     plan, roles, columns = self.plan, self.roles, self.columns
-    needed = [columns[name] for name in roles[:4] if name]
+    # A row without one of several labels counts for the others.
+    needed = [columns[name] for name in (roles[1:4] if roles.more else roles[:4]) if name]
     absent = [f"{each.name} {each.missing:.1%}" for each in needed if each.missing]
     plan.notes += [f"Rows without a value are left out: {', '.join(absent)}."] * bool(absent)
     if absent or self.sample.skipped:
@@ -387,10 +409,11 @@ class _Planner:
     is_list = bool(roles.item) and "separator" in plan.columns[roles.item].options
     if not is_list and roles.user and roles.item:
       self._add_sides()
-    if roles.item and (is_list or (roles.user and self._has_rankings())):
+    can_rank = roles.item and not roles.more  # rankings are of one label
+    if can_rank and (is_list or (roles.user and self._has_rankings())):
       plan.recipes = ("two_tower",) if self.clock is None else ("sequence", "two_tower")
-    if self.y is not None and not is_list:
-      if self._has_split(self.y) and self._has_vectors(self.y):
+    if self.ys and not is_list:
+      if self._has_split(self.ys) and self._has_vectors(self.ys[0]):
         plan.recipes = ("dlrm", *reversed(plan.recipes))
     elif plan.recipes:
       for name, each in plan.columns.items():
@@ -410,7 +433,7 @@ class _Planner:
     has_title = False
     for name, column in self.columns.items():
       proposal = plan.columns[name]
-      side = _side(column, ids) if name not in self.roles[:4] and column.present else ""
+      side = _side(column, ids) if name not in self.roles.names and column.present else ""
       if side == "item" and not has_title and self._names_items(column):
         plan.columns[name], has_title = Proposal("title", {}, "of the item"), True
       elif side and proposal.kind == "category" and column.distinct >= _ROW_ID * ids[side].distinct:
@@ -426,7 +449,7 @@ class _Planner:
   def _has_rankings(self) -> bool:
     """Returns whether a user has three items, of which two are held out; keeps many repeats."""
     users, items = self.columns[self.roles.user].codes, self.columns[self.roles.item].codes
-    known = (users >= 0) & (items >= 0) & (True if self.y is None else self.y == 1)
+    known = (users >= 0) & (items >= 0) & (self.ys[0] == 1 if self.ys else True)
     pairs, rows = np.unique(np.stack([users[known], items[known]]), axis=1)[0], known.sum()
     if not len(pairs) or np.bincount(pairs).max() < 3:
       self.plan.notes.append("No user has three items, and rankings hold out two of them.")
@@ -440,12 +463,14 @@ class _Planner:
       )
     return True
 
-  def _has_split(self, y: np.ndarray) -> bool:
+  def _has_split(self, ys: Sequence[np.ndarray]) -> bool:
     """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
-    plan, known, parts = self.plan, ~np.isnan(y), np.zeros(len(y), np.int64)
+    plan, y, parts = self.plan, ys[0], np.zeros(len(ys[0]), np.int64)
+    known = ~np.isnan(y)
     if not self.sample.is_all:
       return True
-    has_both = lambda parts: all(len(np.unique(y[(parts == n) & known])) == 2 for n in range(3))
+    outcomes = lambda y, part: len(np.unique(y[part & ~np.isnan(y)]))
+    has_both = lambda parts: all(outcomes(y, parts == n) == 2 for y in ys for n in range(3))
     rare = int(min((y == 1).sum(), (y == 0).sum()))
     if self.clock is not None:
       parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")

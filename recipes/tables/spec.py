@@ -237,7 +237,8 @@ class Codes(Bag):
 
   Each prefix is a value: 3, 7, 1 has 3, 3/7 and 3/7/1. Their vectors are summed, and added to the
   vector of the item, so that an item without training rows has what those with the same prefixes
-  have learned (Singh et al. 2024, "Better Generalization with Semantic IDs", section 3.2).
+  have learned (Zheng et al. 2025, "Enhancing Embedding Representation Stability in Recommendation
+  Systems with Semantic ID", prefix-ngram, arXiv:2504.02137).
   """
 
   kind: ClassVar[str] = "codes"

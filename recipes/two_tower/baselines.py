@@ -15,7 +15,23 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
   for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
     users, relevant[split] = examples(data, split, config.examples)
     histories[split] = data.matrix(*earlier)[users]
-  return baselines.ranking_tasks(
+
+  def recent() -> dict[str, float]:
+    """The column of popularity that the model's scores have, alone."""
+    metrics = {}
+    for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
+      scores = data.popularity(config.popularity.half_life, *earlier)
+      values = baselines.ranking(
+        lambda start, stop, scores=scores: np.tile(scores, (stop - start, 1)),
+        relevant[split],
+        histories[split] if config.exclude_seen else None,
+        config.ks,
+      )
+      metrics |= {f"{split}_{name}": value for name, value in values.items()}
+    return metrics
+
+  timed = {"recent popularity": recent} if config.popularity.half_life > 0 else {}
+  return timed | baselines.ranking_tasks(
     data.matrix("train"),
     histories,
     relevant,

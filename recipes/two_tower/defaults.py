@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "query": (),  # some of user, history and the features of users; () is all of them
+  "query": (),  # some of user, history and the features of users; () is all, of timed logs but user
   "candidate": (),  # some of item and the features of items; () is all of them
   "share_history": True,  # whether histories read the items' own table
   "history": 32,  # items of a history in training
@@ -13,8 +13,17 @@ DEFAULTS: dict[str, Any] = {
   "candidate_hidden": (),  # of the candidate tower's
   "dropout": 0.0,  # rate in the query tower
   "normalize": True,  # whether the towers return vectors of length 1
-  "temperature": 0.1,  # that scores are divided by
+  "loss": "softmax",  # or "cosine_contrastive", whose negatives are the drawn ones alone
+  "cosine": {
+    "margin": 0.5,  # the cosine up to which a negative costs nothing
+    "weight": 100.0,  # of a query's negatives, all together
+  },
+  "temperature": 0.1,  # that scores are divided by in the softmax
   "logq": 1.0,  # how much of the logQ correction; 0 is none
+  "popularity": {
+    "weight": 1.0,  # of the log popularity that is added to a score; 0 adds none
+    "half_life": -1.0,  # as a share of the log; 0 is none; -1: chosen on validation, of timed logs
+  },
   "remove_accidental_hits": True,  # whether the positive's item is no negative
   "hard_negatives": 0,  # how many of a query's negatives count, the hardest; 0 counts all
   "queue": 0,  # candidates of past batches that are negatives, a multiple of the batch

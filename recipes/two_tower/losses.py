@@ -1,4 +1,4 @@
-"""Softmax over sampled candidates, and what it remembers of past batches.
+"""Softmax over sampled candidates and what it remembers of past batches; a cosine loss.
 
 B queries, C candidates; query i's positive is candidate i. D is the width of vectors, Q of a queue.
 """
@@ -55,6 +55,30 @@ def sampled_softmax(
   if hard_negatives and hard_negatives < logits.shape[1]:
     negative = jax.lax.top_k(negative, hard_negatives)[0]
   return jnp.logaddexp(positive, jax.nn.logsumexp(negative, axis=1)) - positive
+
+
+def cosine_contrastive(
+  positive: jax.Array, negative: jax.Array, hits: jax.Array, *, margin: float, weight: float
+) -> jax.Array:
+  """Returns SimpleX's loss `1 - p + weight * mean(max(0, n - margin))`, float32 `[B]`.
+
+  Mao et al. 2021, "SimpleX: A Simple and Strong Baseline for Collaborative Filtering", equation 1.
+
+  Args:
+    positive: `[B]`, the cosine of each query and its item.
+    negative: `[B, M]`, the cosines of each query and the drawn items.
+    hits: bool `[B, M]`, drawn items that are the query's own; their terms are 0.
+    margin: the cosine up to which a drawn item costs nothing.
+    weight: of all drawn items of a query together.
+
+  >>> no_hits = jnp.zeros((1, 2), bool)
+  >>> options = {"margin": 0.5, "weight": 3.0}
+  >>> one = cosine_contrastive(jnp.array([0.5]), jnp.array([[0.9, 0.1]]), no_hits, **options)
+  >>> print(f"{one[0]:.2f}")  # 0.5 + 3 * (0.4 + 0) / 2
+  1.10
+  """
+  above = jnp.where(hits, 0.0, jax.nn.relu(negative - margin))
+  return 1 - positive + weight * above.mean(axis=1)
 
 
 class Estimate(nnx.Variable):

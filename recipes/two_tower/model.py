@@ -108,6 +108,8 @@ class TwoTower(nnx.Module):
       config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
     )
     self.queue = Queue(config.queue, config.dim) if config.queue else None
+    # Of a score, which is a cosine and is divided by the temperature in training alone.
+    self.popularity = config.popularity.weight * config.temperature
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
@@ -124,14 +126,20 @@ class TwoTower(nnx.Module):
     }
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`, without admitting raw ids."""
+    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
     rows = self.embed.translate(self.of_tables({"query": query}))
-    return self.query_tower({**query, **self.embed(rows)["query"]})
+    vectors = self.query_tower({**query, **self.embed(rows)["query"]})
+    if not self.popularity:
+      return vectors
+    return jnp.pad(vectors, ((0, 0), (0, 1)), constant_values=self.popularity)
 
-  def candidates(self, candidate: Any) -> jax.Array:
-    """Returns `[C, D]`, without admitting raw ids."""
+  def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
+    """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
     rows = self.embed.translate(self.of_tables({"candidate": candidate}))
-    return self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
+    vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
+    if not self.popularity:
+      return vectors
+    return jnp.concatenate([vectors, popularity[:, None]], axis=1)
 
 
 def build_model(
@@ -158,13 +166,17 @@ def build_model(
 
 
 def with_all_features(config, data: RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none."""
+  """Returns the config with all features of the data in a tower whose setting names none.
+
+  Where later rows are held out, most users of the test may be new, and a vector of each user that
+  has not been trained is noise: there the query is the history and the user's features.
+  """
   if config.query and config.candidate:
     return config
   config = config.copy_and_resolve_references()
   names = lambda features, vectors: (*(f.name for f in features), *vectors)
-  of_user = names(data.user_features, data.user_vectors)
-  config.query = config.query or ("user", "history", *of_user)
+  of_user = ("history",) if data.ordered else ("user", "history")
+  config.query = config.query or (*of_user, *names(data.user_features, data.user_vectors))
   config.candidate = config.candidate or ("item", *names(data.item_features, data.item_vectors))
   return config
 

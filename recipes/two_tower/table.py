@@ -37,15 +37,15 @@ def write(
   seed: int,
   may_be_empty: Sequence[str] = (),
   may_repeat: Sequence[str] = (),
-  ordered: bool = False,
+  when: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
   """Writes a data set's columns and returns its meta.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]`
-  say where each user's begin. `place` int32 counts a user's rows of a split from 0. Features are
-  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`; vectors
-  have such names too, float32 `[users or items, width]`.
+  rows in random order, or in that of `pairs` if there is `when`, a column int64;
+  `<split>_offsets` int64 `[users + 1]` say where each user's begin. `place` int32 counts a user's
+  rows of a split from 0. Features are `user_<name>` and `item_<name>`, int32 `[users or items]` or,
+  of bags, `[..., valency]`; vectors have such names too, float32 `[users or items, width]`.
 
   Args:
     folder: where to.
@@ -57,7 +57,7 @@ def write(
     seed: of the order of a user's rows.
     may_be_empty: splits that need no pairs.
     may_repeat: splits that may hold a pair more than once.
-    ordered: whether pairs are in the order of time, in which a user's rows then stay.
+    when: by split, the place of each pair in the log of all splits, of pairs in the order of time.
 
   Raises:
     ValueError: a split is empty, or holds a pair twice.
@@ -66,6 +66,8 @@ def write(
   columns = {
     name: arrays.column(folder, name, (rows,), np.int32) for name in ("user", "item", "place")
   }
+  if when is not None:
+    columns["when"] = arrays.column(folder, "when", (rows,), np.int64)
   generator, start, splits = np.random.default_rng(seed), 0, {}
   for split in SPLITS:
     user, item = pairs[split]
@@ -75,13 +77,15 @@ def write(
     if (again := keys[1:][keys[1:] == keys[:-1]]).size and split not in may_repeat:
       who, what = divmod(int(again[0]), sizes[1])
       raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
-    order = np.arange(len(user)) if ordered else generator.permutation(len(user))
+    order = generator.permutation(len(user)) if when is None else np.arange(len(user))
     order = order[np.argsort(user[order], kind="stable")]
     counts = np.bincount(user, minlength=sizes[0])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     stop = start + len(user)
     columns["user"][start:stop], columns["item"][start:stop] = user[order], item[order]
     columns["place"][start:stop] = np.arange(len(user)) - np.repeat(offsets[:-1], counts)
+    if when is not None:
+      columns["when"][start:stop] = when[split][order]
     arrays.column(folder, f"{split}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[split], start = (start, stop), stop
   for side, owned in features.items():
@@ -101,7 +105,7 @@ def write(
     "vectors": {
       side: {name: block.shape[1] for name, block in each.items()} for side, each in vectors.items()
     },
-    "ordered": ordered,
+    "ordered": when is not None,
     "sha256": dict(sha256),
   }
 
@@ -136,13 +140,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   _check(table)
   by = table.split_by(timed="last", untimed="user")
   log = interactions.read(table, by, folder)
-  pairs = {
-    name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
-  }
+  when = {name: np.flatnonzero(log.split == i) for i, name in enumerate(SPLITS)}
   if table.refit:
-    trains = log.split != SPLITS.index("test")
-    pairs["train"] = log.user[trains], log.item[trains]
-    pairs["valid"] = pairs["valid"][0][:0], pairs["valid"][1][:0]
+    when |= {"train": np.flatnonzero(log.split != SPLITS.index("test")), "valid": when["valid"][:0]}
+  pairs = {name: (log.user[rows], log.item[rows]) for name, rows in when.items()}
   features = {
     side: [(feature, entities.ids[feature.name]) for feature in entities.features]
     for side, entities in (("user", log.users), ("item", log.items))
@@ -158,7 +159,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
     # Where later items are held out, training asks with earlier ones as well.
-    ordered=table.name_of(spec.Time) is not None and by in ("last", "time"),
+    when=when if table.name_of(spec.Time) is not None and by in ("last", "time") else None,
   )
   log.save(serve_folder(settings, folder))
   unused = [

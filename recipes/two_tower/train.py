@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 import embed
 
 from .. import hosts
-from ..errors import from_settings
+from ..errors import UserError, from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import settings, warm_start
@@ -32,6 +32,8 @@ from ..training import build, train_step
 from . import data as data_lib
 from . import losses
 from .model import TwoTower, build_model, with_all_features
+
+LOSSES = ("softmax", "cosine_contrastive")
 
 
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
@@ -90,11 +92,16 @@ def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
-  """Returns `(model, batch) -> loss`: the mean sampled softmax of the whole batch.
+  """Returns `(model, batch) -> loss`: the mean of `config.loss` over the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
   dtype = build.dtype(config, "dtype")
+  cosine = config.loss == "cosine_contrastive"
+
+  def scores(queries: jax.Array, candidates: jax.Array) -> jax.Array:
+    vectors = queries.astype(dtype), candidates.astype(dtype)
+    return jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
 
   def loss_fn(model: TwoTower, batch) -> Any:
     size = batch["positive"].shape[0]
@@ -103,6 +110,14 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
       ids = jnp.concatenate([ids, batch["negative"]])
       rate = jnp.concatenate([rate, batch["negative_rate"]])
     queries, candidates = model(**inputs(config, batch))
+    if cosine:
+      negatives, drawn = _placed(candidates[size:], mesh, PartitionSpec()), batch["negative"]
+      return losses.cosine_contrastive(
+        jnp.sum(queries * candidates[:size], axis=1),
+        scores(queries, negatives),
+        batch["positive"][:, None] == _placed(drawn, mesh, PartitionSpec()),
+        **config.cosine,
+      ).mean()
     model.frequency.update(batch["positive"])
     batches, pool = 1.0, (ids, candidates, rate)
     if model.queue is not None:
@@ -111,18 +126,12 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
       batches += jnp.sum(past[0] >= 0) / size
       pool = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), pool, past)
     ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in pool)
-    log_expected = None
-    if config.logq:
-      expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
-      log_expected = config.logq * jnp.log(expected)
-    scores = jnp.einsum(
-      "bd,cd->bc",
-      queries.astype(dtype),
-      candidates.astype(dtype),
-      preferred_element_type=jnp.float32,
-    )
+    log_expected, weight = None, config.popularity.weight
+    if config.logq or weight:
+      own = model.frequency.expected(jnp.maximum(ids, 0))
+      log_expected = config.logq * jnp.log(batches * own + rate) - weight * jnp.log(own)
     values = losses.sampled_softmax(
-      scores / config.temperature,
+      scores(queries, candidates) / config.temperature,
       ids,
       log_expected=log_expected,
       remove_accidental_hits=config.remove_accidental_hits,
@@ -165,11 +174,12 @@ def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
 
 
 def make_encode(mesh: Mesh | None):
-  """Returns the compiled `(model, candidate) -> vectors [B, D]`, split over the mesh."""
+  """Returns the compiled `(model, batch of catalogue) -> vectors [B, D]`, split over the mesh."""
 
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-  def encode(model, candidate):
-    return _placed(model.candidates(candidate), mesh, PartitionSpec(hosts.AXIS))
+  def encode(model, batch):
+    vectors = model.candidates(batch["candidate"], batch["popularity"])
+    return _placed(vectors, mesh, PartitionSpec(hosts.AXIS))
 
   return encode
 
@@ -203,7 +213,9 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
     if len(range(*data.splits[split])) == 0:
       return {}
     metrics, view = RankingMetrics(config.ks), train_step.evaluated(model)
-    items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, mesh))
+    earlier = ("train",) if split == "valid" else ("train", "valid")
+    popularity = data.popularity(config.popularity.half_life, *earlier)
+    items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     approximate, shares = None, []
     if config.ann and split == "test":
@@ -223,8 +235,12 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   return evaluate
 
 
-def catalogue(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
-  """Yields the candidate tower's features of all items in batches of `config.eval_batch_size`.
+def catalogue(
+  data: data_lib.RetrievalData, config, popularity: np.ndarray, mesh: Mesh | None = None
+):
+  """Yields `candidate`, the tower's features, and `popularity` of all items, `[items]`, in batches.
+
+  A batch has `config.eval_batch_size` items.
 
   Every process yields its own part. The order is by `retrieval.catalogue_batches`; without a mesh
   it is by item.
@@ -233,7 +249,8 @@ def catalogue(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
     own = np.split(items, count)[index]
     features = data_lib.candidate_inputs(data, own)
-    yield {name: features[name] for name in config.candidate}
+    candidate = {name: features[name] for name in config.candidate}
+    yield {"candidate": candidate, "popularity": popularity[own]}
 
 
 # --- what is trained ------------------------------------------------------------------------------
@@ -243,6 +260,15 @@ def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
   train_step.check(config, mesh)
+  if config.loss not in LOSSES:
+    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  if config.loss == "cosine_contrastive" and not (config.negatives.number and config.normalize):
+    raise UserError(
+      "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "
+      "to 1000, and leave normalize on"
+    )
+  if config.loss == "cosine_contrastive" and (config.queue or config.hard_negatives):
+    raise UserError("queue and hard_negatives are for the loss softmax: set both to 0")
   hosts.check_batch_sizes(
     mesh,
     batch_size=config.batch_size or train_step.units(config, mesh),
@@ -257,7 +283,11 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
   has_valid = len(range(*data.splits["valid"])) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
   config = steps_of_data(config, data.num_examples, train_step.units(config, mesh))
-  return with_all_features(config, data)
+  config = with_all_features(config, data)
+  if config.popularity.half_life < 0:
+    popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
+    config = settings.copied(config, popularity=popularity)
+  return config
 
 
 def make_state(

@@ -160,6 +160,22 @@ def test_a_click_table(tmp_path, capsys):
   assert built(out, "dlrm", tmp_path)["dense"] == ["price"]
 
 
+def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
+  columns = click_columns()
+  liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
+  liked[5] = None
+  columns |= {"liked": liked, "proof": [str(2 * (like or 0) + 3) for like in liked]}
+  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
+  printed = look(capsys, path, "--label=clicked,liked", f"--out={out}")
+  assert "liked is a click only where clicked is one" in printed
+  assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
+  config = completed(out, "dlrm", tmp_path)
+  assert {n for n, each in config.columns.items() if each.kind == "label"} == {"clicked", "liked"}
+  assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
+  assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
+  assert "one --label" in refused(capsys, path, "--label=clicked,liked", "--positive=1")
+
+
 def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):
   path, out = write(tmp_path / "log.tsv", log_columns(), "\t"), tmp_path / "my.py"
   printed = look(capsys, path, f"--out={out}")

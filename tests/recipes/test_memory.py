@@ -86,11 +86,13 @@ def test_candidates(mesh):
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
   encode = two_tower.make_encode(mesh)
-  assert_no_table(encode, model, {"item": ids})
-  vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
+  batch = {"candidate": {"item": ids}, "popularity": jnp.zeros(BATCH)}
+  assert_no_table(encode, model, batch)
+  vectors, seen = jnp.zeros((ROWS, DIM + 1)), jnp.zeros((BATCH, 3), jnp.int32)
   if mesh is not None:  # every device encodes its part of a batch, and scores its own candidates
     split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-    encoded = encode(nnx.view(model, deterministic=True), {"item": jax.device_put(ids, split)})
+    batch = jax.device_put(batch, split)
+    encoded = encode(nnx.view(model, deterministic=True), batch)
     assert encoded.sharding.is_equivalent_to(split, 2)
     vectors = jax.device_put(vectors, split)
   assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)

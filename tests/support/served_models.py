@@ -134,7 +134,9 @@ def own_towers(training, top=10):
 
   config, loaded = training.config, data.load(training.config)
   view, encode = train_step.evaluated(training.model), train.make_encode(None)
-  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config)]
+  # An export knows all interactions.
+  popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
+  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
   candidates = np.concatenate(vectors)[: loaded.num_items]
   parts = []
   for batch in data.eval_batches(loaded, "test", config):

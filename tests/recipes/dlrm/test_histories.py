@@ -81,6 +81,7 @@ def test_what_a_table_of_items_says_goes_along(tmp_path):
   assert ids["seen_genre"][2].tolist() == [war, -1]
 
 
+@pytest.mark.full
 def test_a_list_column_is_attended_to_as_well(tmp_path):
   header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
   path = write_csv(tmp_path / "lists.csv", header, rows * 9)
@@ -106,7 +107,7 @@ def test_a_list_column_is_attended_to_as_well(tmp_path):
     ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
     ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
     ({"seen": SEEN | {"beside": ("part",)}}, r"\.beside names 'part': name categories"),
-    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
+    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label of clicks"),
     ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of is 'what', whose values in earlier rows these are"),
     ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),

@@ -3,15 +3,17 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from recipes import sampling
 from recipes.dlrm import data
+from recipes.errors import UserError
 
 
 def config(cache_dir, **changes):
   values = {
     "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 20_000, "data_seed": 0,
-    "zipf_exponent": 1.05,
+    "zipf_exponent": 1.05, "labels": 1, "correlation": 0.5,
   }  # fmt: skip
   return SimpleNamespace(**values | changes)
 
@@ -42,6 +44,24 @@ def test_the_best_is_the_teachers_own_and_beats_the_labels_shuffled(tmp_path):
   best = data.load(config(tmp_path)).best
   assert 0.75 < best["test_auc"] < 0.98
   assert best["test_logloss"] < 0.5
+
+
+def test_a_second_label_is_correlated_as_asked(tmp_path):
+  one, same, against = (
+    data.load(config(tmp_path, labels=2, correlation=c)) for c in (0.0, 1.0, -1.0)
+  )
+  first, second = same.columns["label"].T
+  assert list(one.labels) == ["clicked", "liked"]
+  np.testing.assert_array_equal(one.columns["label"][:, 0], first)  # the first is as without it
+  np.testing.assert_array_equal(data.load(config(tmp_path)).columns["label"], first)
+  # Of equal logits, labels differ by their draws alone, and the best scores are nearly the same.
+  assert same.best["test_clicked_auc"] == pytest.approx(same.best["test_liked_auc"], abs=0.02)
+  correlation = lambda loaded: np.corrcoef(loaded.columns["label"].T)[0, 1]
+  assert correlation(same) > 0.2 > abs(correlation(one)) + 0.1
+  assert correlation(against) < -0.1
+  assert second.mean() == pytest.approx(first.mean(), abs=0.02)
+  with pytest.raises(UserError, match="from -1 to 1"):
+    data.load(config(tmp_path, labels=2, correlation=2.0))
 
 
 def test_same_seed_same_data(tmp_path):

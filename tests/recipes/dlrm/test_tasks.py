@@ -20,7 +20,7 @@ from recipes.dlrm import baselines, data, tasks, train
 from recipes.dlrm import model as model_lib
 from recipes.errors import UserError
 from recipes.tables import spec
-from recipes.training import train_step
+from recipes.training import layers, train_step
 
 NAN = float("nan")
 LABELS = spec.labels(
@@ -86,7 +86,8 @@ def small_model(labels, structure="shared_bottom", seed=0, **given):
   head = tasks.head(labels, structure, **options, dropout=0.0, dtype=jnp.float32)
   tables = embed.SparseEmbed(features, embed.sgd(0.1), rngs=rngs)
   settings = {"cross_layers": 1, "rank": 0, "deep": (6,), "structure": "parallel"}
-  return model_lib.DCNV2(tables, 2, **settings, dropout=0.0, head=head, rngs=rngs)
+  inputs = layers.Inputs(tables, 2, rngs=rngs)
+  return model_lib.DCNV2(tables, inputs, **settings, dropout=0.0, head=head, rngs=rngs)
 
 
 def small_batch(rows=4, **more):
@@ -100,17 +101,12 @@ def small_batch(rows=4, **more):
 
 
 def test_one_label_of_clicks_is_a_plain_layer_on_the_model():
-  labels = {"clicked": spec.Label()}
-  model = small_model(labels, tower=())
-  plain = model_lib.DCNV2(
-    embed.SparseEmbed(model.embed.spec.features, embed.sgd(0.1), rngs=(rngs := nnx.Rngs(0))),
-    2, cross_layers=1, rank=0, deep=(6,), structure="parallel", dropout=0.0, rngs=rngs,
-  )  # fmt: skip
-  np.testing.assert_array_equal(model(small_batch()), plain(small_batch()))
-  state = lambda model: [
-    jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(nnx.state(model))
-  ]
-  assert state(model) == state(plain)
+  options = TASKS | {"tower": ()}
+  make = tasks.head({"clicked": spec.Label()}, "shared_bottom", **options, dropout=0.0, dtype=None)
+  head, plain = make(7, rngs=nnx.Rngs(0)), model_lib.ONE_LOGIT(7, rngs=nnx.Rngs(0))
+  jax.tree.map(np.testing.assert_array_equal, nnx.state(head), nnx.state(plain))
+  x = np.linspace(-1, 1, 21, dtype=np.float32).reshape(3, 7)
+  np.testing.assert_array_equal(head(x), plain(x))
 
 
 @pytest.mark.parametrize("structure", ["shared_bottom", "mmoe", "ple"])

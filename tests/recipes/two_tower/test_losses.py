@@ -60,6 +60,15 @@ def test_hard_negatives_are_the_best_scored_of_each_query():
   np.testing.assert_allclose(found[0], entropy(2.0, 1.0), rtol=1e-6)
 
 
+def test_cosine_contrastive_by_hand():
+  positive, negative = jnp.array([0.8, -0.2]), jnp.array([[0.9, 0.3, 0.6], [0.7, 0.5, 0.1]])
+  hits = jnp.array([[False, False, True], [False, False, False]])
+  found = losses.cosine_contrastive(positive, negative, hits, margin=0.4, weight=30.0)
+  # The hit of the first query costs nothing, and is counted in the mean.
+  wanted = [0.2 + 30 * 0.5 / 3, 1.2 + 30 * (0.3 + 0.1) / 3]
+  np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 @pytest.mark.full
 def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.

@@ -161,6 +161,34 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
 
 
 @pytest.mark.full
+def test_the_cosine_loss_meets_the_drawn_items_alone(tmp_path):
+  """By NumPy, from the tables; one drawn item is made the first query's own."""
+  config = two_tower_smoke("synthetic", tmp_path, query=("user",), candidate=("item",))
+  config.loss, config.cosine.margin, config.cosine.weight = "cosine_contrastive", 0.05, 7.0
+  found = data.load(config)
+  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
+  batch["negative"][3] = batch["negative_candidate"]["item"][3] = batch["positive"][0]
+  unit = lambda rows: rows / np.linalg.norm(rows, axis=1, keepdims=True)
+  tables = {name: np.asarray(table, np.float64) for name, table in model.embed.tables.items()}
+  queries, items = unit(tables["user"])[batch["query"]["user"]], unit(tables["item"])
+  wanted = []
+  for query, own in zip(queries, batch["positive"], strict=True):
+    costs = [max(0, query @ items[n] - 0.05) * (n != own) for n in batch["negative"]]
+    wanted.append(1 - query @ items[own] + 7 * np.mean(costs))
+  value = train.loss_function(config)(model, batch)
+  assert float(value) == pytest.approx(np.mean(wanted), rel=1e-5)
+
+
+def test_the_cosine_loss_needs_drawn_items_and_unit_vectors(tmp_path):
+  for wrong in ({"negatives.number": 0}, {"normalize": False}):
+    config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive", **wrong)
+    with pytest.raises(ValueError, match=r"set negatives\.number"):
+      train.check(config, None)
+  with pytest.raises(ValueError, match="unknown loss 'cosine': choose one of"):
+    train.check(two_tower_smoke("synthetic", tmp_path, loss="cosine"), None)
+
+
+@pytest.mark.full
 def test_evaluation_is_a_full_ranking(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
   found = data.load(config)
@@ -192,6 +220,40 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   metrics = train.evaluator(found, config)(model, "test")
   wanted = baselines.tasks(found, config)["popularity"]()
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_scores_without_towers_are_recent_popularity(weight, tmp_path):
+  """With rows of 0 the column of popularity is all: its ranking is the baseline of that name."""
+  draw = np.random.default_rng(0)
+  lists = lambda size: [draw.permutation(40)[:size].tolist() for _ in range(30)]
+  found = lists_of(lists(9), lists(3), lists(3), num_items=40)
+  config = two_tower_smoke("synthetic", tmp_path, candidate=("item",), query=("history",), ks=(5,))
+  config.popularity.half_life, config.popularity.weight = 0.1, weight
+  model = train.build_model(config, found)
+  tables = {name: np.zeros(table.shape, np.float32) for name, table in model.embed.tables.items()}
+  model.embed.load_tables(tables)
+  wanted = baselines.tasks(found, config)
+  for split in ("valid", "test"):
+    metrics = train.evaluator(found, config)(model, split)
+    recent = wanted["recent popularity"]()
+    assert metrics == pytest.approx({name: recent[f"{split}_{name}"] for name in metrics}, rel=1e-9)
+  assert recent["test_ndcg@5"] != wanted["popularity"]()["test_ndcg@5"]
+
+
+@pytest.mark.full
+def test_the_towers_learn_what_popularity_leaves(tmp_path):
+  """Its log is added to the logits, so with the correction the batch's own items have none."""
+  changes = {"negatives.number": 0, "dropout": 0.0, "popularity.weight": 1.0}
+  config = two_tower_smoke("synthetic", tmp_path, **changes)
+  found = data.load(config)
+  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
+  value = train.loss_function(config)(model, batch)
+  query, item = model(batch["query"], batch["positive_candidate"])
+  ids = jnp.asarray(batch["positive"])
+  wanted = losses.sampled_softmax(query @ item.T / config.temperature, ids)
+  assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
 @pytest.mark.full
