@@ -64,7 +64,7 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   if not config.select:
     raise UserError("config.select is '', and a sweep chooses by it: name a metric of validation")
   changes = trials(sweep)
-  configs = [_with(recipe, config, change) for change in changes]
+  configs = [config_of(recipe, config, change) for change in changes]
   for trial in configs:
     train.check(trial, mesh)
   names = list(dict.fromkeys(name for change in changes for name in change))
@@ -160,7 +160,7 @@ def table(about: Mapping[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def _with(recipe: str, config, changes: Mapping[str, Any]) -> Any:
+def config_of(recipe: str, config, changes: Mapping[str, Any]) -> Any:
   """Returns the config of a trial; its run ends without a test."""
   given: dict[str, Any] = {}
   for name, value in {**changes, "test": False}.items():

@@ -43,7 +43,8 @@ class SequenceData:
   """A prepared data set.
 
   Attributes:
-    columns: `items` int32 `[interactions]` and `offsets` int64 `[users + 1]`.
+    columns: `items` int32 `[interactions]`, `offsets` int64 `[users + 1]`, and of a log with times
+      `times` int32 `[interactions]`, in seconds.
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
     num_items: the size of the catalogue.
     sha256: hashes of the source files by name, or of the generated columns.
@@ -105,7 +106,13 @@ def load(config) -> SequenceData:
     "windows": config.windows,
     "overlap": config.overlap,
     "next": config.model != "bert4rec",
+    "times": _has_times(config),
   }
+
+  if layout["times"] and "times" not in columns:
+    raise UserError(
+      "config.time_buckets is for data with times: declare a column as 'time', or leave it 0"
+    )
 
   def build(folder: Path) -> dict[str, Any]:
     rows = pack(
@@ -116,6 +123,7 @@ def load(config) -> SequenceData:
       next_item=layout["next"],
       windows=layout["windows"],
       overlap=layout["overlap"],
+      times=columns["times"] if layout["times"] else None,
     )
     for name, array in rows.items():
       arrays.column(folder, name, array.shape, array.dtype)[:] = array
@@ -168,6 +176,7 @@ def pack(
   next_item: bool,
   windows: bool = True,
   overlap: int = 0,
+  times: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
   """Returns the training items of all users in rows of `width`, int32 `[rows, width]` each.
 
@@ -181,10 +190,11 @@ def pack(
       only the last `width` items are kept.
     overlap: how many items a window also has of the one before it. They are its context and not its
       targets, so that every item is the target of one window.
+    times: of the items; None of a model that reads none.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
-    -1 for none; `positions`, the place in the sequence.
+    -1 for none; `positions`, the place in the sequence; and `times`, of the items.
   """
   if not 0 <= overlap < width:
     raise UserError(f"overlap is {overlap}, of windows of {width}: choose 0 to {width - 1}")
@@ -215,7 +225,12 @@ def pack(
     "targets": laid(np.where(last >= np.repeat(aims, lengths), items[last], -1), -1),
     "segments": laid(np.repeat(numbers, lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
+    **({} if times is None else {"times": laid(times[last - next_item], 0)}),
   }
+
+
+def _has_times(config) -> bool:
+  return config.time_buckets > 0 and config.model == "hstu"
 
 
 def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
@@ -419,7 +434,8 @@ class EvalBatches:
   A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 after
   them), `segments` `[B, W]` (0, or -1 for none), `positions` `[B, W]`, `last` `[B]`, the column
   whose output is the prediction, `seen` `[B, E]`, all items of the history (-1 for none), `target`
-  `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`.
+  `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`; with
+  `config.time_buckets` `times` `[B, W]`, of the items.
   W and E are of few sizes, so that few shapes are compiled.
 
   Args:
@@ -435,6 +451,7 @@ class EvalBatches:
     self._items, self._batch_size = data.columns["items"], config.eval_batch_size
     self._part = pipeline.part(config.eval_batch_size, shard, "eval_batch_size")
     self._max_length, self._positions = config.max_length, config.positions
+    self._times = data.columns["times"] if _has_times(config) else None
     self._ask = config.model == "bert4rec"
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
     order = np.argsort(stop - start, kind="stable")
@@ -450,13 +467,13 @@ class EvalBatches:
     own = slice(every.start + first, every.start + last)
     users, start, stop = self._users[own], self._start[own], self._stop[own]
     filled = last - first - len(users)
-    seen = self._cut(start, stop, retrieval.list_width(longest))
+    seen = self._cut(self._items, start, stop, retrieval.list_width(longest), -1)
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
     lengths = kept + self._ask
     columns = np.arange(width)
     batch = {
-      "items": self._cut(stop - kept, stop, width),
+      "items": self._cut(self._items, stop - kept, stop, width, -1),
       "segments": np.where(columns < lengths[:, None], 0, -1).astype(np.int32),
       "positions": _rows(
         packing.positions(lengths, self._max_length, self._positions), lengths, width, 0
@@ -466,6 +483,8 @@ class EvalBatches:
       "target": self._items[stop][:, None].astype(np.int32),
       "user": users.astype(np.int32),
     }
+    if self._times is not None:
+      batch["times"] = self._cut(self._times, stop - kept, stop, width, 0)
     fill = {"items": -1, "segments": -1, "seen": -1, "target": -1, "user": -1}
     return {
       name: np.pad(
@@ -476,9 +495,10 @@ class EvalBatches:
       for name, array in batch.items()
     }
 
-  def _cut(self, start: np.ndarray, stop: np.ndarray, width: int) -> np.ndarray:
-    items = self._items[packing.ranges(start, stop - start)]
-    return _rows(items, stop - start, width, -1)
+  def _cut(
+    self, column: np.ndarray, start: np.ndarray, stop: np.ndarray, width: int, fill: int
+  ) -> np.ndarray:
+    return _rows(column[packing.ranges(start, stop - start)], stop - start, width, fill)
 
   def __repr__(self) -> str:
     return f"EvalBatches({len(self._users)} users, batch_size={self._batch_size})"

@@ -36,6 +36,8 @@ class Interactions:
     split: int8 `[N]`, the index in `SPLITS`.
     users, items: with their features.
     notes: lines for the user about what was counted, dropped or merged.
+    time: int32 `[N]`, in seconds since the first; numbers that are no dates are taken as seconds.
+      None where no time is declared.
   """
 
   user: np.ndarray
@@ -44,6 +46,7 @@ class Interactions:
   users: Entities
   items: Entities
   notes: list[str]
+  time: np.ndarray | None = None
 
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
@@ -52,6 +55,10 @@ class Interactions:
 
   def _by_user(self) -> np.ndarray:
     return np.argsort(self.user, kind="stable")
+
+  def history_times(self) -> np.ndarray | None:
+    """Returns the times of the items of `history`."""
+    return None if self.time is None else self.time[self._by_user()]
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
@@ -97,6 +104,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "item": log.entities("item", items, items[np.unique(item[training])]),
     }
     log.write_split(folder, place, split)
+    time = log.seconds(place)
   table.check_unchanged()
   counts = len(users), len(items), len(user)
   if table.counts and counts != table.counts:
@@ -108,7 +116,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     )
   notes = log.notes + _about_splits(user, item, split, counts)
   return Interactions(
-    user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes
+    user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes, time
   )
 
 
@@ -246,7 +254,16 @@ class _Log:
     if self._table.name_of(spec.Label):
       what = "rows are positive by the label, and are the interactions"
       self.notes.append(f"{positive:,} of {rows:,} {what}")
-    return self._numbered(np.concatenate(time), rows)
+    self._times = np.concatenate(time)
+    return self._numbered(self._times, rows)
+
+  def seconds(self, place: np.ndarray) -> np.ndarray | None:
+    """Returns the time of interactions by their places; see `Interactions`."""
+    if not self._time:
+      return None
+    time = self._times[place]
+    unit = 1_000_000 if self._reader.account.has_dates else 1
+    return np.minimum((time - time.min()) // unit, np.iinfo(np.int32).max).astype(np.int32)
 
   def _matched(self, name: str, texts: pa.Array) -> pa.Array:
     """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""

@@ -249,7 +249,7 @@ def settings(config) -> dict[str, Any]:
   for fault in _faults(config):
     raise UserError(fault)
   about = {
-    "format": 1,
+    "format": 2,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import recipe_runs
 
 from recipes import errors, sweep
 from recipes.run import checkpoints
+from recipes.sequence import train
 
 
 def test_docstrings():
@@ -35,6 +37,16 @@ def test_mistakes_end_before_the_first_trial(tmp_path, wrong, message):
   with pytest.raises(errors.UserError, match=message):
     sweep.run("sequence", config, tmp_path / "sweep", wrong)
   assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("name", ["beauty", "beauty_bert4rec"])
+def test_sweeps_of_configs_name_settings_that_there_are(name):
+  config, made = (
+    recipe_runs.load(f"sequence.{name}", ""),
+    runpy.run_path(f"configs/sequence/{name}.py"),
+  )
+  for trial in sweep.trials(made["get_sweep"]()):
+    train.check(sweep.config_of("sequence", config, trial), None)
 
 
 def test_a_table_by_hand():

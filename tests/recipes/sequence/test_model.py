@@ -134,6 +134,15 @@ def test_hstu_against_slow_numpy():
   np.testing.assert_allclose(block(x[None], mask)[0], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_hstu_reads_the_time_between_items():
+  model = build("hstu", time_buckets=16)
+  apart = lambda *times: batch([3, 7, 11]) | {"times": np.array([[*times, *[0] * 9]], np.int32)}
+  near, later, far = outputs(model, apart(0, 1, 2)), apart(50, 51, 52), apart(0, 1, 9_000)
+  np.testing.assert_array_equal(outputs(model, later)[:3], near[:3])
+  changed = np.abs(outputs(model, far) - near).max(axis=1)
+  assert changed[2] > 1e-6 > changed[:2].max()
+
+
 def test_who_sees_whom_by_hand():
   segments = jnp.array([[0, 0, 1, -1]])
   both = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
