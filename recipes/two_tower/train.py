@@ -110,6 +110,7 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
       ids = jnp.concatenate([ids, batch["negative"]])
       rate = jnp.concatenate([rate, batch["negative_rate"]])
     queries, candidates = model(**inputs(config, batch))
+    model.frequency.update(batch["positive"])
     if cosine:
       negatives, drawn = _placed(candidates[size:], mesh, PartitionSpec()), batch["negative"]
       return losses.cosine_contrastive(
@@ -118,7 +119,6 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
         batch["positive"][:, None] == _placed(drawn, mesh, PartitionSpec()),
         **config.cosine,
       ).mean()
-    model.frequency.update(batch["positive"])
     batches, pool = 1.0, (ids, candidates, rate)
     if model.queue is not None:
       past = model.queue.read()

@@ -243,6 +243,21 @@ def test_scores_without_towers_are_recent_popularity(weight, tmp_path):
 
 
 @pytest.mark.full
+def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
+  changes = {"query": ("history",), "candidate": ("item",), "popularity.weight": 1.0}
+  config = two_tower_smoke("synthetic", tmp_path, **changes)
+  model = train.build_model(config, data.load(config))
+  model.frequency.update(jnp.array([1, 2]))
+  vectors = model.candidates({"item": jnp.arange(3)}, jnp.array([-1.0, -2.0, -3.0]))
+  np.testing.assert_allclose(jnp.linalg.norm(vectors[:, :-1], axis=1), [0, 1, 1], atol=1e-5)
+  assert vectors[:, -1].tolist() == [-1, -2, -3]
+  of = lambda *items: model.queries({"history": embed.Padded(jnp.array([items]))})
+  np.testing.assert_array_equal(of(0, 2, -1), of(-1, 2, -1))
+  assert of(0, 2, -1)[0, -1] == pytest.approx(config.temperature)
+  assert not of(0, -1)[0, :-1].any()
+
+
+@pytest.mark.full
 def test_the_towers_learn_what_popularity_leaves(tmp_path):
   """Its log is added to the logits, so with the correction the batch's own items have none."""
   changes = {"negatives.number": 0, "dropout": 0.0, "popularity.weight": 1.0}
