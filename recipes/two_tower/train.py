@@ -260,6 +260,10 @@ def check(config, mesh: Mesh | None) -> None:
   train_step.check(config, mesh)
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
+    raise UserError(
+      f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"
+    )
   if config.loss == "cosine_contrastive" and not (config.negatives.number and config.normalize):
     raise UserError(
       "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "

@@ -184,6 +184,8 @@ def test_the_cosine_loss_needs_drawn_items_and_unit_vectors(tmp_path):
     config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive", **wrong)
     with pytest.raises(ValueError, match=r"set negatives\.number"):
       train.check(config, None)
+  with pytest.raises(ValueError, match="choose a margin"):
+    train.check(two_tower_smoke("synthetic", tmp_path, **{"cosine.margin": 1.0}), None)
   with pytest.raises(ValueError, match="unknown loss 'cosine': choose one of"):
     train.check(two_tower_smoke("synthetic", tmp_path, loss="cosine"), None)
 
