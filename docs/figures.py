@@ -150,15 +150,25 @@ def clicks() -> str:
   return table(header, quality(CLICKS, "logistic regression", ""), words=3)
 
 
+def with_width(specs: Any) -> list[tuple[Any, ...]]:
+  """Returns the specs with the width of the runs' vectors beside the model's name."""
+  configs = [runs(stem)[0]["config"] for _, _, stem, _ in specs]
+  widths = [config.get("dim", config.get("embedding_dim")) for config in configs]  # its older name
+  return [
+    (data, f"{model}, {width}", stem, metrics)
+    for (data, model, stem, metrics), width in zip(specs, widths, strict=True)
+  ]
+
+
 def rankings() -> str:
-  header = ("data", "model", "metric", "reached", "best published", "EASE")
-  return table(header, quality(RANKINGS, "EASE", "too large"), words=3)
+  header = ("data", "model, width", "metric", "reached", "best published", "EASE")
+  return table(header, quality(with_width(RANKINGS), "EASE", "too large"), words=3)
 
 
 def chosen() -> str:
-  header = ("data", "model", "metric", "reached", "best published")
+  header = ("data", "model, width", "metric", "reached", "best published")
   first = [(*spec[:3], spec[3][:1]) for spec in (*CLICKS, *RANKINGS) if spec[2] in CHOSEN]
-  rows = [row[:5] for row in quality(first, "", "")]
+  rows = [row[:5] for row in quality(with_width(first), "", "")]
   return table(header, rows, words=3)
 
 

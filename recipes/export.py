@@ -262,7 +262,6 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .two_tower import data as data_lib
-  from .two_tower import model as model_lib
   from .two_tower import table, train
 
   users, items = Entities.load(serve, "users"), Entities.load(serve, "items")
@@ -278,7 +277,7 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   )  # fmt: skip
   count = 1 if mesh is None else mesh.size
   size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
-  config = settings.copied(model_lib.with_all_features(config, data), eval_batch_size=size)
+  config = settings.copied(config, eval_batch_size=size)
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)

@@ -84,8 +84,12 @@ MAY_CHANGE = (
   "hbm_bytes",
   "writers",
 )
-# Those that the data decide where a config leaves them open; see `tables.settings.steps_of_data`.
-DECIDED = ("batch_size", "steps", "eval_every", "log_every", "warmup_steps")
+# Those that the data decide where a config leaves them open: see `tables.settings.steps_of_data`,
+# and of two_tower `train.decide`.
+DECIDED = (
+  "batch_size", "steps", "eval_every", "log_every", "warmup_steps",
+  "query", "candidate", "popularity",
+)  # fmt: skip
 # A run that has ended resumes if one of these has changed.
 LENGTH = ("steps", "epochs", "patience", "test")
 

@@ -145,6 +145,11 @@ class Frequency(nnx.Module):
       }
     )
 
+  def known(self, ids: jax.Array) -> jax.Array:
+    """Returns the ids `[...]`, -1 in place of items that no batch has had."""
+    seen = self.estimate.get_value()["seen"][self._place(jnp.maximum(ids, 0))] > 0
+    return jnp.where(seen, ids, -1)
+
   def expected(self, ids: jax.Array) -> jax.Array:
     """Returns how often each item `[...]` is expected in a batch, float32.
 

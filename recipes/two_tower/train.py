@@ -110,6 +110,7 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
       ids = jnp.concatenate([ids, batch["negative"]])
       rate = jnp.concatenate([rate, batch["negative_rate"]])
     queries, candidates = model(**inputs(config, batch))
+    model.frequency.update(batch["positive"])
     if cosine:
       negatives, drawn = _placed(candidates[size:], mesh, PartitionSpec()), batch["negative"]
       return losses.cosine_contrastive(
@@ -118,7 +119,6 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
         batch["positive"][:, None] == _placed(drawn, mesh, PartitionSpec()),
         **config.cosine,
       ).mean()
-    model.frequency.update(batch["positive"])
     batches, pool = 1.0, (ids, candidates, rate)
     if model.queue is not None:
       past = model.queue.read()
@@ -263,6 +263,10 @@ def check(config, mesh: Mesh | None) -> None:
   train_step.check(config, mesh)
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
+    raise UserError(
+      f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"
+    )
   if config.loss == "cosine_contrastive" and not (config.negatives.number and config.normalize):
     raise UserError(
       "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "

@@ -15,7 +15,8 @@ def test_everything_left_out_is_the_default(tmp_path):
   assert config.dlrm.top == (8,)
   assert config.dlrm.bottom == (128,)
   assert config.columns["y"].to_dict() == {
-    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (),
+    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (), "loss": "binary",
+    "classes": (), "mask": "", "weight": 1.0,
   }  # fmt: skip
 
 

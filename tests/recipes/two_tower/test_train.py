@@ -187,6 +187,8 @@ def test_the_cosine_loss_needs_drawn_items_and_unit_vectors(tmp_path):
     config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive", **wrong)
     with pytest.raises(ValueError, match=r"set negatives\.number"):
       train.check(config, None)
+  with pytest.raises(ValueError, match="choose a margin"):
+    train.check(two_tower_smoke("synthetic", tmp_path, **{"cosine.margin": 1.0}), None)
   with pytest.raises(ValueError, match="unknown loss 'cosine': choose one of"):
     train.check(two_tower_smoke("synthetic", tmp_path, loss="cosine"), None)
 
@@ -244,6 +246,21 @@ def test_scores_without_towers_are_recent_popularity(weight, tmp_path):
     recent = wanted["recent popularity"]()
     assert metrics == pytest.approx({name: recent[f"{split}_{name}"] for name in metrics}, rel=1e-9)
   assert recent["test_ndcg@5"] != wanted["popularity"]()["test_ndcg@5"]
+
+
+@pytest.mark.full
+def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
+  changes = {"query": ("history",), "candidate": ("item",), "popularity.weight": 1.0}
+  config = two_tower_smoke("synthetic", tmp_path, **changes)
+  model = train.build_model(config, data.load(config))
+  model.frequency.update(jnp.array([1, 2]))
+  vectors = model.candidates({"item": jnp.arange(3)}, jnp.array([-1.0, -2.0, -3.0]))
+  np.testing.assert_allclose(jnp.linalg.norm(vectors[:, :-1], axis=1), [0, 1, 1], atol=1e-5)
+  assert vectors[:, -1].tolist() == [-1, -2, -3]
+  of = lambda *items: model.queries({"history": embed.Padded(jnp.array([items]))})
+  np.testing.assert_array_equal(of(0, 2, -1), of(-1, 2, -1))
+  assert of(0, 2, -1)[0, -1] == pytest.approx(config.temperature)
+  assert not of(0, -1)[0, :-1].any()
 
 
 @pytest.mark.full
