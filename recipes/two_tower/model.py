@@ -128,30 +128,21 @@ class TwoTower(nnx.Module):
 
   def queries(self, query: Any) -> jax.Array:
     """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
-<<<<<<< HEAD
-    rows = self.embed.translate(self.of_tables({"query": query}))
-    vectors = self.query_tower({**query, **self.embed(rows)["query"]})
-=======
     if self.popularity and "history" in query:
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
-    vectors = self.query_tower(self.embed(self.embed.translate({"query": query}))["query"])
->>>>>>> t_retrieval
+    rows = self.embed.translate(self.of_tables({"query": query}))
+    vectors = self.query_tower({**query, **self.embed(rows)["query"]})
     if not self.popularity:
       return vectors
     return jnp.pad(vectors, ((0, 0), (0, 1)), constant_values=self.popularity)
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
     """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
-<<<<<<< HEAD
-    rows = self.embed.translate(self.of_tables({"candidate": candidate}))
-    vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
-=======
     if self.popularity and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
-    rows = self.embed.translate({"candidate": candidate})
-    vectors = self.candidate_tower(self.embed(rows)["candidate"])
->>>>>>> t_retrieval
+    rows = self.embed.translate(self.of_tables({"candidate": candidate}))
+    vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
     if not self.popularity:
       return vectors
     return jnp.concatenate([vectors, popularity[:, None]], axis=1)
