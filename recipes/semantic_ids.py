@@ -20,16 +20,19 @@ centroid, would separate it from similar items, and later ones could find no pla
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
@@ -119,12 +122,12 @@ def report(codes: np.ndarray) -> str:
   """Returns how many items share their codes, in words.
 
   >>> report(np.array([[3, 1], [0, 2], [3, 1]]))
-  '3 items, 2 distinct, the largest collision of 2 items; codes in use by level: 2, 2'
+  '3 items, 2 distinct, up to 2 with the same codes; codes in use by level: 2, 2'
   """
   sizes = np.unique(codes, axis=0, return_counts=True)[1]
   used = ", ".join(str(len(np.unique(level))) for level in codes.T)
   return (
-    f"{len(codes):,} items, {len(sizes):,} distinct, the largest collision of {sizes.max()} items; "
+    f"{len(codes):,} items, {len(sizes):,} distinct, up to {sizes.max()} with the same codes; "
     f"codes in use by level: {used}"
   )
 
@@ -146,27 +149,20 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
   """
   path = Path(path).expanduser()
   path = path / CODES if path.is_dir() else path
-  try:
+  hint = (
+    f"give a file that `python -m {__package__}.semantic_ids` has written, or JSON as "
+    '{"0": ["<a_12>", "<b_7>"], ...}'
+  )
+  with _damage_named(path, "codes", hint), files.opened(path) as file:
     if path.suffix == ".json":
-      texts: dict[str, list[str]] = json.loads(files.read(path))
-      ids = [str(int(key) + first_id) for key in texts]
-      codes = [[int(_PUBLISHED.fullmatch(text)[1]) for text in row] for row in texts.values()]  # type: ignore[index]
+      texts = json.loads(file.read())
+      codes = [[int(_PUBLISHED.fullmatch(code)[1]) for code in row] for row in texts.values()]  # type: ignore[index]
+      table = pa.table({"id": [str(int(key) + first_id) for key in texts], "codes": codes})
     else:
-      with files.opened(path) as file:
-        table = pq.read_table(file, columns=["id", "codes"])
-      ids, codes = table["id"].cast(pa.string()).to_pylist(), table["codes"].to_pylist()
-    found = np.array(codes)
-    if found.ndim != 2 or not found.size or found.dtype.kind != "i" or found.min() < 0:
-      raise ValueError("every item needs as many codes, from 0 on")
-    if None in ids or len(set(ids)) < len(ids):
-      raise ValueError("every item needs an id of its own")
-  except (AttributeError, TypeError, ValueError, pa.ArrowException) as error:
-    if isinstance(error, UserError):
-      raise
-    raise DamagedFileError(
-      f"{path} holds no codes ({error}): give a file that `python -m {__package__}.semantic_ids` "
-      'has written, or JSON as {"0": ["<a_12>", "<b_7>"], ...}'
-    ) from error
+      table = pq.read_table(file, columns=["id", "codes"])
+    ids, found = _columns(table, "codes")
+    if found.dtype.kind not in "iu" or found.min() < 0:
+      raise ValueError("codes are integers from 0 on")
   return ids, found.astype(np.int32)
 
 
@@ -182,22 +178,34 @@ def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
       if served.candidates is None:
         raise UserError(f"{path} is a model of clicks, which has no vectors of items")
       return Entities.load(served.transforms, "items").texts, np.asarray(served.candidates)
-  try:
-    with files.opened(path) as file:
-      table = pq.read_table(file, columns=["id", "vector"])
-    ids = table["id"].cast(pa.string()).to_pylist()
-    vectors = np.array(table["vector"].to_pylist(), np.float32)
-    if vectors.ndim != 2 or not np.isfinite(vectors).all():
-      raise ValueError("every item needs a list of as many finite numbers")
-    if None in ids or len(set(ids)) < len(ids):
-      raise ValueError("every item needs an id of its own")
-  except (TypeError, ValueError, pa.ArrowException) as error:
-    if isinstance(error, UserError):
-      raise
-    raise DamagedFileError(
-      f"{path} holds no vectors ({error}): give Parquet with columns id and vector, or an export"
-    ) from error
+  hint = "give Parquet with the columns id and vector, or an export"
+  with _damage_named(path, "vectors", hint), files.opened(path) as file:
+    ids, vectors = _columns(pq.read_table(file, columns=["id", "vector"]), "vector")
+    if not np.isfinite(vectors := vectors.astype(np.float32)).all():
+      raise ValueError("vectors are finite numbers")
   return ids, vectors
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path, what: str, hint: str) -> Iterator[None]:
+  """Turns what readers raise for a file of another form into an error that names it."""
+  try:
+    yield
+  except UserError:
+    raise
+  except (AttributeError, TypeError, ValueError, pa.ArrowException, zipfile.BadZipFile) as error:
+    reason = str(error).partition("\n")[0]
+    raise DamagedFileError(f"{path} holds no {what} ({reason}): {hint}") from error
+
+
+def _columns(table: pa.Table, name: str) -> tuple[list[str], np.ndarray]:
+  """Returns ids, and lists of one length as `[N, length]`; else raises ValueError."""
+  ids, lengths = table["id"].cast(pa.string()).to_pylist(), pc.list_value_length(table[name])
+  if None in ids or len(set(ids)) < len(ids):
+    raise ValueError("every item needs an id of its own")
+  if lengths.null_count or len(lengths.unique()) != 1 or not lengths[0].as_py():
+    raise ValueError("every item needs a list, and all lists one length")
+  return ids, pc.list_flatten(table[name]).to_numpy().reshape(len(ids), -1)
 
 
 def _write(folder: Path, ids: Sequence[str], codes: np.ndarray) -> None:
@@ -249,7 +257,8 @@ def append(vectors: str | Path, folder: str | Path) -> str:
   """
   folder = files.latest(Path(folder))
   ids, codes = read(folder)
-  with files.opened(folder / CENTROIDS) as file, np.load(file) as stored:
+  path, hint = folder / CENTROIDS, "fit codes again"
+  with _damage_named(path, "centroids", hint), files.opened(path) as file, np.load(file) as stored:
     centroids = [stored[name] for name in stored.files]
   new, points = read_vectors(vectors)
   if points.shape[1] != centroids[0].shape[1]:
@@ -281,12 +290,15 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--repair", action="store_true", help="tell items of equal codes apart")
   parser.add_argument("--seed", type=int, default=0)
   given = parser.parse_args(argv)
+  options = ("levels", "codes", "repair", "seed")
+  if given.append and any(getattr(given, x) != parser.get_default(x) for x in options):
+    parser.error("--append goes by what its folder holds: give no options of the codes")
   with in_one_line(parser):
     if given.append:
       text = append(given.vectors, given.append)
     else:
-      options = {"levels": given.levels, "size": given.codes, "seed": given.seed}
-      text = write(given.vectors, given.out, repair=given.repair, **options)
+      about = {"levels": given.levels, "size": given.codes, "seed": given.seed}
+      text = write(given.vectors, given.out, repair=given.repair, **about)
   print(f"{text}\n{os.path.join(given.append or given.out, CODES)}")
 
 

@@ -61,7 +61,7 @@ def test_equal_vectors_need_fewer_centroids():
 def test_collisions_are_reported_and_repaired(tmp_path):
   path = vectors_file(tmp_path / "v.parquet")
   line = semantic_ids.write(path, tmp_path / "raw", levels=2, size=2)
-  assert "5 items, 4 distinct, the largest collision of 2 items" in line
+  assert "5 items, 4 distinct, up to 2 with the same codes" in line
   assert stored(tmp_path / "raw")["d"] == stored(tmp_path / "raw")["e"] == [1, 1]
   semantic_ids.write(path, tmp_path / "codes", levels=2, size=2, repair=True)
   assert stored(tmp_path / "codes") == {
@@ -137,9 +137,14 @@ def test_what_makes_no_sense_writes_nothing(tmp_path):
   with pytest.raises(ValueError, match="holds other files"):
     semantic_ids.write(path, tmp_path, levels=1, size=2)
   semantic_ids.write(path, tmp_path / "codes", levels=1, size=2)
+  with pytest.raises(SystemExit):
+    semantic_ids.main([str(path), f"--append={tmp_path / 'codes'}", "--repair"])
   wide = vectors_file(tmp_path / "w.parquet", ["x"], np.ones((1, 3)))
   with pytest.raises(ValueError, match="vectors of 3 numbers, and the centroids of"):
     semantic_ids.append(wide, tmp_path / "codes")
+  (tmp_path / "codes" / "centroids.npz").write_bytes(b"PK")
+  with pytest.raises(ValueError, match=r"centroids\.npz holds no centroids"):
+    semantic_ids.append(path, tmp_path / "codes")
   with pytest.raises(FileNotFoundError, match=r"other is missing"):
     semantic_ids.append(path, tmp_path / "other")
 
