@@ -201,9 +201,10 @@ def cut(labels: Labels, outputs: jax.Array, targets: jax.Array) -> Iterator[tupl
   Args:
     labels: by name.
     outputs: `[B]` or `[B, O]`.
-    targets: `[B, T]`, NaN where a label does not count, which is 0 in the targets of the label.
+    targets: `[B]` or `[B, T]`, NaN where a label does not count, which is 0 in what is yielded.
   """
-  outputs, at = outputs.reshape(len(outputs), -1), 0
+  outputs, targets = (x.reshape(len(x), -1) for x in (outputs, targets))
+  at = 0
   for place, (name, label) in enumerate(labels.items()):
     own, target = outputs[:, at : at + label.num_outputs], targets[:, place]
     counts = ~jnp.isnan(target)
