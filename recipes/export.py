@@ -284,8 +284,9 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    log = (np.load(serve / f"{name}.npy", mmap_mode="r") for name in ("history", "history_when"))
-    popularity = data_lib.log_popularity(*log, config.popularity.half_life, data.num_items)
+    item, when = (np.load(serve / f"{name}.npy") for name in ("history", "history_when"))
+    half_life = config.popularity.half_life
+    popularity = data_lib.log_popularity(item, when, half_life, data.num_items)
     batches = train.catalogue(data, config, popularity, mesh)
     items = (hosts.to_global(mesh, batch) for batch in batches)
     vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)

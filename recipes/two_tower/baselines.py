@@ -1,5 +1,6 @@
 """Baselines of two towers, ranked as the model is: popularity, item kNN and EASE."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -18,11 +19,10 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
 
   def recent() -> dict[str, float]:
     """The column of popularity that the model's scores have, alone."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
-      scores = data.popularity(config.popularity.half_life, *earlier)
       values = baselines.ranking(
-        lambda start, stop, scores=scores: np.tile(scores, (stop - start, 1)),
+        functools.partial(_alike, data.popularity(config.popularity.half_life, *earlier)),
         relevant[split],
         histories[split] if config.exclude_seen else None,
         config.ks,
@@ -42,6 +42,11 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     ease_l2=config.baseline.ease_l2,
     select=config.baseline.select,
   )
+
+
+def _alike(scores: np.ndarray, start: int, stop: int) -> np.ndarray:
+  """Returns the same scores for all examples."""
+  return np.tile(scores, (stop - start, 1))
 
 
 def examples(

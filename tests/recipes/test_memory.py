@@ -88,7 +88,7 @@ def test_candidates(mesh):
   encode = two_tower.make_encode(mesh)
   batch = {"candidate": {"item": ids}, "popularity": jnp.zeros(BATCH)}
   assert_no_table(encode, model, batch)
-  vectors, seen = jnp.zeros((ROWS, DIM + 1)), jnp.zeros((BATCH, 3), jnp.int32)
+  vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
   if mesh is not None:  # every device encodes its part of a batch, and scores its own candidates
     split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
     batch = jax.device_put(batch, split)
