@@ -305,7 +305,7 @@ def test_a_config_is_not_overwritten(tmp_path, capsys):
     (["--label=same"], "has one value in these rows, 'x'"),
     (["--label=tags"], "say which is a click, --positive="),
     (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
-    (["--positive=1"], "give one --label too"),
+    (["--positive=1"], "give --label too"),
     (["--user=same", "--item=same"], "are both 'same'"),
     (["--label=clicked", "--time=tags"], "a time is a number that grows"),
     (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),

@@ -129,7 +129,7 @@ def test_wide_deep_and_deepfm_by_hand(pairs):
   features = {n: embed.FeatureConfig(embed.TableConfig(5, 4, name=n)) for n in ("user", "item")}
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, 2, rngs=rngs)
+  inputs = layers.Inputs(tables, range(2), rngs=rngs)
   model = model_lib.WideDeep(tables, inputs, deep=(4,), pairs=pairs, dropout=0.0, rngs=rngs)
   ids, dense = {"user": np.array([1], np.int32), "item": np.array([3], np.int32)}, [0.5, -2.0]
   inputs = {"features": ids, "dense": np.array([dense], np.float32)}

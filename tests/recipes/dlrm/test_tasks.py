@@ -86,7 +86,7 @@ def small_model(labels, structure="shared_bottom", seed=0, **given):
   head = tasks.head(labels, structure, **options, dropout=0.0, dtype=jnp.float32)
   tables = embed.SparseEmbed(features, embed.sgd(0.1), rngs=rngs)
   settings = {"cross_layers": 1, "rank": 0, "deep": (6,), "structure": "parallel"}
-  inputs = layers.Inputs(tables, 2, rngs=rngs)
+  inputs = layers.Inputs(tables, range(2), rngs=rngs)
   return model_lib.DCNV2(tables, inputs, **settings, dropout=0.0, head=head, rngs=rngs)
 
 
@@ -260,7 +260,7 @@ def test_the_constant_rate_of_each_label_by_hand():
   )
   a, b, c = math.log(2), -math.log(2 / 3), (3 - 1) ** 2
   assert scores == pytest.approx(
-    {"test_a_auc": 0.5, "test_a_logloss": a, "test_b_accuracy": 1.0, "test_b_logloss": b,
+    {"test_a_auc": 0.5, "test_a_logloss": a, "test_a_ne": 1.0, "test_a_calibration": 1.0, "test_b_accuracy": 1.0, "test_b_logloss": b,
      "test_c_squared_loss": c, "test_logloss": a + 2 * b + c}
   )  # fmt: skip
 
