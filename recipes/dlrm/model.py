@@ -290,8 +290,8 @@ def build_model(
   head = tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"])
   common: Any = {"tables": tables, "head": head, "dropout": config.dropout, **of_dtype}
   if config.model == "hstu":
-    of_log = {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
-    return HSTURanker(**common, **of_log, dim=config.dim, **config.hstu)
+    common |= {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
+    return HSTURanker(**common, dim=config.dim, **config.hstu)
   common["inputs"] = layers.Inputs(
     tables,
     data.numbers,

@@ -121,7 +121,7 @@ class _Teacher:
     """
     dense = generator.normal(size=(rows, _NUM_DENSE)).astype(np.float32)
     uniform = generator.random
-    draw = lambda name, *shape: np.searchsorted(self._popularity[name], uniform(shape))
+    draw: Any = lambda name, *shape: np.searchsorted(self._popularity[name], uniform(shape))
     columns = {name: draw(name, rows) for name in _SIZES}
     tags = draw("tags", rows, _MAX_TAGS)
     present = np.arange(_MAX_TAGS) < generator.integers(0, _MAX_TAGS + 1, (rows, 1))

@@ -103,7 +103,7 @@ class HSTUBlock(nnx.Module):
       nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads
     )
     attend = functools.partial(self._attend, key=key, value=value, times=times, actions=actions)
-    asking = {"query": query, "mask": mask}
+    asking: Any = {"query": query, "mask": mask}
     asking |= {} if self.bias is None else {"column": jnp.arange(x.shape[1])[None]}
     asking |= {} if self.time_bias is None else {"time": times}
     mixed = _in_blocks(attend, asking, self.query_block) if self.query_block else attend(asking)
