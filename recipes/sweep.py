@@ -115,7 +115,7 @@ def trials(sweep: Sweep) -> list[dict[str, Any]]:
   if isinstance(sweep, Mapping) and all(map(is_list, sweep.values())):
     found = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
   elif is_list(sweep) and all(isinstance(trial, Mapping) for trial in sweep):
-    found = [dict(trial) for trial in sweep if isinstance(trial, Mapping)]
+    found = [dict(trial) for trial in sweep]  # type: ignore[arg-type]
   else:
     raise UserError(
       f'a sweep is {sweep!r:.200}: write a dict of lists, as {{"dropout": [0.1, 0.3]}}, or a list '

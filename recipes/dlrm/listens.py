@@ -34,7 +34,7 @@ from .. import arrays, files
 from ..datasets import Prepared
 from ..errors import UserError
 from ..evaluation.metrics import click_metrics
-from ..sequence.packing import ranges
+from ..packing import ranges
 from .criteo1tb import splitmix64
 
 TOKENS = ("item", "artist", "album")

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import arrays, files, hosts, pipeline, sampling
+from .. import arrays, files, hosts, packing, pipeline, sampling
 from ..datasets import DataSet, Prepared, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
 from ..tables.encoding import Entities
-from . import packing, synthetic, table
+from . import synthetic, table
 
 DATA_SETS = Registry(
   {

@@ -1,7 +1,7 @@
 """SASRec, BERT4Rec and HSTU: three encoders between the same item table and itself.
 
 B is rows, L columns of a row, D the width, H heads, N items, K samples. A row may hold several
-sequences side by side (see `recipes.sequence.packing`): `segments` int `[B, L]` says which is
+sequences side by side (see `recipes.packing`): `segments` int `[B, L]` says which is
 where, -1 being padding. No output depends on another segment or on padding.
 """
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.special import expit, softmax
 
+from .. import packing
 from ..errors import UserError
 from ..evaluation import retrieval
-from ..sequence import packing
 from ..tables import spec
 from ..tables.encoding import Encoder, Entities, extracted, stacked
 from ..tables.values import ReadAs

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_data import write_sequences
 
-from recipes import pipeline
-from recipes.sequence import data, packing, synthetic, table
+from recipes import packing, pipeline
+from recipes.sequence import data, synthetic, table
 from recipes.tables.encoding import Entities
 
 SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}

@@ -8,7 +8,7 @@ an epoch shuffles the rows.
 
 import numpy as np
 
-from ..errors import UserError
+from .errors import UserError
 
 
 def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
