@@ -260,7 +260,8 @@ def test_the_constant_rate_of_each_label_by_hand():
   )
   a, b, c = math.log(2), -math.log(2 / 3), (3 - 1) ** 2
   assert scores == pytest.approx(
-    {"test_a_auc": 0.5, "test_a_logloss": a, "test_b_accuracy": 1.0, "test_b_logloss": b,
+    {"test_a_auc": 0.5, "test_a_logloss": a, "test_a_ne": 1, "test_a_calibration": 1,
+     "test_b_accuracy": 1.0, "test_b_logloss": b,
      "test_c_squared_loss": c, "test_logloss": a + 2 * b + c}
   )  # fmt: skip
 
