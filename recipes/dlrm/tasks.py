@@ -342,7 +342,8 @@ class Metrics:
 
 
 def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  return {name: np.float64(a.get(name, 0)) + np.float64(b.get(name, 0)) for name in {**a, **b}}
+  of = lambda sums, name: np.asarray(sums.get(name, 0), np.float64)
+  return {name: of(a, name) + of(b, name) for name in {**a, **b}}
 
 
 @functools.cache
@@ -392,7 +393,7 @@ def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str,
   {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
   """
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
-  losses = [named.get(f"{name}_{label.metric}") for name, label in labels.items()]
+  losses: list[Any] = [named.get(f"{name}_{label.metric}") for name, label in labels.items()]
   if None in losses:
     return named
   weights = [label.weight for label in labels.values()]

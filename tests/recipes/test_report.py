@@ -256,7 +256,7 @@ def test_mistakes_are_named(tmp_path, capsys):
 
 def test_reliability_is_drawn_beside_the_curves(tmp_path):
   bins = [[0.1, 0.15, 0.5], [0.4, 0.35, 0.5]]
-  made = write_run(tmp_path / "a")
+  made = pathlib.Path(write_run(tmp_path / "a"))
   result = json.loads((made / "result.json").read_text()) | {"curves": {"test_reliability": bins}}
   (made / "result.json").write_text(json.dumps(result))
   figure = report.draw(report.grouped([report.load(made)]))
