@@ -21,10 +21,8 @@ from ..errors import UserError
 from ..evaluation.metrics import (
   CLICK_NAMES,
   ClickMetrics,
-  Double,
   GroupedClickMetrics,
   Groups,
-  plus,
 )
 from ..tables.spec import Label
 from ..training import layers, losses
@@ -265,14 +263,14 @@ class Metrics:
 
   Attributes:
     clicks, grouped: metrics of the labels of clicks by name.
-    sums: sums of the measures of other labels by name, and of weights, each as two float32.
+    sums: float64 sums of the measures of other labels by name, and of weights, on the host.
     labels: options by name.
     mesh: over which the batches are split.
   """
 
   clicks: dict[str, ClickMetrics]
   grouped: dict[str, GroupedClickMetrics]
-  sums: dict[str, Double]
+  sums: dict[str, np.ndarray]
   labels: tuple[tuple[str, Label], ...]
   mesh: jax.sharding.Mesh | None = None
 
@@ -308,24 +306,22 @@ class Metrics:
       weight: float `[B]`, or None.
     """
     clicks, sums = _compiled(self.labels, self.mesh)(outputs, targets, mask, weight)
-    added = lambda name, x: plus(self.sums.get(name, (x * 0, x * 0)), (x, x * 0))
     of_clicks, grouped = dict(self.clicks), dict(self.grouped)
     for name, (logits, target, amount) in clicks.items():
       of_clicks[name] = of_clicks[name].update(logits, target, weight=amount)
       if name in grouped:
         grouped[name] = grouped[name].update(logits, target, ids, weight=amount)
-    sums = {name: added(name, x) for name, x in sums.items()}
+    sums = _added(self.sums, jax.device_get(sums))
     return dataclasses.replace(self, clicks=of_clicks, grouped=grouped, sums=sums)
 
   def merge(self, other: "Metrics") -> "Metrics":
     """Returns the metrics of the examples of both."""
     both = lambda a, b: {name: a[name].merge(b[name]) for name in a}
-    sums = {name: plus(x, other.sums[name]) for name, x in self.sums.items() if name in other.sums}
     return dataclasses.replace(
       self,
       clicks=both(self.clicks, other.clicks),
       grouped=both(self.grouped, other.grouped),
-      sums=self.sums | other.sums | sums,
+      sums=_added(self.sums, other.sums),
     )
 
   def compute(self) -> dict[str, Any]:
@@ -338,12 +334,16 @@ class Metrics:
         if name in self.grouped:
           scores[name] |= self.grouped[name].compute()
       else:
-        high, low = (np.asarray(x, np.float64) for x in self.sums[name])
-        *sums, total = (high + low).tolist()
+        *sums, total = self.sums[name].tolist()
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
     labels = dict(self.labels)
     return scores[next(iter(scores))] if is_one_click(labels) else joined(labels, scores)
+
+
+def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  of = lambda sums, name: np.asarray(sums.get(name, 0), np.float64)
+  return {name: of(a, name) + of(b, name) for name in {**a, **b}}
 
 
 @functools.cache

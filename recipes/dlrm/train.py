@@ -7,6 +7,7 @@ teacher's outputs to each batch, and `warm_start.take` loads the teacher from it
 logs any further scalar.
 """
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from ..training import build, train_step
 from . import data as data_lib
 from . import histories, tasks
 from .model import build_model
+
+_PENDING = 8  # batches of an evaluation by which the host runs ahead of the devices
 
 
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
@@ -134,8 +137,12 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
+    pending = collections.deque[jax.Array]()
     for batch in hosts.put_ahead(mesh, batches):
       outputs, weight = predict(view, batch), batch.get("weight")
+      pending.append(outputs)
+      if len(pending) > _PENDING:
+        pending.popleft().block_until_ready()
       metrics = metrics.update(outputs, batch["label"], batch["features"], batch["mask"], weight)
     return metrics.compute()
 
