@@ -295,7 +295,9 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   about = {
     "query": list(config.query),
     "eval_history": config.eval_history,
+    "popularity": bool(config.popularity.weight),
     "candidates": folder_lib.CANDIDATES,
+    "width": config.dim,
   }
   inputs = {name: query[name] for name in config.query}
   return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
@@ -316,6 +318,7 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     "positions": config.positions,
     "ask": config.model == "bert4rec",
     "candidates": f"embed/{model_lib.ITEM}",
+    "width": config.dim,
   }
   return _Parts(model, model_lib.queries, inputs, about)
 

@@ -177,7 +177,8 @@ def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
     with folder_lib.opened(path) as served:
       if served.candidates is None:
         raise UserError(f"{path} is a model of clicks, which has no vectors of items")
-      return Entities.load(served.transforms, "items").texts, np.asarray(served.candidates)
+      vectors = np.asarray(served.candidates)[:, : served.about["width"]]  # without popularity
+      return Entities.load(served.transforms, "items").texts, vectors
   hint = "give Parquet with the columns id and vector, or an export"
   with _damage_named(path, "vectors", hint), files.opened(path) as file:
     ids, vectors = _columns(pq.read_table(file, columns=["id", "vector"]), "vector")

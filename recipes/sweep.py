@@ -19,6 +19,7 @@ All trials are known before the first one: each is a run that anybody can repeat
 in any order, which is not so where a sampler such as Optuna's proposes trials from earlier ones.
 """
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -33,7 +34,7 @@ from ml_collections import config_flags
 
 from . import arrays, catalogue, errors, files, hosts, main
 from .errors import UserError
-from .run import settings
+from .run import results, settings
 from .run import workdir as runs
 from .tables.settings import merged
 
@@ -56,7 +57,7 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
 
   Raises:
     UserError: a setting is unknown or of another type, the config selects by no metric, no trial
-      has a finite loss, or the choice was made among other trials.
+      has a finite loss, or the workdir is of other trials or of another config.
   """
   mesh = hosts.start()
   train = importlib.import_module(f".{recipe}.train", __package__)
@@ -70,14 +71,16 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   names = list(dict.fromkeys(name for change in changes for name in change))
   rows = [{"settings": {name: _get(trial, name) for name in names}} for trial in configs]
   about: dict[str, Any] = {"recipe": recipe, "select": config.select, "trials": rows}
+  about["sha256"] = _digest(configs)
   about = json.loads(json.dumps(about))  # as it is read again: tuples are lists
   path = workdir / "sweep.json"
   known = hosts.from_main(lambda: arrays.read_json(path, schema={}) if path.exists() else {})
+  if known and known["sha256"] != about["sha256"]:
+    raise UserError(f"{path} is of other trials or of another config: choose another --workdir")
   if "chosen" in known:
-    if [row["settings"] for row in known["trials"]] != [row["settings"] for row in about["trials"]]:
-      raise UserError(f"{path} has chosen among other trials: choose another --workdir")
     about = known
   else:
+    _write(workdir, about)
     for number, (row, trial) in enumerate(zip(about["trials"], configs, strict=True)):
       hosts.say(f"trial {number} of {len(configs)}: {errors.terminal(str(row['settings']))}")
       try:
@@ -137,8 +140,7 @@ def best(rows: Sequence[Mapping[str, Any]], select: str) -> int:
   scores = {n: row["metrics"][select] for n, row in enumerate(rows) if "metrics" in row}
   if not scores:
     raise UserError("no trial has a finite loss: lower the learning rates")
-  sign = -1 if select.endswith("loss") else 1
-  return max(scores, key=lambda number: sign * scores[number])
+  return max(scores, key=lambda number: results.gain(select, scores[number]))
 
 
 def table(about: Mapping[str, Any]) -> str:
@@ -170,6 +172,13 @@ def config_of(recipe: str, config, changes: Mapping[str, Any]) -> Any:
       group = group.setdefault(part, {})
     group[last] = value
   return settings.completed(recipe, merged(config.to_dict(), given, "config"))
+
+
+def _digest(configs: Sequence[Any]) -> str:
+  """Returns a hash of what decides the trials' metrics."""
+  free = set(settings.MAY_CHANGE) - {*settings.LENGTH, "eval_every"}
+  kept = [{k: v for k, v in config.to_dict().items() if k not in free} for config in configs]
+  return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _get(config, name: str) -> Any:

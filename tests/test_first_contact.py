@@ -34,7 +34,8 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
   programs = ["minimal", "describe", "config", "days", "sweep", "baselines", "evaluate", "export"]
-  assert commands == [f"recipes.{n}" for n in [*RECIPES, *programs, "predict", "report", "aot"]]
+  programs += ["predict", "report", "semantic_ids", "aot"]
+  assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS
   for recipe in RECIPES:
@@ -76,7 +77,7 @@ MISTAKES = {
   "--config=configs/sequence/synthetic.py": "`python -m recipes.sequence`",
   "--config.batchsize=1": "did you mean 'batch_size'?",
   "--config.tabel.learning_rate=1": "config has no setting 'tabel'; did you mean 'table'?",
-  "--config.table.lr=1": "config.table has no setting 'lr'; there are: init_scale, learning_rate, ",
+  "--config.table.lr=1": "config.table has no setting 'lr'; there are: init_scale, ",
   "--config.steps.x=1": "config.steps has no setting 'x'; there are: none",
   "--config.batch_size=abc": "'abc'",
   "synthetic.py": "settings are given as --config",

@@ -26,7 +26,8 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
   }
   can_choose = len(range(*data.splits["valid"])) > 0
   has_clicks = any(label.loss == "binary" for label in data.labels.values())
-  if config.baseline.max_rows and can_choose and has_clicks:
+  # Sequences of many targets have no columns for a regression.
+  if config.baseline.max_rows and can_choose and has_clicks and "dense" in data.columns:
     chosen["logistic regression"] = functools.partial(
       logistic_regression,
       data,

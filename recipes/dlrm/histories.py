@@ -127,6 +127,7 @@ class Histories(nnx.Module):
     widths: of their vectors by name.
     make: returns the module for a width and a length.
     dtype: of the computation.
+    wide: how many of the last columns are first-order weights, whose mean is taken.
 
   Raises:
     UserError: no feature of the row has the table of a history.
@@ -138,23 +139,33 @@ class Histories(nnx.Module):
     widths: Mapping[str, int],
     make: Callable[[int, int], Callable[..., jax.Array]],
     dtype: Any = jnp.float32,
+    *,
+    wide: int = 0,
   ):
-    self.dtype, self.widths = dtype, dict(widths)
+    self.dtype, self.wide = dtype, wide
+    self.widths = {name: width - wide for name, width in widths.items()}
     table = lambda feature: feature.table or feature.name
     single = [f for f in features if f.valency == 1 and not f.history]
     candidates = {table(feature): feature.name for feature in reversed(single)}
+    candidates |= {feature.name: feature.name for feature in single}
+    onto = {feature.onto for feature in features}
     self.parts: dict[str, dict[str, str | None]] = {}  # of a history: the candidates by part
     for feature in features:
       if feature.history:
         parts = self.parts.setdefault(feature.history, {})
-        parts[feature.name] = candidates.get(table(feature))
+        parts[feature.name] = candidates.get(feature.candidate or table(feature))
+        if parts[feature.name] in onto:
+          raise UserError(
+            f"the history {feature.history!r} has no codes at its positions, and its candidate "
+            f"{parts[feature.name]!r} has: set history.model='pooled', or remove the codes"
+          )
         if parts[feature.history] is None:
           raise UserError(
             f"the sequence {feature.history!r} shares its table with no single value of the row, "
             "which config.history.model attends for: set `of`, or declare it as a bag"
           )
     lengths = {feature.name: feature.valency for feature in features}
-    width = lambda parts: sum(widths[part] for part in parts)
+    width = lambda parts: sum(self.widths[part] for part in parts)
     self.models = nnx.Dict(
       {name: make(width(parts), lengths[name]) for name, parts in self.parts.items()}
     )
@@ -170,11 +181,16 @@ class Histories(nnx.Module):
     """
     made = dict(activations)
     for name, parts in self.parts.items():
-      vectors = self.models[name](*self.arguments(name, activations, inputs))
-      start = 0
+      keys, query, mask = self.arguments(name, activations, inputs)
+      vectors, start = self.models[name](keys, query, mask), 0
       for part in parts:
         made[part] = vectors[:, start : start + self.widths[part]]
         start += self.widths[part]
+        if self.wide:
+          weights = activations[part].reshape(*mask.shape, -1)[..., -self.wide :]
+          count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+          mean = jnp.where(mask[..., None], weights, 0).sum(axis=1) / count
+          made[part] = jnp.concatenate([made[part], mean.astype(vectors.dtype)], axis=1)
     return made
 
   def arguments(
@@ -186,9 +202,10 @@ class Histories(nnx.Module):
     mask = ids >= 0
     keys, queries = [], []
     for part, candidate in self.parts[name].items():
-      key = activations[part].reshape(*mask.shape, -1).astype(self.dtype)
+      width = self.widths[part]
+      key = activations[part].reshape(*mask.shape, -1)[..., :width].astype(self.dtype)
       keys.append(key)
-      own = jnp.zeros_like(key[:, 0]) if candidate is None else activations[candidate]
+      own = jnp.zeros_like(key[:, 0]) if candidate is None else activations[candidate][:, :width]
       queries.append(own.astype(self.dtype))
     return jnp.concatenate(keys, axis=-1), jnp.concatenate(queries, axis=-1), mask
 
@@ -203,7 +220,12 @@ def check(config) -> None:
 
 
 def make(
-  config, features: Sequence[Feature], widths: Mapping[str, int], dtype: Any, rngs: nnx.Rngs
+  config,
+  features: Sequence[Feature],
+  widths: Mapping[str, int],
+  dtype: Any,
+  rngs: nnx.Rngs,
+  wide: int = 0,
 ):
   """Returns the `Histories` that `config.history` describes; None where vectors are pooled."""
   about, of_dtype = config.history, {"dtype": dtype, "rngs": rngs}
@@ -217,7 +239,7 @@ def make(
     model = functools.partial(
       Encoder, BLOCKS[about.model], **sizes, dropout=config.dropout, **of_dtype
     )
-  return Histories(features, widths, model, dtype)
+  return Histories(features, widths, model, dtype, wide=wide)
 
 
 def attends(config, features: Sequence[Feature]) -> bool:

@@ -290,6 +290,11 @@ def build_model(
   head = tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"])
   common: Any = {"tables": tables, "head": head, "dropout": config.dropout, **of_dtype}
   if config.model == "hstu":
+    if config.past + config.targets > config.hstu.length:
+      raise UserError(
+        f"config.hstu.length is {config.hstu.length}: write {config.past + config.targets} or "
+        "more, of past and targets"
+      )
     common |= {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
     return HSTURanker(**common, dim=config.dim, **config.hstu)
   common["inputs"] = layers.Inputs(
@@ -308,5 +313,5 @@ def build_model(
     pairs = config.dim if config.model == "deepfm" else 0
     model = WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
   widths = {name: feature.table.dim for name, feature in features.items()}
-  model.histories = histories_lib.make(config, data.features, widths, **of_dtype)
+  model.histories = histories_lib.make(config, data.features, widths, **of_dtype, wide=more)
   return model

@@ -24,18 +24,13 @@ from ..evaluation.metrics import (
   GroupedClickMetrics,
   Groups,
 )
-from ..tables.spec import Label
+from ..tables.spec import Label, is_one_click
 from ..training import layers, losses
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
 _NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
-
-
-def is_one_click(labels: Labels) -> bool:
-  """Whether there is one label, a click or none: then it and the model's output are `[B]`."""
-  return [label.loss for label in labels.values()] == ["binary"]
 
 
 def num_outputs(labels: Labels) -> int:

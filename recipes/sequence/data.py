@@ -7,6 +7,7 @@ with fewer than three items train only.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import arrays, files, hosts, packing, pipeline, sampling
+from .. import arrays, hosts, packing, pipeline, sampling
 from ..datasets import DataSet, Prepared, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -159,7 +160,9 @@ def _codes(config, prepared: Prepared) -> tuple[np.ndarray, dict[str, str]]:
       "`python -m recipes.semantic_ids --append` adds new items. If the keys of JSON count items "
       "from 0, set tiger.first_id to the first item's id"
     )
-  return codes[[place[item] for item in items]], {path.name: files.digest(path)}
+  codes = codes[[place[item] for item in items]]
+  # Of what is used: codes that are appended later are not in this run.
+  return codes, {"codes": hashlib.sha256(codes.tobytes()).hexdigest()}
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:

@@ -177,6 +177,13 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
     if config[name] not in known:
       raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
+  if not 0 <= config.overlap < config.max_length or (config.overlap and not config.windows):
+    raise UserError(
+      f"config.overlap is {config.overlap}: choose 0 to {config.max_length - 1}, below max_length, "
+      "and leave windows on"
+    )
+  if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
+    raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
   hosts.check_batch_sizes(
     mesh,
     batch_size=config.batch_size or (1 if mesh is None else mesh.size),

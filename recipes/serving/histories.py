@@ -194,7 +194,7 @@ class Memory:
     times, logs, places = numbers[self._time], list[tuple[Order, Log]](), self._encoder.places
     dropped = np.any([numbers[name] == _DROPPED for name in self.labels], axis=0)
     for history in self._encoder.histories:
-      kept = numbers[history.where] == 1 if history.where else np.full(len(ids), True) & ~dropped
+      kept = ~dropped & (numbers[history.where] == 1 if history.where else True)
       order = Order(indices_of(users), times, kept)
       logs.append((order, log_of(history, places, ids, numbers, times, order.rows)))
     return users.dictionary, logs

@@ -77,7 +77,7 @@ class ClickModel:
     self._wanted, self.labels = spec.ways(kinds), spec.labels(served.kinds)
     self._lists = histories.Lists(self._encoder, served.kinds)
     self._clocks = self._lists.clocks
-    self._is_one_click = [kind.loss for kind in self.labels.values()] == ["binary"]
+    self._is_one_click = spec.is_one_click(self.labels)
     self.names = tuple(
       f"score_{name}_{value}" if value else f"score_{name}"
       for name, kind in self.labels.items()
@@ -272,7 +272,9 @@ class Recommender:
     self._history = np.load(folder / "history.npy", mmap_mode="r")
     self._offsets = np.load(folder / "history_offsets.npy")
     counts = np.bincount(self._history, minlength=len(self._items.texts))
-    self._popular = np.argsort(-counts, kind="stable").astype(np.int32)
+    # Where scores have popularity, they rank a query of nothing in this order.
+    liked = np.asarray(served.candidates)[:, -1] if about.get("popularity") else counts
+    self._popular = np.argsort(-liked, kind="stable").astype(np.int32)
     user = spec.only(kinds, spec.User)
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
     pattern = lambda name: getattr(kinds[name], "pattern", "") if name else ""

@@ -93,6 +93,7 @@ class History:
       table = like.table or like.name
       about: Any = {"name": part.name, "table": "" if table == part.name else table}
       about |= {"valency": self.width, "combiner": self.combiner, "history": self.name}
+      about |= {"candidate": "" if part.size else part.of}
       yield dataclasses.replace(like, **about)
 
 
@@ -130,6 +131,12 @@ def declared(table: "Table") -> list[History]:
     found.append(
       History(name, tuple(parts), kind.max_length, kind.where, kind.combiner, kind.separator)
     )
+    table_of = spec.table_of(kind.of, kinds[kind.of])
+    for other, each in kinds.items():  # one table has one combiner
+      if isinstance(each, spec.Bag) and each.combiner != kind.combiner:
+        owner = each.of if isinstance(each, spec.Ordered) and each.of else other
+        if spec.table_of(owner, kinds[owner]) == table_of:
+          raise UserError(f"{place} and {other!r} share a table: give both one combiner")
   return found
 
 

@@ -262,8 +262,14 @@ class _Log:
     if not self._time:
       return None
     time = self._times[place]
-    unit = 1_000_000 if self._reader.account.has_dates else 1
-    return np.minimum((time - time.min()) // unit, np.iinfo(np.int32).max).astype(np.int32)
+    seconds = (time - time.min()) // (1_000_000 if self._reader.account.has_dates else 1)
+    if seconds.max(initial=0) > np.iinfo(np.int32).max:
+      self.notes.append(
+        f"column {self._time!r} spans more than 68 years if its numbers are seconds, so that no "
+        "model has times: declare dates, or divide milliseconds by 1000"
+      )
+      return None
+    return seconds.astype(np.int32)
 
   def _matched(self, name: str, texts: pa.Array) -> pa.Array:
     """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""

@@ -365,7 +365,7 @@ def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
       return np.log1p(np.where(numbers >= 0, numbers, np.nan))
     return np.where(np.isnan(numbers), np.nan, numbers >= kind.at_least)
   if kind.positive:
-    return _member(texts, kind.positive).astype(np.float64)
+    return np.where(bits(texts.is_valid()), _member(texts, kind.positive), np.nan)
   lower = pc.utf8_lower(texts)
   is_none = _member(lower, spec.NO_CLICKS)
   return np.where(_member(lower, spec.CLICKS), 1.0, np.where(is_none, 0.0, np.nan))

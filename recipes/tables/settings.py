@@ -222,7 +222,7 @@ class Table:
   @property
   def is_one_click(self) -> bool:
     """Whether there is one label, and it is a click or none."""
-    return [kind.loss for kind in self.labels.values()] == ["binary"]
+    return spec.is_one_click(self.labels)
 
   def name_of(self, cls: type[spec.Kind]) -> str | None:
     """Returns the name of the column of a kind that at most one column has."""

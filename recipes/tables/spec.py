@@ -345,6 +345,10 @@ KINDS: dict[str, type[Kind]] = {
   )
 }  # fmt: skip
 SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
+_OF_COLUMN = (  # options of a column in the files, and of its table
+  "column", "columns", "side", "table", "dim", "optimizer", "min_count", "oov", "hash", "size",
+  "vocabulary", "capacity", "eviction", "half_life", "pattern",
+)  # fmt: skip
 # Options that contradict each other: of which kinds, when, and what to write.
 _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
@@ -389,9 +393,11 @@ _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   ),
   (
     Ordered,
-    lambda k: k.of and (k.column or k.columns or k.table or k.hash or k.size or k.side),
-    "of is {of!r}, whose values in earlier rows these are: remove column, columns, table, hash, "
-    "size and side",
+    lambda k: (
+      k.of and dataclasses.replace(k, **{name: getattr(Ordered, name) for name in _OF_COLUMN}) != k
+    ),
+    "of is {of!r}, whose values in earlier rows these are, in its table: remove all options but "
+    "beside, where, max_length, combiner and separator",
   ),
   (
     Cross,
@@ -510,6 +516,11 @@ def ways(kinds: Mapping[str, Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]
     for name, kind in kinds.items()
     if not isinstance(kind, Cross) and not is_history(kind)
   }
+
+
+def is_one_click(labels: Mapping[str, Label]) -> bool:
+  """Whether there is one label, a click or none: then it and a model's output are `[B]`."""
+  return [label.loss for label in labels.values()] == ["binary"]
 
 
 def is_history(kind: Kind) -> bool:

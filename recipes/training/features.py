@@ -27,6 +27,7 @@ class Feature:
     onto: the feature of one id whose vector this one's is added to; "" is a feature by itself.
     history: of ids in the order of time, the name of the sequence that they are the positions of,
       or beside; "" is a bag in no order.
+    candidate: the row's own feature that a history is attended for; "" is one in its table.
   """
 
   name: str
@@ -40,6 +41,7 @@ class Feature:
   half_life: int = 0
   onto: str = ""
   history: str = ""
+  candidate: str = ""
 
   @property
   def is_dynamic(self) -> bool:

@@ -31,7 +31,7 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
       metrics |= {f"{split}_{name}": value for name, value in values.items()}
     return metrics
 
-  timed = {"recent popularity": recent} if config.popularity.half_life > 0 else {}
+  timed = {"recent popularity": recent} if data.ordered and config.popularity.weight else {}
   return timed | baselines.ranking_tasks(
     data.matrix("train"),
     histories,

@@ -111,6 +111,8 @@ class TwoTower(nnx.Module):
     # Of a score, which is a cosine and is divided by the temperature in training alone. With it, an
     # item that no batch has had counts by its popularity and features: its own row is noise.
     self.popularity = config.popularity.weight * config.temperature
+    # Whether counts tell which items have been trained: not those of a run before, or of hashes.
+    self._knows_items = bool(self.popularity) and not (config.init_from or config.frequency.buckets)
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
@@ -128,7 +130,7 @@ class TwoTower(nnx.Module):
 
   def queries(self, query: Any) -> jax.Array:
     """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
-    if self.popularity and "history" in query:
+    if self._knows_items and "history" in query:
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
     rows = self.embed.translate(self.of_tables({"query": query}))
@@ -139,7 +141,7 @@ class TwoTower(nnx.Module):
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
     """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
-    if self.popularity and "item" in candidate:
+    if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
     rows = self.embed.translate(self.of_tables({"candidate": candidate}))
     vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})

@@ -272,6 +272,10 @@ def check(config, mesh: Mesh | None) -> None:
       "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "
       "to 1000, and leave normalize on"
     )
+  if config.loss == "cosine_contrastive" and config.popularity.weight:
+    raise UserError(
+      "cosine_contrastive learns popularity in its vectors: set popularity.weight to 0"
+    )
   if config.loss == "cosine_contrastive" and (config.queue or config.hard_negatives):
     raise UserError("queue and hard_negatives are for the loss softmax: set both to 0")
   hosts.check_batch_sizes(
@@ -289,7 +293,14 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
   config = steps_of_data(config, data.num_examples, train_step.units(config, mesh))
   config = with_all_features(config, data)
+  if config.popularity.half_life > 0 and not data.ordered:
+    raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
   if config.popularity.half_life < 0:
+    if data.ordered and not has_valid and config.popularity.weight:
+      raise UserError(
+        "popularity.half_life is chosen on validation, and there is none: set it, as to the one in "
+        "config.json of a run with validation"
+      )
     popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
     config = settings.copied(config, popularity=popularity)
   return config

@@ -107,6 +107,28 @@ def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   assert (workdir / "sweep.md").read_text().count("\n") == 4
 
 
+@pytest.mark.parametrize(
+  ("select", "best"), [("valid_ne", 0), ("valid_calibration", 1), ("valid_auc", 1)]
+)
+def test_the_best_trial_is_the_one_that_a_run_would_choose(select, best):
+  of = lambda ne, calibration, auc: {
+    "metrics": {"valid_ne": ne, "valid_calibration": calibration, "valid_auc": auc}
+  }
+  assert sweep.best([of(0.7, 3.0, 0.6), of(0.9, 1.1, 0.8)], select) == best
+
+
+@pytest.mark.full
+def test_a_workdir_is_of_one_sweep_and_one_config(tmp_path):
+  config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
+  about = sweep.run("sequence", config, workdir, {"dropout": [0.1]})
+  assert sweep.run("sequence", config, workdir, {"dropout": [0.1]}) == about
+  for change, tried in ({}, {"dropout": [0.2]}), ({"steps": 12}, {"dropout": [0.1]}):
+    changed = recipe_runs.sequence_smoke("synthetic", tmp_path, **change)
+    with pytest.raises(errors.UserError, match="choose another --workdir"):
+      sweep.run("sequence", changed, workdir, tried)
+  assert json.loads((workdir / "sweep.json").read_text()) == about
+
+
 @pytest.mark.full
 def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
@@ -133,5 +155,5 @@ def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch)
   assert about["trials"][0]["settings"] == {"dropout": 0.1, "learning_rate": config.learning_rate}
   # The choice stays, and with it the test.
   assert sweep.run("sequence", config, workdir, tried) == about
-  with pytest.raises(errors.UserError, match="has chosen among other trials"):
+  with pytest.raises(errors.UserError, match="is of other trials"):
     sweep.run("sequence", config, workdir, tried[:2])

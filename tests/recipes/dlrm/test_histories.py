@@ -110,6 +110,11 @@ def test_a_list_column_is_attended_to_as_well(tmp_path):
     ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label of clicks"),
     ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of is 'what', whose values in earlier rows these are"),
+    ({"seen": SEEN | {"dim": 4}}, "of is 'what', whose values in earlier rows these are"),
+    (
+      {"seen": SEEN, "more": SEEN | {"combiner": "sum", "beside": ()}},
+      r"'seen'\] and 'more' share a table: give both one combiner",
+    ),
     ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
   ],
 )
@@ -259,6 +264,37 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   with pytest.raises(UserError, match="'seen' shares its table with no single value"):
     histories.Histories(FEATURES[1:], widths, make)
+
+
+def test_first_order_weights_are_no_part_of_attention():
+  """Of wide & deep and DeepFM they are the last columns, here one, which is averaged."""
+  widths = {"item": 3, "city": 6, "seen": 3, "seen_when": 4}
+  make = lambda dim, length: histories.DIN(dim, (), rngs=nnx.Rngs(0))
+  module = histories.Histories(FEATURES, widths, make, wide=1)
+  shapes = {"item": (1, 3), "city": (1, 6), "seen": (1, 3, 3), "seen_when": (1, 3, 4)}
+  activations = {n: jnp.arange(float(np.prod(s))).reshape(s) for n, s in shapes.items()}
+  inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
+  keys, query, _ = module.arguments("seen", activations, inputs)
+  assert keys[0].tolist() == [[0, 1, 0, 1, 2], [3, 4, 4, 5, 6], [6, 7, 8, 9, 10]]
+  assert query.tolist() == [[0, 1, 0, 0, 0]]
+  made = module(activations, inputs)
+  assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
+  assert made["seen"][0, -1] == (2 + 5) / 2
+  assert made["seen_when"][0, -1] == (3 + 7) / 2
+
+
+def test_the_candidate_is_the_column_that_the_history_is_of():
+  features = (
+    Feature("home", 9, table="item"),
+    Feature("item", 9),
+    Feature("seen", 9, valency=3, table="item", history="seen", candidate="item"),
+  )
+  widths = dict.fromkeys(("home", "item", "seen"), 2)
+  make = lambda dim, length: histories.DIN(dim, (), rngs=nnx.Rngs(0))
+  assert histories.Histories(features, widths, make).parts == {"seen": {"seen": "item"}}
+  codes = Feature("codes", 9, valency=2, onto="item")
+  with pytest.raises(UserError, match=r"has no codes at its positions.*model='pooled'"):
+    histories.Histories((*features, codes), widths, make)
 
 
 # --- serving --------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables import clicks
+from recipes.tables import clicks, spec
 from recipes.tables.encoding import Encoder
+from recipes.tables.rows import label_of
 
 HEADER = ("clicked", "city", "price", "tags", "part")
 ROWS = [
@@ -37,6 +38,11 @@ def load(tmp_path, rows=ROWS, columns=COLUMNS, header=HEADER, **given):
   path = write_csv(tmp_path / "clicks.csv", header, rows)
   config = completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given)
   return data.load(config)
+
+
+def test_a_missing_label_is_no_click_and_no_other_value():
+  found = label_of(pa.array([None, "5", "3"]), spec.Label(positive=("5",)))
+  np.testing.assert_array_equal(found, [np.nan, 1, 0])
 
 
 def test_columns_by_hand(tmp_path):

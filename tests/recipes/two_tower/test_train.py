@@ -187,6 +187,10 @@ def test_the_cosine_loss_needs_drawn_items_and_unit_vectors(tmp_path):
     config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive", **wrong)
     with pytest.raises(ValueError, match=r"set negatives\.number"):
       train.check(config, None)
+  config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive")
+  config.popularity.weight = 1.0
+  with pytest.raises(ValueError, match=r"set popularity\.weight to 0"):
+    train.check(config, None)
   with pytest.raises(ValueError, match="choose a margin"):
     train.check(two_tower_smoke("synthetic", tmp_path, **{"cosine.margin": 1.0}), None)
   with pytest.raises(ValueError, match="unknown loss 'cosine': choose one of"):
