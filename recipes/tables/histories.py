@@ -135,7 +135,7 @@ def declared(table: "Table") -> list[History]:
     for other, each in kinds.items():  # one table has one combiner
       if isinstance(each, spec.Bag) and each.combiner != kind.combiner:
         owner = each.of if isinstance(each, spec.Ordered) and each.of else other
-        if spec.table_of(owner, kinds[owner]) == table_of:
+        if owner in kinds and spec.table_of(owner, kinds[owner]) == table_of:
           raise UserError(f"{place} and {other!r} share a table: give both one combiner")
   return found
 
