@@ -28,7 +28,8 @@ RESULT = {  # the keys of a result
 # which have their own tests.
 _CONDITIONAL = {
   "init_parts", "init_rename", "epochs", "history.hidden", "history.blocks", "history.heads",
-  "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id", "tiger.blocks", "tiger.beam",
+  "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",
+  "tiger.blocks", "tiger.beam",
 }  # fmt: skip
 _CONDITIONAL_GROUPS = {"hstu"}
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
