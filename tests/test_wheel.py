@@ -111,7 +111,7 @@ def test_commands_are_listed_as_they_are_called(site, tmp_path):
   commands = re.findall(r"^python -m (embed\.recipes\.\S+)", done.stdout, re.MULTILINE)
   programs = [
     "minimal", "describe", "config", "days", "sweep", "baselines", "evaluate", "export", "predict",
-    "report", "aot",
+    "report", "semantic_ids", "aot",
   ]  # fmt: skip
   assert commands == [f"embed.recipes.{name}" for name in [*RECIPES, *programs]]
   assert f"These files are in {site}/embed\n" in done.stdout

@@ -687,8 +687,9 @@ class RankingMetrics:
       raise UserError("no example has a relevant item: take a larger split")
     names = _ranking_names(self.ks, bool(len(self.popularity)))
     metrics = dict(zip(names, (self.sums / self.examples).tolist(), strict=True))
-    of_catalogue = {f"coverage@{k}": float(np.mean(self.best < k)) for k in self.ks}
-    return metrics | (of_catalogue if len(self.best) else {})
+    if not len(self.best):
+      return metrics
+    return metrics | {f"coverage@{k}": float(np.mean(self.best < k)) for k in self.ks}
 
 
 _NEVER = np.iinfo(np.int32).max
