@@ -124,8 +124,7 @@ def _clicks(
       of_groups = GroupedClickMetrics(grouping)
       of_groups = of_groups.update(logit_of(own[:, 0]), target, ids, weight=amount)
       found[name] |= of_groups.compute()
-  metrics = next(iter(found.values())) if table.is_one_click else tasks.joined(table.labels, found)
-  return {"rows": len(label), "metrics": metrics}
+  return {"rows": len(label), "metrics": tasks.named(table.labels, found)}
 
 
 def _of_label(

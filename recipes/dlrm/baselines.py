@@ -97,10 +97,7 @@ def _named(
   data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
   """Returns the metrics of a split by their names, given those of each label."""
-  if tasks_lib.is_one_click(data.labels):
-    (found,) = scores.values()
-  else:
-    found = tasks_lib.joined(data.labels, scores)
+  found = tasks_lib.named(data.labels, scores)
   return {f"{split}_{name}": value for name, value in found.items()}
 
 

@@ -332,8 +332,7 @@ class Metrics:
         *sums, total = self.sums[name].tolist()
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
-    labels = dict(self.labels)
-    return scores[next(iter(scores))] if is_one_click(labels) else joined(labels, scores)
+    return named(dict(self.labels), scores)
 
 
 def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -379,6 +378,11 @@ def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
   of = {"binary": [*CLICK_NAMES, *groups.names], "softmax": ["accuracy", "logloss"]}
   own = lambda label: of.get(label.loss, [label.metric])
   return [f"{name}_{each}" for name, label in labels.items() for each in own(label)] + ["logloss"]
+
+
+def named(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  """Returns the metrics of one label of clicks by their own names, else as `joined`."""
+  return dict(*scores.values()) if is_one_click(labels) else joined(labels, scores)
 
 
 def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -153,9 +153,11 @@ class RowReader:
 
   def _label_of(self, chunk: Chunk) -> np.ndarray | None:
     """Returns the label of rows whose columns of labels are numbers."""
+    if not self._labels:
+      return None
     columns = [chunk.columns[name] for name in self._labels]
-    if len(columns) < 2 and all(kind.loss == "binary" for kind in self._labels.values()):
-      return columns[0].astype(np.uint8) if columns else None
+    if spec.is_one_click(self._labels):
+      return columns[0].astype(np.uint8)
     masks = [chunk.columns.get(kind.mask) for kind in self._labels.values()]
     masked = zip(columns, masks, strict=True)
     counted = [x if mask is None else np.where(mask == 1, x, np.nan) for x, mask in masked]
