@@ -53,7 +53,7 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   Returns:
     `trials`, for each its `settings`, and `metrics`, `steps`, `tested_step` and `seconds` of its
     result, or `error` if its loss was not finite; `select`; `chosen`, the number of the best trial;
-    and `test`, that trial's test metrics.
+    `test`, that trial's test metrics; and `device`, `versions` and `data_sha256` of its result.
 
   Raises:
     UserError: a setting is unknown or of another type, the config selects by no metric, no trial
@@ -86,7 +86,6 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
       try:
         result = train.run(trial, str(workdir / f"trial_{number}"))
         row |= {name: result[name] for name in ("metrics", "steps", "tested_step", "seconds")}
-        about["device"] = result["device"]
       except errors.DivergedError as error:
         row["error"] = str(error)
         hosts.say(f"trial {number} is left out: {error}")
@@ -99,6 +98,7 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   main.train_one(recipe, settings.copied(configs[chosen], test=True), folder)
   result = hosts.from_main(lambda: runs.result(folder))
   about["test"] = {k: v for k, v in result["metrics"].items() if k.startswith("test_")}
+  about |= {name: result[name] for name in ("device", "versions", "data_sha256")}
   _write(workdir, about)
   return about
 

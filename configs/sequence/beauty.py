@@ -49,9 +49,14 @@ def get_config(mode: str = "") -> dict:
 
 
 def get_sweep() -> list:
-  """SASRec with more dropout, more negatives, all items, and the residual of the authors' code."""
-  trials: list[dict] = [{"dropout": 0.3, "negatives.number": 512}]
-  trials += [{"dropout": 0.5, "negatives.number": number} for number in (512, 2048)]
-  trials += [{"dropout": 0.5, "loss": "softmax"}]
-  trials += [{**trials[1], "residual": "norm"}, {**trials[1], "positions": "start"}]
-  return trials
+  """SASRec with more dropout, more blocks, and details of the authors' code."""
+  base: dict = {"dropout": 0.3}
+  return [
+    base,
+    {"dropout": 0.4},
+    {"dropout": 0.5, "steps": 9_840},
+    {**base, "positions": "start"},
+    {**base, "residual": "norm"},
+    {**base, "blocks": 2},
+    {"dropout": 0.4, "table.learning_rate": 2e-3},
+  ]

@@ -40,3 +40,20 @@ def get_config(mode: str = "") -> dict:
     config |= {"history": 8, "batch_size": 64, "eval_batch_size": 64, "negatives": {"number": 16}}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}
   return config
+
+
+def get_sweep() -> list:
+  """Width 64, as published: more epochs, larger batches, more negatives, and SimpleX's loss."""
+  width = {"dim": 64, "eval_every": 703}  # an epoch
+  longer = {**width, "steps": 7030, "table.learning_rate": 5e-3}
+  simplex = {**longer, "loss": "cosine_contrastive", "negatives.number": 1024, "cosine.margin": 0.9}
+  simplex |= {"cosine.weight": 150.0}
+  return [
+    {**width},
+    {**longer},
+    {**longer, "negatives.number": 2048},
+    {**longer, "temperature": 0.07},
+    {**simplex},
+    {**simplex, "cosine.margin": 0.7},
+    {**simplex, "query": ("user", "history")},
+  ]

@@ -36,3 +36,19 @@ def get_config(mode: str = "") -> dict:
     config |= {"history": 8, "batch_size": 64, "eval_batch_size": 64, "negatives": {"number": 16}}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}
   return config
+
+
+def get_sweep() -> list:
+  """Wider tables, all of a history, one table for histories and items, and SimpleX's loss."""
+  wide = {"dim": 256, "table.learning_rate": 5e-3}
+  history = {**wide, "query": ("history",), "history": 128}
+  simplex = {"loss": "cosine_contrastive", "negatives.number": 1024, "cosine.margin": 0.5}
+  return [
+    {"dim": 64},
+    {**wide},
+    {**wide, "history": 128},
+    {**history},
+    {**history, "share_history": True},
+    {**history, "dropout": 0.3},
+    {**history, **simplex},
+  ]
