@@ -51,6 +51,7 @@ class ShuffledBatches:
     apart: whether each host reads only its own rows of the split instead, see `own_rows`. The order
       of the rows then depends on the number of hosts.
     shuffle: whether each epoch has an order of its own; else all have that of the rows.
+    names: of the columns to read; None reads all.
 
   Raises:
     UserError: the split has fewer rows than there are hosts, or the hosts cannot share a batch
@@ -73,13 +74,14 @@ class ShuffledBatches:
     shard: tuple[int, int] = (0, 1),
     apart: bool = False,
     shuffle: bool = True,
+    names: tuple[str, ...] | None = None,
   ):
     rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
     if rows[1] <= rows[0]:
       raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._num_batches = columns, rows, num_batches
-    size = rows[1] - rows[0]
-    self._order = ShuffledRows(size, seed) if shuffle else OrderedRows(size)
+    self._names = tuple(columns) if names is None else names
+    self._order = ShuffledRows(rows[1] - rows[0], seed) if shuffle else None
 
   def __len__(self) -> int:
     return self._num_batches
@@ -87,23 +89,12 @@ class ShuffledBatches:
   def __getitem__(self, number: int) -> dict[str, np.ndarray]:
     base = number * self._batch_size
     start, stop = self._part
-    picked = self._rows[0] + self._order.rows(base + start, base + stop)
-    return {name: array[picked] for name, array in self._columns.items()}
-
-
-class OrderedRows:
-  """Orders rows as they are, in every epoch; see `ShuffledRows`.
-
-  >>> OrderedRows(5).rows(3, 7).tolist()
-  [3, 4, 0, 1]
-  """
-
-  def __init__(self, size: int):
-    self._size = size
-
-  def rows(self, start: int, stop: int) -> np.ndarray:
-    """Returns the rows at the positions from `start` on, int64 `[stop - start]`."""
-    return np.arange(start, stop) % self._size
+    first, size = self._rows[0], self._rows[1] - self._rows[0]
+    if self._order is None:
+      picked = first + np.arange(base + start, base + stop) % size
+    else:
+      picked = first + self._order.rows(base + start, base + stop)
+    return {name: self._columns[name][picked] for name in self._names}
 
 
 class ShuffledRows:

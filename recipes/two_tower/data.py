@@ -213,14 +213,14 @@ class TrainBatches:
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
     self._extra = config.negatives.number
-    names = ("user", "item", "place")
     self._rows = pipeline.ShuffledBatches(
-      _Chosen(data.columns, names),
+      data.columns,
       data.splits["train"],
       batch_size=config.batch_size,
       seed=config.seed,
       num_batches=config.steps,
       shard=shard,
+      names=("user", "item", "place"),
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
     self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
@@ -391,19 +391,3 @@ def _about(
   of = {f.name: f.ids(rows(f.name)) for f in features}
   inputs = {f.name: embed.Padded(of[f.name]) if f.valency > 1 else of[f.name] for f in features}
   return inputs | {name: rows(name) for name in vectors}
-
-
-class _Chosen(Mapping[str, np.ndarray]):
-  """The named columns; pickles as all of them do, which a dict of memory maps would not."""
-
-  def __init__(self, columns: Mapping[str, np.ndarray], names: tuple[str, ...]):
-    self._columns, self._names = columns, names
-
-  def __getitem__(self, name: str) -> np.ndarray:
-    return self._columns[name]
-
-  def __iter__(self):
-    return iter(self._names)
-
-  def __len__(self) -> int:
-    return len(self._names)
