@@ -7,7 +7,6 @@ The exported program scores other files, as it would answer requests: ids that t
 are unknown. They have the columns of the run's table, the label or the item included.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -20,18 +19,16 @@ import pyarrow as pa
 from absl import logging
 from scipy.special import logit as logit_of
 
-from . import export, hosts, serving
+from . import errors, export, hosts, packing, serving
 from .dlrm import tasks
-from .errors import in_one_line
 from .evaluation import groups
 from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
 from .run import settings
 from .run import workdir as runs
 from .tables import interactions, spec
 from .tables import settings as table_settings
-from .tables.encoding import Codes, Encoder
+from .tables.encoding import Codes
 from .tables.rows import RowReader
-from .training.features import cut_ids
 
 _USERS = 4096  # ranked at once
 
@@ -70,13 +67,9 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
 def of_export(served: Path, config) -> dict[str, Any]:
   """Returns `{"rows", "metrics"}` of an exported model on the files of a table.
 
-  Args:
-    served: the export.
-    config: declares the table, and names its `files`.
-
   Returns:
     `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
-    and of `GroupedClickMetrics`, of several labels as `dlrm.tasks.joined` names them; or what
+    and of `GroupedClickMetrics`, of several labels as `dlrm.tasks.named` names them; or what
     `RankingMetrics` computes of one ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
@@ -89,26 +82,23 @@ def of_export(served: Path, config) -> dict[str, Any]:
 def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
-  transforms = model.served.transforms
-  encoder = Encoder.load(transforms)
-  grouping = groups.of_clicks(encoder.features, slices, transforms)
+  grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
   grouped: list[dict[str, np.ndarray]] = []
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
   weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
-  if any(map(spec.is_history, table.kinds.values())):
+  if model.encoder.histories:
     for rows in reader:
       model.memory.add(rows.chunk.columns)
   for rows in reader:
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
-    scores.append(model.answers(values, np.zeros(count, bool)).scores)
+    inputs, _ = model.inputs(values, count)
+    scores.append(model.scores(inputs))
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))
-    if grouping:
-      ids = cut_ids(encoder.encode(values, count)["ids"], encoder.features)
-      grouped.append({name: ids[name] for name in grouping.features})
+    grouped.append({name: inputs["features"][name] for name in grouping.features})
   score, label = np.concatenate(scores), np.concatenate(labels).reshape(-1, len(table.labels))
   weight = np.concatenate(weights).astype(np.float64)
   of_rows = {name: np.concatenate([ids[name] for ids in grouped]) for name in grouping.features}
@@ -162,9 +152,8 @@ def _ranking(
     values = {name: x[start : start + _USERS] for name, x in asked.items()}
     answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
     found = codes.find(pa.array(answers.items.ravel(), pa.string()))
-    relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
-    for row, items in enumerate(of_part):
-      relevant[row, : len(items)] = items
+    lengths = [*map(len, of_part)]
+    relevant = packing.padded(np.concatenate(of_part), lengths, max(lengths))
     metrics = metrics.update(found.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   hosts.say(
@@ -175,15 +164,12 @@ def _ranking(
 
 
 def main(argv: Sequence[str]) -> None:
-  formatter = argparse.RawDescriptionHelpFormatter
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.evaluate", description=__doc__, formatter_class=formatter
-  )
+  parser = errors.parser(f"{__package__}.evaluate", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
   parser.add_argument("--files", help="other files, in place of the data that the run held out")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
-  with in_one_line(parser):
+  with errors.in_one_line(parser):
     if arguments.files:
       found = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
       print(f"{found['rows']:,} rows")

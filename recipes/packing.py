@@ -42,6 +42,13 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
   return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
+def padded(values: np.ndarray, lengths: np.ndarray, width: int, fill: int = -1) -> np.ndarray:
+  """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
+  rows = np.full((len(lengths), width), fill, np.int32)
+  rows[np.arange(width) < np.asarray(lengths)[:, None]] = values
+  return rows
+
+
 def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
   """Returns the place of every item of every sequence among `width` places, one after the other.
 

@@ -12,7 +12,7 @@ import threadpoolctl
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from .. import files
+from .. import files, packing
 from ..errors import UserError
 from .metrics import RankingMetrics, click_metrics
 
@@ -130,17 +130,12 @@ def ranking(
       if seen is not None:
         ranked[seen[start:stop].nonzero()] = -np.inf
       values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
-      metrics = metrics.update(np.where(values == -np.inf, -1, ids), padded(relevant[start:stop]))
+      wanted, top_ids = relevant[start:stop], np.where(values == -np.inf, -1, ids)
+      counts = np.diff(wanted.indptr)
+      width = max(int(counts.max(initial=0)), 1)
+      metrics = metrics.update(top_ids, packing.padded(wanted.indices, counts, width))
       bar.update(stop - start)
   return metrics.compute()
-
-
-def padded(matrix: scipy.sparse.csr_matrix) -> np.ndarray:
-  """Returns the columns of each row's entries as int32 `[rows, most entries]`, filled with -1."""
-  counts = np.diff(matrix.indptr)
-  columns = np.full((len(counts), max(int(counts.max(initial=0)), 1)), -1, np.int32)
-  columns[np.arange(columns.shape[1]) < counts[:, None]] = matrix.indices
-  return columns
 
 
 def scorer(name: str, train: scipy.sparse.csr_matrix, l2: float = 0.0) -> Scorer:

@@ -199,8 +199,6 @@ def pack(
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
     -1 for none; `positions`, the place in the sequence; and `times`, of the items.
   """
-  if not 0 <= overlap < width:
-    raise UserError(f"overlap is {overlap}, of windows of {width}: choose 0 to {width - 1}")
   starts, step = offsets[:-1] + next_item, width - overlap
   ends = offsets[:-1] + train_lengths(np.diff(offsets))
   more = -(-np.maximum(ends - starts - width, 0) // step) if windows else np.zeros_like(ends)
@@ -475,12 +473,11 @@ class EvalBatches:
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
     lengths = kept + self._ask
     columns = np.arange(width)
+    positions = packing.positions(lengths, self._max_length, self._positions)
     batch = {
       "items": self._cut(self._items, stop - kept, stop, width, -1),
       "segments": np.where(columns < lengths[:, None], 0, -1).astype(np.int32),
-      "positions": _rows(
-        packing.positions(lengths, self._max_length, self._positions), lengths, width, 0
-      ),
+      "positions": packing.padded(positions, lengths, width, 0),
       "last": (lengths - 1).astype(np.int32),
       "seen": seen,
       "target": self._items[stop][:, None].astype(np.int32),
@@ -490,25 +487,15 @@ class EvalBatches:
       batch["times"] = self._cut(self._times, stop - kept, stop, width, 0)
     fill = {"items": -1, "segments": -1, "seen": -1, "target": -1, "user": -1}
     return {
-      name: np.pad(
-        array,
-        [(0, filled)] + [(0, 0)] * (array.ndim - 1),
-        constant_values=fill.get(name, 0),
-      )
-      for name, array in batch.items()
+      name: np.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1), constant_values=fill.get(name, 0))
+      for name, x in batch.items()
     }
 
   def _cut(
     self, column: np.ndarray, start: np.ndarray, stop: np.ndarray, width: int, fill: int
   ) -> np.ndarray:
-    return _rows(column[packing.ranges(start, stop - start)], stop - start, width, fill)
+    values = column[packing.ranges(start, stop - start)]
+    return packing.padded(values, stop - start, width, fill)
 
   def __repr__(self) -> str:
     return f"EvalBatches({len(self._users)} users, batch_size={self._batch_size})"
-
-
-def _rows(values: np.ndarray, lengths: np.ndarray, width: int, fill: int) -> np.ndarray:
-  """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
-  rows = np.full((len(lengths), width), fill, np.int32)
-  rows[np.arange(width) < lengths[:, None]] = values
-  return rows

@@ -10,7 +10,16 @@ import pyarrow.compute as pc
 from ..tables import spec
 from ..tables.encoding import Encoder
 from ..tables.histories import History, Log, Order, Part, log_of
-from ..tables.values import Problem, as_times, bits, indices_of, same_value, shown
+from ..tables.values import (
+  Problem,
+  as_times,
+  bits,
+  indices_of,
+  lengths_of,
+  of_rows,
+  same_value,
+  shown,
+)
 from .rows import Wanted
 
 Problems = list[tuple[str, Problem]]  # by column
@@ -19,20 +28,15 @@ Problems = list[tuple[str, Problem]]  # by column
 class Lists:
   """Histories in the rows: a list of items, and one of the same length for each value beside them.
 
-  Args:
-    encoder: of the rows, with histories.
-    kinds: the declared columns.
+  Attributes:
+    clocks: whether times are dates, as `as_times` has found it in training.
   """
 
   def __init__(self, encoder: Encoder, kinds: Mapping[str, spec.Kind]):
     self._encoder, self._kinds = encoder, kinds
     self._time = str(spec.only(kinds, spec.Time))
-
-  @property
-  def clocks(self) -> dict[str, int]:
-    """Whether times are dates, as `as_times` has found it in training."""
-    column = lambda: self._kinds[self._time].sources(self._time)[0]
-    return {column(): int(history.has_dates) for history in self._encoder.histories}
+    column = lambda: kinds[self._time].sources(self._time)[0]
+    self.clocks = {column(): int(history.has_dates) for history in encoder.histories}
 
   @property
   def wanted(self) -> Wanted:
@@ -46,22 +50,15 @@ class Lists:
     has_ages = any(history.has_ages for history in self._encoder.histories)
     return lists | (spec.ways({self._time: self._kinds[self._time]}) if has_ages else {})
 
-  def positions(
-    self, values: Mapping[str, Any], clocks: dict[str, int]
-  ) -> tuple[list[np.ndarray], Problems]:
-    """Returns the histories' columns of `ids` for N rows, and what is wrong with rows.
-
-    Args:
-      values: by name, as they are read.
-      clocks: of `as_times`.
-    """
+  def positions(self, values: Mapping[str, Any]) -> tuple[list[np.ndarray], Problems]:
+    """Returns the histories' columns of `ids` for N rows, and what is wrong with rows."""
     blocks, problems = list[np.ndarray](), Problems()
     for history in self._encoder.histories:
-      lengths = _lengths(values[history.name])
+      lengths = lengths_of(values[history.name])
       flat: dict[str, Any] = {}
       for part in history.parts:
         if part.by != "table":
-          flat[part.name], found = self._flat(part, history, values, lengths, clocks)
+          flat[part.name], found = self._flat(part, history, values, lengths)
           problems += [(part.name, problem) for problem in found]
       times = flat[history.parts[-1].name] if history.has_ages else None
       ends = np.cumsum(lengths, dtype=np.int64)
@@ -71,18 +68,13 @@ class Lists:
     return blocks, problems
 
   def _flat(
-    self,
-    part: Part,
-    history: History,
-    values: Mapping[str, Any],
-    lengths: np.ndarray,
-    clocks: dict[str, int],
+    self, part: Part, history: History, values: Mapping[str, Any], lengths: np.ndarray
   ) -> tuple[Any, list[Problem]]:
     """Returns the values of a part in all rows, one after the other; and what is wrong with rows.
 
     A row without any value beside its items has missing ones.
     """
-    own, items = _lengths(values[part.name]), values[part.name].flatten()
+    own, items = lengths_of(values[part.name]), values[part.name].flatten()
     row = np.repeat(np.arange(len(lengths)), lengths)
     shift = np.cumsum(own) - own - (np.cumsum(lengths) - lengths)
     places = np.where((own == lengths)[row], np.arange(len(row)) + shift[row], -1)
@@ -95,13 +87,13 @@ class Lists:
       return texts, problems
     if part.by == "time":
       column = self._kinds[self._time].sources(self._time)[0]
-      found, wrong = as_times(texts, clocks, column)
+      found, wrong = as_times(texts, self.clocks, column)
     else:
       found = _label_of(same_value(texts), self._kinds[part.of])
       bad = (found < 0) & bits(texts.is_valid())
       text = lambda i: shown(texts[i].as_py())
       wrong = [Problem(bad, f"is no value of the label {part.of!r}", text)]
-    return found, problems + [_of_rows(problem, row, len(lengths)) for problem in wrong]
+    return found, problems + of_rows(wrong, row, len(lengths))
 
 
 def _label_of(texts: pa.Array, kind: Any) -> np.ndarray:
@@ -109,18 +101,6 @@ def _label_of(texts: pa.Array, kind: Any) -> np.ndarray:
   from ..tables.rows import label_of  # not for models without histories, which need less
 
   return np.nan_to_num(label_of(texts, kind), nan=-1).astype(np.int64)
-
-
-def _lengths(lists: pa.ListArray) -> np.ndarray:
-  return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-
-
-def _of_rows(problem: Problem, row: np.ndarray, count: int) -> Problem:
-  """Returns the problem of values in the lists of rows as one of the rows, of each the first."""
-  rows, first = np.unique(row[problem.bad], return_index=True)
-  places = np.full(count, -1)
-  places[rows] = np.flatnonzero(problem.bad)[first]
-  return problem.at(places)
 
 
 def _labels(values: Any, kind: Any) -> np.ndarray:
@@ -137,12 +117,7 @@ _DROPPED = -2
 
 
 class Memory:
-  """A log of rows, of which the histories of the next ones are.
-
-  Args:
-    encoder: of the rows, with histories.
-    kinds: the declared columns.
-  """
+  """A log of rows, of which the histories of the next ones are."""
 
   def __init__(self, encoder: Encoder, kinds: Mapping[str, spec.Kind]):
     self._encoder, self._kinds = encoder, kinds
@@ -177,12 +152,18 @@ class Memory:
       parts.append(_labels(values[name], self._kinds[name]) if is_label else values[name])
     self._made = None
 
-  def positions(self, values: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the histories' columns of `ids` for N rows with a user and a time."""
+  @property
+  def is_empty(self) -> bool:
+    """Whether no rows have been added."""
+    return not self._ids
+
+  def positions(self, values: Mapping[str, Any]) -> tuple[list[np.ndarray], Problems]:
+    """Returns as `Lists.positions` for N rows with a user and a time, which have no problems."""
     known, logs = self._made = self._made or self._in_order()
     users = pc.fill_null(pc.index_in(self._user_of(values), known), -1).to_numpy()
     now = values[self._time]
-    return [part for order, log in logs for part in log.positions(order.before(users, now), now)]
+    spans = [(log, order.before(users, now)) for order, log in logs]
+    return [part for log, each in spans for part in log.positions(each, now)], []
 
   def _user_of(self, values: Mapping[str, Any]) -> pa.Array:
     return self._encoder.fitted.same(self._user, values[self._user]).dictionary_decode()

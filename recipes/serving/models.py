@@ -1,14 +1,12 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from scipy.special import expit, softmax
 
 from .. import packing
@@ -16,7 +14,7 @@ from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import spec
 from ..tables.encoding import Encoder, Entities, extracted, stacked
-from ..tables.values import ReadAs
+from ..tables.values import ReadAs, lengths_of
 from ..training.features import Feature, cut_ids
 from . import histories
 from . import rows as rows_lib
@@ -61,22 +59,21 @@ class Scored:
 class ClickModel:
   """Predicts the probability of a click.
 
-  Args:
-    served: of the recipe dlrm.
-
   Attributes:
     names: of the scores: "score", or of several labels "score_<label>" and of classes
       "score_<label>_<class>".
     labels: what is predicted, in the order of the scores.
+    encoder: of rows.
+    memory: the log that histories are taken of once it has rows.
   """
 
   def __init__(self, served: Served):
     self.served = served
-    self._encoder = Encoder.load(served.transforms)
+    self.encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Side)}
     self._wanted, self.labels = spec.ways(kinds), spec.labels(served.kinds)
-    self._lists = histories.Lists(self._encoder, served.kinds)
-    self._clocks = self._lists.clocks
+    self._lists = histories.Lists(self.encoder, served.kinds)
+    self.memory = histories.Memory(self.encoder, served.kinds)
     self._is_one_click = spec.is_one_click(self.labels)
     self.names = tuple(
       f"score_{name}_{value}" if value else f"score_{name}"
@@ -91,8 +88,12 @@ class ClickModel:
     return tuple(dict.fromkeys(column for names, _ in self._needed.values() for column in names))
 
   @property
+  def _histories(self) -> histories.Lists | histories.Memory:
+    return self._lists if self.memory.is_empty else self.memory
+
+  @property
   def _needed(self) -> rows_lib.Wanted:
-    return self._wanted | (self.memory if "memory" in self.__dict__ else self._lists).wanted
+    return self._wanted | self._histories.wanted
 
   def remember(self, rows: Any, *, source: str = "log", first_row: int = 1) -> None:
     """Adds rows to the log that the histories of the next rows are taken of.
@@ -108,16 +109,10 @@ class ClickModel:
     Raises:
       UserError: the model has no histories; or as `score`.
     """
-    if not self._encoder.histories:
+    if not self.encoder.histories:
       raise UserError("this model has no history that is built of a log, and remembers nothing")
-    memory = self.memory
-    wanted = self._wanted | memory.wanted | memory.labels
-    memory.add(self._read(rows, wanted, "raise", source, first_row)[0])
-
-  @functools.cached_property
-  def memory(self) -> histories.Memory:
-    """The log that histories are taken of once `remember` has added rows to it."""
-    return histories.Memory(self._encoder, self.served.kinds)
+    wanted = self._wanted | self.memory.wanted | self.memory.labels
+    self.memory.add(self._read(rows, wanted, "raise", source, first_row)[0])
 
   def predict(
     self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
@@ -142,40 +137,13 @@ class ClickModel:
       UserError: a column is missing, or a row cannot be read; names row and column.
     """
     values, bad = self._read(rows, self._needed, on_bad_row, source, first_row)
-    if "memory" in self.__dict__:
-      return self.answers(values, bad)
-    positions, problems = self._lists.positions(values, self._clocks)
+    inputs, problems = self.inputs(values, len(bad))
     bad |= rows_lib.refused(problems, len(bad), on_bad_row, source, first_row)
-    return self.answers(values, bad, positions)
-
-  def _read(
-    self, rows: Any, wanted: rows_lib.Wanted, on_bad_row: str, source: str, first_row: int
-  ) -> tuple[dict[str, Any], np.ndarray]:
-    arrays, missing = rows_lib.as_columns(rows), self.served.text_format.missing
-    rows_lib.require(list(arrays), [c for names, _ in wanted.values() for c in names], source)
-    how = (missing, on_bad_row, source, first_row, self._clocks)
-    return rows_lib.read(arrays, wanted, *how)
-
-  def answers(
-    self,
-    values: Mapping[str, Any],
-    bad: np.ndarray,
-    positions: Sequence[np.ndarray] | None = None,
-  ) -> Scored:
-    """Returns as `score`, for values as training reads them.
-
-    Args:
-      values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
-      bad: bool `[N]`, rows to leave out.
-      positions: the columns of histories in `ids`, `[N, ...]`; None takes them of the memory.
-    """
-    if positions is None:
-      positions = self.memory.positions(values) if self._encoder.histories else ()
     absent = {name: rows_lib.absent(values[name]) for name in self._wanted}
-    unseen = {name: rows_lib.unseen(self._encoder.fitted, name, values) for name in self._wanted}
-    for name, side in self._encoder.sides.items():
+    unseen = {name: rows_lib.unseen(self.encoder.fitted, name, values) for name in self._wanted}
+    for name, side in self.encoder.sides.items():
       unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
-    scores = self._scores(values, len(bad), positions)
+    scores = self.scores(inputs)
     scores[bad] = np.nan
     return Scored(
       scores,
@@ -184,16 +152,33 @@ class ClickModel:
       rows_lib.rows_by_column(absent, self._wanted, bad),
     )
 
-  def _scores(
-    self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray]
-  ) -> np.ndarray:
-    outputs = np.empty((count, len(self.names)))
-    if not count:
-      return outputs[:, 0] if self._is_one_click else outputs
-    encoded = self._encoder.encode(values, count)
+  def _read(
+    self, rows: Any, wanted: rows_lib.Wanted, on_bad_row: str, source: str, first_row: int
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    arrays, missing = rows_lib.as_columns(rows), self.served.text_format.missing
+    rows_lib.require(list(arrays), [c for names, _ in wanted.values() for c in names], source)
+    how = (missing, on_bad_row, source, first_row, self._lists.clocks)
+    return rows_lib.read(arrays, wanted, *how)
+
+  def inputs(
+    self, values: Mapping[str, Any], count: int
+  ) -> tuple[dict[str, Any], histories.Problems]:
+    """Returns the program's inputs `dense` and `features`, and what is wrong with rows' histories.
+
+    Args:
+      values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
+      count: N.
+    """
+    encoded = self.encoder.encode(values, count)
+    positions, problems = self._histories.positions(values)
     ids = np.concatenate([encoded["ids"], *positions], axis=1)
-    features = cut_ids(ids, self._encoder.features)
-    inputs = {"dense": encoded["dense"], "features": features}
+    features = cut_ids(ids, self.encoder.features)
+    return {"dense": encoded["dense"], "features": features}, problems
+
+  def scores(self, inputs: Mapping[str, Any]) -> np.ndarray:
+    """Returns `scores` of `Scored` for inputs of N rows."""
+    count = len(inputs["dense"])
+    outputs = np.empty((count, len(self.names)))
     for part, places in _batches(count, _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       found = np.asarray(self.served.run(batch))[: part.stop - part.start]
@@ -258,11 +243,7 @@ class _Queries:
 
 
 class Recommender:
-  """Recommends items to users.
-
-  Args:
-    served: of the recipes two_tower or sequence.
-  """
+  """Recommends items to users."""
 
   def __init__(self, served: Served):
     self.served = served
@@ -406,7 +387,7 @@ class Recommender:
     if "" in values:
       users = self._find("user", values[""], is_cut)
     own: pa.ListArray = values.get("own", pa.nulls(count, pa.list_(pa.string())))
-    lengths = pc.list_value_length(own).fill_null(0).to_numpy(zero_copy_only=False)
+    lengths = lengths_of(own)
     items = self._find("item", own.flatten().cast(pa.string()), is_cut)
     stops = np.cumsum(lengths)
     histories = []
@@ -504,12 +485,11 @@ def _sequence_inputs(
   inside = np.arange(width) < lengths[:, None]
   latest = zip(queries.histories, kept.tolist(), strict=True)
   items = _padded([history[len(history) - count :] for history, count in latest], width)
-  positions = np.zeros(inside.shape, np.int32)
-  positions[inside] = packing.positions(lengths, width, about["positions"])
+  positions = packing.positions(lengths, width, about["positions"])
   inputs = {
     "items": items,
     "segments": np.where(inside, 0, -1).astype(np.int32),
-    "positions": positions,
+    "positions": packing.padded(positions, lengths, width, 0),
     "last": (lengths - 1).astype(np.int32),
   }
   return inputs, kept > 0
@@ -517,7 +497,4 @@ def _sequence_inputs(
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:
   """Returns lists of ids as int32 `[B, width]`, -1 after each."""
-  padded = np.full((len(lists), width), -1, np.int32)
-  for row, ids in enumerate(lists):
-    padded[row, : len(ids)] = ids
-  return padded
+  return packing.padded(np.concatenate(lists), [*map(len, lists)], width)

@@ -13,14 +13,13 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.encoding import Fitted
 from ..tables.formats import Format, find_delimiter, repeated
-from ..tables.values import Problem, ReadAs, converted, plain, refusal
+from ..tables.values import Problem, ReadAs, bits, converted, lengths_of, plain, refusal
 
 Wanted = dict[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
 
@@ -147,16 +146,13 @@ def bad_row(source: str, row: int, problem: str) -> UserError:
 
 def absent(values: Any) -> np.ndarray:
   """Returns which of N texts, lists or numbers are missing, bool `[N]`."""
-  if isinstance(values, np.ndarray):
-    return np.isnan(values)
-  return _lengths(values) == 0
+  return np.isnan(values) if isinstance(values, np.ndarray) else _lengths(values) == 0
 
 
 def _lengths(values: pa.Array) -> np.ndarray:
   """Returns how many values lists hold; of a text 1, or 0 if it is null."""
-  if not pa.types.is_list(values.type):
-    return values.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
-  return pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+  is_list = pa.types.is_list(values.type)
+  return lengths_of(values) if is_list else bits(values.is_valid()).astype(np.int64)
 
 
 def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
@@ -423,12 +419,6 @@ def open_rows(path: str, stdin: Any, format: Format) -> Iterator[TextRows | Parq
 
 class Writer:
   """Writes rows as they were read, with more columns, in UTF-8.
-
-  Args:
-    out: of text.
-    rows: that are read.
-    added: names of the columns that are added.
-    format: of the training files.
 
   Raises:
     UserError: the rows have a column of such a name.

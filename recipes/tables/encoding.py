@@ -21,7 +21,7 @@ from .. import arrays, files
 from ..training.features import Feature
 from . import spec
 from .histories import History, Log, Part, taken
-from .values import bits, indices_of, spelled, spelling_of
+from .values import bits, indices_of, lengths_of, spelled, spelling_of
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _FEW_KNOWN = 16  # known values for each one that is looked up
@@ -203,7 +203,7 @@ class Fitted:
     ids = self._of_texts(name, flat_texts(values[name], kind))
     if not isinstance(kind, spec.Bag):
       return ids
-    lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
+    lengths = lengths_of(values[name])
     stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, self.widths[name])
     return taken(ids, stops - (kept if kind.last else lengths), kept, self.widths[name])
 
@@ -398,9 +398,6 @@ class Encoder:
     fitted: the transforms of the rows' columns.
     sides: users and items of tables of their own by the name of the column with their ids.
     histories: that are built of earlier rows.
-
-  Attributes:
-    fitted, sides, histories: the same.
   """
 
   def __init__(

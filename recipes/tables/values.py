@@ -138,6 +138,11 @@ def indices_of(array: pa.DictionaryArray) -> np.ndarray:
   return indices.to_numpy(zero_copy_only=False)
 
 
+def lengths_of(lists: pa.Array) -> np.ndarray:
+  """Returns how many items each list has, `[N]`; 0 where null."""
+  return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+
+
 def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.DictionaryArray, list[Problem]]:
   """Converts N values to a dictionary of trimmed texts, null where missing.
 
@@ -303,7 +308,7 @@ def as_lists(
   """
   array, row_of_item, problems = _lists(array, separator, missing)
   items, bad_items = as_texts(array.flatten(), missing)
-  problems += _of_rows(bad_items, row_of_item, len(array))
+  problems += of_rows(bad_items, row_of_item, len(array))
   texts = items.dictionary_decode()
   if not keeps_missing:
     row_of_item, texts = row_of_item[bits(items.is_valid())], texts.drop_null()
@@ -321,11 +326,10 @@ def _lists(
     array = (
       pc.split_pattern(texts, separator) if separator else pa.ListArray.from_arrays(whole, texts)
     )
-  lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-  return array, np.repeat(np.arange(len(array)), lengths), problems
+  return array, np.repeat(np.arange(len(array)), lengths_of(array)), problems
 
 
-def _of_rows(problems: Sequence[Problem], row_of_item: np.ndarray, rows: int) -> list[Problem]:
+def of_rows(problems: Sequence[Problem], row_of_item: np.ndarray, rows: int) -> list[Problem]:
   """Returns the problems of items as those of their rows: a row has that of its first bad item."""
   found = []
   for problem in problems:
@@ -375,7 +379,7 @@ def as_vectors(
   """
   lists, row_of_item, problems = _lists(array, separator, missing)
   numbers, bad_items = as_numbers(lists.flatten(), missing)
-  problems += _of_rows(bad_items, row_of_item, len(array))
+  problems += of_rows(bad_items, row_of_item, len(array))
   lengths, is_given = np.bincount(row_of_item, minlength=len(array)), ~np.isnan(numbers)
   given = np.bincount(row_of_item[is_given], minlength=len(array))
   is_whole = (given == width) & (lengths == width)

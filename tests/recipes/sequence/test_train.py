@@ -144,7 +144,10 @@ def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
   with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
     train.check(config, mesh)
   train.check(config, None)
-  config.loss = "hinge"
+  config.overlap = config.max_length
+  with pytest.raises(ValueError, match=r"config.overlap is \d+: choose 0 to \d+, below max_length"):
+    train.check(config, None)
+  config.overlap, config.loss = 0, "hinge"
   with pytest.raises(ValueError, match="unknown loss 'hinge': choose one of"):
     train.check(config, None)
   config.model = "gru4rec"
