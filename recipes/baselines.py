@@ -5,7 +5,6 @@
 `python -m recipes.dlrm` does the same at its end where the data are small.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from typing import Any
 
 from absl import logging
 
-from . import arrays, hosts
-from .errors import UserError, in_one_line, terminal
+from . import arrays, errors, hosts
+from .errors import UserError, terminal
 from .run import results
 from .run import workdir as runs
 
@@ -69,13 +68,11 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.baselines", description=(__doc__ or "").partition("\n")[0]
-  )
+  parser = errors.parser(f"{__package__}.baselines", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
-  with in_one_line(parser):
+  with errors.in_one_line(parser):
     result = fit(arguments.run)
   print(terminal(results.report(result)))
 

@@ -76,16 +76,17 @@ def importing() -> Iterator[None]:
     sys.exit(f"error: {error.name} is not installed: pip install -e '.[recipes]'")
 
 
+def parser(module: str, about: str | None) -> argparse.ArgumentParser:
+  """Returns the parser of the command `python -m module`, whose help shows `about` as it is."""
+  formatter = argparse.RawDescriptionHelpFormatter
+  return argparse.ArgumentParser(f"python -m {module}", None, about, formatter_class=formatter)
+
+
 @contextlib.contextmanager
 def in_one_line(
   parser: argparse.ArgumentParser, but: tuple[type[OSError], ...] = ()
 ) -> Iterator[None]:
-  """Ends a command with the message of what the code within raises and the user can mend.
-
-  Args:
-    parser: of the command.
-    but: what it handles itself.
-  """
+  """Ends a command with the message of what the code within raises and the user can mend."""
   try:
     yield
   except UserError as error:

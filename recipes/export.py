@@ -10,7 +10,6 @@ transforms/     columns to ids and numbers; users, items, and what each user has
 README.md       how to use it
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -26,15 +25,8 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import arrays, files, hosts
-from .errors import (
-  DamagedFileError,
-  MissingFileError,
-  UserError,
-  from_settings,
-  in_one_line,
-  markdown,
-)
+from . import arrays, errors, files, hosts
+from .errors import DamagedFileError, MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
 from .run import settings
 from .run import workdir as runs
@@ -123,6 +115,8 @@ def export(
         vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
       retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
+    # Popularity is in the vectors of the items: predictions do not read the order of the log.
+    (partial / folder_lib.TRANSFORMS / "history_when.npy").unlink(missing_ok=True)
     about = _about(run, arrays.read_json(serve / READING, schema=_READING), ann) | parts.about
     arrays.write_json(partial / folder_lib.NAME, about)
     files.write(partial / "README.md", _readme(about, workdir))
@@ -331,9 +325,7 @@ _RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {
 
 
 def main(argv: Sequence[str]) -> None:
-  name = f"python -m {__package__}.export"
-  formatter = argparse.RawDescriptionHelpFormatter
-  parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=formatter)
+  parser = errors.parser(f"{__package__}.export", __doc__)
   parser.add_argument("run", help="the workdir of a run on a table that has ended")
   parser.add_argument("--out", required=True, help="the folder to write")
   parser.add_argument("--ann", action="store_true", help="search items by an approximate index")
@@ -343,7 +335,7 @@ def main(argv: Sequence[str]) -> None:
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
-  with in_one_line(parser):
+  with errors.in_one_line(parser):
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 

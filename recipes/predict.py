@@ -18,7 +18,6 @@ A row that cannot be read is an error, which names row and column. With --on_bad
 written without predictions; of a row with too many fields the last ones are cut off.
 """
 
-import argparse
 import collections
 import functools
 import os
@@ -28,8 +27,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from . import serving
-from .errors import UserError, in_one_line
+from . import errors, serving
+from .errors import UserError
 from .serving.rows import Chunk, Writer, bad_row, open_rows
 
 
@@ -135,11 +134,7 @@ def _shown(value: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.predict",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  parser = errors.parser(f"{__package__}.predict", __doc__)
   parser.add_argument("served", help="the folder of an export")
   parser.add_argument("rows", nargs="?", default="-", help="a file; default: the standard input")
   parser.add_argument("--top", type=int, help="two_tower, sequence: how many items; default: 10")
@@ -152,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
   )
   about = {"top": arguments.top, "on_bad_row": arguments.on_bad_row, "log": arguments.log}
   try:
-    with in_one_line(parser, but=(BrokenPipeError,)):
+    with errors.in_one_line(parser, but=(BrokenPipeError,)):
       notes = predict(arguments.served, arguments.rows, stdout, **about)
       stdout.flush()
   except BrokenPipeError:  # as by `| head`

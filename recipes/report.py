@@ -12,7 +12,6 @@ the runs' `result.json` and `metrics.jsonl`, or from copies of these called `NAM
 A folder of runs, as `--seeds=0,1,2` makes one, stands for all of them.
 """
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -28,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embed.planning import aligned
 
-from .errors import MissingFileError, UserError, importing, in_one_line, terminal
+from . import errors
+from .errors import MissingFileError, UserError, importing, terminal
 from .errors import markdown as markdown_text
 
 with importing():
@@ -276,11 +276,6 @@ def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
   """Returns the page: the curves, and a table for each data set of each recipe.
 
   A value is the mean over seeds, `±` the standard deviation (of n - 1) where there are several.
-
-  Args:
-    groups: as `grouped` returns them.
-    title: the page's.
-    plot: the picture's file, or None where there are no curves.
   """
   parts, tables = [f"# {markdown_text(title)}"], _tables(groups)
   if plot:
@@ -479,14 +474,13 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-  command = f"python -m {__package__}.report"
-  about = __doc__.replace("python -m recipes.report", command)
-  parser = argparse.ArgumentParser(command, description=about)
+  command = f"{__package__}.report"
+  parser = errors.parser(command, (__doc__ or "").replace("recipes.report", command))
   parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended, or NAME.json")
   parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
   parser.add_argument("--title", default="", help="default: the name of --out, or of the run")
   arguments = parser.parse_args(argv)
-  with in_one_line(parser):
+  with errors.in_one_line(parser):
     print(terminal(write(arguments.runs, arguments.out, arguments.title)))
 
 

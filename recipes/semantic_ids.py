@@ -18,7 +18,6 @@ TIGER (Rajput et al. 2023, section 3.1). The alternative, to move an item to the
 centroid, would separate it from similar items, and later ones could find no place.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -38,8 +37,8 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import pairwise_distances_argmin
 
-from . import files
-from .errors import DamagedFileError, UserError, in_one_line
+from . import errors, files
+from .errors import DamagedFileError, UserError
 from .serving import folder as folder_lib
 from .tables.encoding import Entities
 
@@ -278,10 +277,7 @@ def append(vectors: str | Path, folder: str | Path) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-  formatter = argparse.RawDescriptionHelpFormatter
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.semantic_ids", description=__doc__, formatter_class=formatter
-  )
+  parser = errors.parser(f"{__package__}.semantic_ids", __doc__)
   parser.add_argument("vectors", help="a Parquet file with id and vector, or an export's folder")
   target = parser.add_mutually_exclusive_group(required=True)
   target.add_argument("--out", help="the folder to write")
@@ -294,7 +290,7 @@ def main(argv: Sequence[str]) -> None:
   options = ("levels", "codes", "repair", "seed")
   if given.append and any(getattr(given, x) != parser.get_default(x) for x in options):
     parser.error("--append goes by what its folder holds: give no options of the codes")
-  with in_one_line(parser):
+  with errors.in_one_line(parser):
     if given.append:
       text = append(given.vectors, given.append)
     else:
