@@ -21,10 +21,6 @@ from .values import plain, shown, spelled, spelling_of
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
 _SIDES = ("user", "item")
-_OF_CLICKS = (
-  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life",
-  "table", "dim", "optimizer",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +224,7 @@ class _Log:
       f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
       "here: every user and item has a row of its own, and config.core leaves out rare ones"
       for name in (user, item)
-      if name and (options := _differing(kinds[name], _OF_CLICKS))
+      if name and (options := _differing(kinds[name], (*spec.OF_TABLE, "table")))
     ]
 
   def rows(self) -> list[np.ndarray]:

@@ -345,10 +345,11 @@ KINDS: dict[str, type[Kind]] = {
   )
 }  # fmt: skip
 SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
-_OF_COLUMN = (  # options of a column in the files, and of its table
-  "column", "columns", "side", "table", "dim", "optimizer", "min_count", "oov", "hash", "size",
-  "vocabulary", "capacity", "eviction", "half_life", "pattern",
+OF_TABLE = (  # options that columns of one table share
+  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
+  "optimizer",
 )  # fmt: skip
+_OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
 # Options that contradict each other: of which kinds, when, and what to write.
 _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
@@ -551,10 +552,6 @@ def table_of(name: str, kind: Kind) -> str:
 
 def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
-  shared = (
-    "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
-    "optimizer",
-  )  # fmt: skip
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category)} - {""}
   for name, kind in kinds.items():
@@ -566,7 +563,7 @@ def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
         "its own: choose another name"
       )
     # A single value has no combiner: any bag's gives its vector.
-    options = (*shared, "combiner") if isinstance(kind, Bag) else shared
+    options = (*OF_TABLE, "combiner") if isinstance(kind, Bag) else OF_TABLE
     # The table of a column's own name is filled as that column says.
     for option in options if kind.table else options[1:]:
       other, known = first.setdefault((table_of(name, kind), option), (name, kind))
