@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from .. import arrays, files
+from .. import arrays, files, sampling
 from ..errors import UserError
 from ..evaluation.metrics import click_metrics
 from ..tables import spec
@@ -52,7 +52,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     for place in ((0,), (2,))[: settings.get("labels", 1)]
   )
   splits = arrays.cut(rows, valid=0.1, test=0.1)
-  labels: dict[str, Any] = dict.fromkeys(["clicked", "liked"] if others else [], spec.Label())
+  labels: dict[str, Any] = dict.fromkeys(
+    ["clicked", "liked"] if others else ["label"], spec.Label()
+  )
   shape, dtype = ((2,), np.float32) if others else ((), np.uint8)
   label = arrays.column(folder, "label", (rows, *shape), dtype)
   dense = arrays.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
@@ -69,11 +71,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       tested.append(logits[max(splits["test"][0] - start, 0) :])
       bar.update(stop - start)
   logits, truth = np.concatenate(tested), label[splits["test"][0] :]
-  if labels:
-    each = {name: click_metrics(*x) for name, *x in zip(labels, logits.T, truth.T, strict=True)}
-    best = tasks.joined(labels, each)
-  else:
-    best = click_metrics(logits, truth)
+  of_labels = (x.T.reshape(len(labels), -1) for x in (logits, truth))
+  each = {name: click_metrics(*x) for name, *x in zip(labels, *of_labels, strict=True)}
+  best = tasks.named(labels, each)
   features = [{"name": name, "vocabulary_size": size} for name, size in _SIZES.items()]
   features.append({"name": "tags", "vocabulary_size": _TAGS, "valency": _MAX_TAGS})
   return {
@@ -85,18 +85,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   }
 
 
-def _cumulative(weights: np.ndarray) -> np.ndarray:
-  """Returns the cumulative distribution of weights; ids are drawn by its inverse."""
-  sums = np.cumsum(weights)
-  return sums / sums[-1]
-
-
 class _Teacher:
   """A factorization machine (Rendle 2010) with random weights over power-law ids."""
 
   def __init__(self, generator: np.random.Generator, exponent: float):
     self._popularity = {
-      name: _cumulative(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
+      name: sampling.cumulative(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
       for name, size in (_SIZES | {"tags": _TAGS}).items()
     }
     self._weights = {

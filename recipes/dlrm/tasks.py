@@ -381,16 +381,16 @@ def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
 
 
 def named(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-  """Returns the metrics of one label of clicks by their own names, else as `joined`."""
-  return dict(*scores.values()) if is_one_click(labels) else joined(labels, scores)
-
-
-def joined(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
   """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
-  >>> joined(ONE_CLICK, {"label": {"auc": 0.5, "logloss": 0.7}})
-  {'label_auc': 0.5, 'label_logloss': 0.7, 'logloss': 0.7}
+  Those of one label of clicks alone have their own names.
+
+  >>> scores = {"seen": {"auc": 0.5, "logloss": 0.75}, "liked": {"auc": 0.5, "logloss": 0.25}}
+  >>> named({"seen": Label(), "liked": Label(weight=2.0)}, scores)["logloss"]
+  1.25
   """
+  if is_one_click(labels):
+    return dict(*scores.values())
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
   losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
   if not losses.keys() <= named.keys():
