@@ -127,12 +127,7 @@ def check_schema(value: Any, schema: Any, name: str = "the content") -> None:
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any]) -> int:
-  """Writes the manifest of a folder whose files are finished; returns their bytes in all.
-
-  Args:
-    folder: of the files, at any depth.
-    about: further entries, JSON values.
-  """
+  """Writes the manifest of a folder of finished files, and `about`; returns their bytes in all."""
   entries = _entries(folder, _listed(folder))
   _write_sealed(folder / MANIFEST, {**about, "files": entries})
   return sum(entry["size"] for entry in entries.values())
@@ -310,11 +305,6 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
       if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise OSError(error.errno, error.strerror, str(path)) from error
   return array
-
-
-def subfolder(folder: Path, name: str) -> Path:
-  """Returns a new, empty folder in a folder."""
-  return files.new_folder(folder / name)
 
 
 def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:

@@ -81,10 +81,6 @@ class DataSet:
 class Registry(dict[str, DataSet]):
   """The data sets of a recipe by the name that `config.dataset` gives them.
 
-  Args:
-    data_sets: by name.
-    prefix: of the names of their folders in `config.cache_dir`.
-
   >>> Registry({"toy": DataSet(dict, lambda settings, folder: {})})["toys"]
   Traceback (most recent call last):
   recipes.errors.UserError: unknown dataset 'toys': choose one of ['toy']

@@ -114,14 +114,7 @@ def _cut(text: str, length: int, *, middle: bool = True) -> str:
 
 
 def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> str:
-  """Returns a Python file whose `get_config()` declares the table, of at most 30 lines.
-
-  Args:
-    plan: the columns and settings.
-    files: of the config.
-    format: settings of `Format` that are not the defaults.
-    command: that writes the file.
-  """
+  """Returns a Python file whose `get_config()` declares the table, of at most 30 lines."""
   written = terminal(command).replace("\n", "\\n")
   written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]

@@ -22,9 +22,6 @@ def draw(profile: Profile, path: str | Path | None = None) -> Figure:
     profile: the result of `embed.profile`.
     path: a file to write the figure to as well, in the format of its ending.
 
-  Returns:
-    The figure, which a notebook shows.
-
   >>> features = embed.FeatureConfig(embed.TableConfig(9, 2))
   >>> figure = draw(embed.profile(features, [np.array([1, 2, 2])]))
   >>> [axes.get_title() for axes in figure.axes]

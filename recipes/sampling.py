@@ -18,11 +18,6 @@ def cumulative(weights: np.ndarray) -> np.ndarray:
 def draw(generator: np.random.Generator, cumulative: np.ndarray, shape) -> np.ndarray:
   """Returns ids int32 of the given shape, drawn with replacement.
 
-  Args:
-    generator: of the draws.
-    cumulative: the distribution, as `cumulative` returns it.
-    shape: of the result.
-
   >>> draw(np.random.default_rng(0), cumulative(np.array([0.0, 2.0, 0.0])), 3).tolist()
   [1, 1, 1]
   """

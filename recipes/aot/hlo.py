@@ -236,11 +236,7 @@ class Program:
     return runs
 
   def collectives(self, counted: Callable[[Instruction], bool] | None = None) -> list[Collective]:
-    """Returns the exchanges between devices, equal ones added up, the largest first.
-
-    Args:
-      counted: which instructions to count; None counts all.
-    """
+    """Returns the exchanges between devices, equal ones added up, the largest first."""
     counts: collections.Counter[tuple] = collections.Counter()
     for i in self.instructions:
       opcode = i.opcode.removesuffix("-start")
@@ -283,9 +279,6 @@ class Program:
 
     A program that computes in 16 bits itself may have all-reduces of them, which the compiler adds
     for the gradients of dense parameters.
-
-    Args:
-      stablehlo: the text that was compiled, `lowered.as_text()`.
     """
     used = set(_TENSOR.findall(stablehlo))
     asked: dict[str, set[str]] = collections.defaultdict(set)

@@ -19,15 +19,7 @@ State = dict[str, nnx.Module]  # model and optimizer, as shapes with shardings
 
 
 def step(compiled: Any, stablehlo: str, state: State, mesh: Mesh, available: int) -> dict[str, Any]:
-  """Returns the report's part on a compiled training step.
-
-  Args:
-    compiled: the `jax.stages.Compiled`.
-    stablehlo: the text that was compiled.
-    state: model and optimizer.
-    mesh: that it was compiled for.
-    available: bytes of memory of a device.
-  """
+  """Returns the report's part on a compiled training step."""
   program = hlo.Program(compiled.as_text())
   costs = compiled.cost_analysis() or {}  # None of GPUs
   estimates = ("flops", "bytes accessed", "transcendentals", "optimal_seconds")

@@ -170,10 +170,6 @@ def count_rows(path: Path) -> int:
 def read(path: Path, stage: Stage) -> Iterator[Rows]:
   """Yields the rows of a file in blocks.
 
-  Args:
-    path: a file of tab-separated rows.
-    stage: where the text is kept while it is read.
-
   Raises:
     DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
   """

@@ -550,10 +550,6 @@ def _as_users(ids: np.ndarray, num_users: int | None) -> np.ndarray:
 def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
   """Returns the names of what a run's `RankingMetrics` computes that can select a state.
 
-  Args:
-    ks: the cutoffs, `config.ks`.
-    num_items: the catalogue.
-
   Raises:
     UserError: a cutoff is not between 1 and the number of items; says which ones to write.
 

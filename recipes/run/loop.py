@@ -391,12 +391,7 @@ class Run:
 
 
 def check_select(select: str, metrics: Collection[str]) -> None:
-  """Raises UserError unless validation has the metric that selects; "" selects nothing.
-
-  Args:
-    select: as "valid_auc".
-    metrics: the names that validation has, as "valid_auc".
-  """
+  """Raises UserError unless validation has the metric that selects; "" selects nothing."""
   if select and not metrics:
     raise UserError(
       f"config.select is {select!r}, and no rows validate: pass --config.select= to test the state "

@@ -117,10 +117,6 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   Call it first, after `hosts.start`: a finished run then reports without loading any data, and a
   workdir that `held` would reject is rejected at once. The main process decides for all.
 
-  Args:
-    config: of the run, as asked for.
-    workdir: of the run.
-
   Raises:
     UserError: the workdir holds a run of another config; names the fields that differ. Or another
       process trains in it, or it cannot be written to, or it is a URL.

@@ -44,9 +44,6 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     workdir: the run's folder.
     writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
 
-  Returns:
-    The content of result.json.
-
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """

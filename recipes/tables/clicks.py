@@ -22,14 +22,7 @@ _SIDES = {"user": spec.User, "item": spec.Item}
 
 
 class OneMachine:
-  """Reads the rows of a table in this process, and writes their columns.
-
-  Args:
-    table: the settings.
-    by: how rows are split; see `RowReader`.
-    folder: of the columns.
-    stage: with a folder for copies.
-  """
+  """Reads the rows of a table in this process, and writes their columns."""
 
   def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
     self._table, self._folder, self._stage = table, folder, stage
@@ -45,13 +38,7 @@ class OneMachine:
     return self._store, self._reader.notes
 
   def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
-    """Writes the columns; returns the hashes of the files, for the meta.
-
-    Args:
-      encoder: of the rows.
-      serve: the folder that it has been saved to.
-      sizes: rows by split.
-    """
+    """Writes the columns; returns the hashes of the files, for the meta."""
     hashed = {  # while ids are written; one task a file, since an error cancels those to come
       name: self._stage.background.submit(files.digest, path)
       for path, name in self._table.names.items()
@@ -72,11 +59,6 @@ def build(
 
   `label` is uint8 `[N]` of one label of clicks, else float32 `[N, labels]`: see `rows.RowReader`.
   The table is read once, and a copy of the rows is kept until vocabularies and means are known.
-
-  Args:
-    settings: of the table.
-    folder: of the columns.
-    engine: `OneMachine`, or another class with its methods.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.

@@ -277,10 +277,6 @@ _PREFIX = "history_"  # of the columns that batches do not have
 class Rows:
   """Users, times, splits and labels of all rows of a table, while it is prepared.
 
-  Args:
-    table: the settings.
-    histories: as declared.
-
   Attributes:
     has_dates: whether the times are dates, not numbers; known when all rows are added.
   """

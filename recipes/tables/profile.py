@@ -225,11 +225,6 @@ class Sample:
 def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
   """Reads a sample: the first rows, and of several files or row groups some of each.
 
-  Args:
-    paths: of the files.
-    format: of text files.
-    num_rows: to read, at most.
-
   Raises:
     DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
     UserError: the format does not fit the files.

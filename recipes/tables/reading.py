@@ -167,9 +167,6 @@ class Reader:
       name: of the column whose values are bad.
       kind, hint: as of `values.Problem`.
 
-    Returns:
-      The rows that are not bad.
-
     Raises:
       DamagedFileError: `on_bad_row` is "raise"; names file, row, column and value.
     """

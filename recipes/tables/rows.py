@@ -28,13 +28,7 @@ _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "te
 
 
 def open_source(source: Source, on_bad_row: str, **options: Any) -> Reader:
-  """Returns the reader of a source's declared columns, and of its key by the name "".
-
-  Args:
-    source: the files and columns.
-    on_bad_row: "raise" or "skip".
-    options: of `Reader`.
-  """
+  """Returns the reader of a source's declared columns, and of its key by the name ""."""
   wanted = spec.ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   columns = {name: names for name, (names, _) in wanted.items()}
   how = {name: each for name, (_, each) in wanted.items()}

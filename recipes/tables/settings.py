@@ -277,7 +277,7 @@ def settings(config) -> dict[str, Any]:
 
 def serve_folder(settings: Mapping[str, Any], folder: Path) -> Path:
   """Makes and returns the folder `serve` of the columns; it tells predictions how rows are read."""
-  serve = arrays.subfolder(folder, "serve")
+  serve = files.new_folder(folder / "serve")
   about = {"columns": settings["rows"]["columns"], "format": settings["rows"]["format"]}
   arrays.write_json(serve / READING, about)
   return serve

@@ -136,10 +136,6 @@ class Stage:
 class ParquetFile:
   """A Parquet file.
 
-  Attributes:
-    path: of the file.
-    names, types: of the columns, in order.
-
   Raises:
     DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
   """

@@ -132,7 +132,7 @@ class Cluster:
 
   def read(self) -> tuple[Store, list[str]]:
     """Copies all rows, and writes their splits; see `clicks.OneMachine`."""
-    split = arrays.subfolder(self._folder, "split.parquet")
+    split = files.new_folder(self._folder / "split.parquet")
     read = self._run(functools.partial(_read, bounds=self._bounds()))
     for file, path, (account, sizes, digest) in zip(self._files, self._paths, read, strict=True):
       self._reader.account.join(account)
@@ -146,7 +146,7 @@ class Cluster:
   def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes a shard for each file with rows; see `clicks.OneMachine`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
-    arrays.subfolder(self._folder, _SHARDS)
+    files.new_folder(self._folder / _SHARDS)
     written = self._run(
       functools.partial(_write, serve=serve.absolute(), target=self._folder, sizes=self._sizes)
     )
@@ -331,9 +331,6 @@ class Shards(arrays.Columns):
 
   Each shard holds rows of all splits in this order. A column is read by a slice or an array of row
   numbers, which opens the shards that hold these rows and no others.
-
-  Args:
-    folder: of the prepared data.
   """
 
   def __init__(self, folder: str | Path):
