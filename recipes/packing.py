@@ -6,6 +6,8 @@ sequences of a row apart. Which sequences share a row is decided once, when the 
 an epoch shuffles the rows.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .errors import UserError
@@ -42,7 +44,9 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
   return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
-def padded(values: np.ndarray, lengths: np.ndarray, width: int, fill: int = -1) -> np.ndarray:
+def padded(
+  values: np.ndarray, lengths: Sequence[int] | np.ndarray, width: int, fill: int = -1
+) -> np.ndarray:
   """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
   rows = np.full((len(lengths), width), fill, np.int32)
   rows[np.arange(width) < np.asarray(lengths)[:, None]] = values
