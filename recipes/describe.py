@@ -288,11 +288,7 @@ def _files(names: Sequence[str]) -> Any:
 
 
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
-  """Yields the blocks of text to print, and writes the config.
-
-  Raises:
-    UserError: a file or an option has to be changed; says how.
-  """
+  """Yields the blocks of text to print, and writes the config."""
   out, files = arguments.out, _files(arguments.files)
   if out and not out.endswith(".py"):
     raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")

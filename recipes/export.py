@@ -125,11 +125,7 @@ def export(
 
 
 def _opened(workdir: Path) -> runs.Opened:
-  """Opens a run on a table.
-
-  Raises:
-    UserError: there is none, it is of no table, or has not ended.
-  """
+  """Opens a run on a table."""
   if runs.has_checkpoint(workdir) and not (workdir / "serve").is_dir():
     raise MissingFileError(
       f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have. If "
@@ -139,11 +135,7 @@ def _opened(workdir: Path) -> runs.Opened:
 
 
 def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = None) -> _Parts:
-  """Returns the parts of a run's recipe.
-
-  Raises:
-    UserError: a value of the config is none of a run, or a file of the transforms is damaged.
-  """
+  """Returns the parts of a run's recipe."""
   serve = workdir / "serve"
   try:
     with from_settings():

@@ -60,9 +60,6 @@ def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
     lengths: int `[S]`, up to `width`.
     width: the number of places.
     aligned: "end" puts the last item at `width - 1` as left padding does, "start" the first at 0.
-
-  Raises:
-    ValueError: `aligned` is neither.
   """
   if aligned not in ("start", "end"):
     raise UserError(f"unknown alignment of positions {aligned!r}: choose start or end")

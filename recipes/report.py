@@ -445,9 +445,6 @@ def write(paths: Sequence[str | Path], out: str | Path | None = None, title: str
     paths: workdirs, copies of results, or folders of workdirs.
     out: where to write, without suffix; None is `report` in the first folder.
     title: of the page; "" is the name of `out`, or of the first run.
-
-  Raises:
-    UserError: as `load` and `grouped`.
   """
   first, runs = Path(paths[0]), list(map(load, _expanded(paths)))
   default = first.with_suffix("") if first.is_file() else first / "report"

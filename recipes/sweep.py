@@ -106,9 +106,6 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
 def trials(sweep: Sweep) -> list[dict[str, Any]]:
   """Returns the trials of a grid or of a list, each a dict of settings.
 
-  Raises:
-    UserError: it is neither, or empty.
-
   >>> trials({"dropout": [0.1, 0.3], "table.learning_rate": [0.01]})
   [{'dropout': 0.1, 'table.learning_rate': 0.01}, {'dropout': 0.3, 'table.learning_rate': 0.01}]
   >>> trials([{"loss": "softmax"}, {"loss": "bce", "negatives.shared": False}])

@@ -130,11 +130,7 @@ class ClickData:
 
 
 def load(config) -> ClickData:
-  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
-
-  Raises:
-    UserError: as `Registry.load`.
-  """
+  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   return _click_data(DATA_SETS.load(config))
 
 

@@ -233,11 +233,7 @@ class ClickMetrics:
     return {"auc": auc} | _of_sums(loss, prediction, float(clicks.sum()), total)
 
   def auc_error(self) -> float:
-    """Returns the bound on the error of the AUC so far: see the class.
-
-    Raises:
-      UserError: as `compute`.
-    """
+    """Returns the bound on the error of the AUC so far: see the class."""
     misses, clicks = self._counts
     return float(np.dot(clicks, misses) / (2 * clicks.sum() * misses.sum()))
 
@@ -252,9 +248,6 @@ class ClickMetrics:
 
     Returns:
       float64 `[bins, 3]`: mean prediction, rate of clicks, and the share of the examples.
-
-    Raises:
-      UserError: as `compute`.
     """
     misses, clicks = self._counts
     amount, prediction = misses + clicks, expit(_middles()[self._total_bins])

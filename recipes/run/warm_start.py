@@ -36,9 +36,6 @@ def start(run: Run) -> None:
   """Puts the state of the run `config.init_from`, if there is one, into a run that is new.
 
   The other run may then train on, or be removed: this one does not need it any more.
-
-  Raises:
-    UserError: as `take`.
   """
   if not run.is_new or not run.asked.init_from:
     return
@@ -151,11 +148,7 @@ class _Other:
 
 
 def _matches(tables: Arrays, other: _Other, rename: str) -> dict[str, str]:
-  """Returns the key of the other run's table for each table that has one there.
-
-  Raises:
-    UserError: a renamed table is in neither run, or no table corresponds.
-  """
+  """Returns the key of the other run's table for each table that has one there."""
   renamed = dict[str, str]()
   for text in filter(None, rename.split(",")):
     new, _, old = (part.strip() for part in text.partition("="))

@@ -92,11 +92,7 @@ class SequenceData:
 
 
 def load(config) -> SequenceData:
-  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
-
-  Raises:
-    UserError: as `Registry.load`.
-  """
+  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   prepared = DATA_SETS.load(config)
   columns = prepared.columns
   layout = {

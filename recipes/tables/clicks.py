@@ -160,12 +160,7 @@ def copy_rows(
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-  """Returns the rows by split, int64 `[3]`, and a line about those of each label.
-
-  Raises:
-    UserError: a split has no rows, or a label has no value there, one outcome alone, or no weight
-      on one; says what was left out.
-  """
+  """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
   also = "".join(f"; {line}" for line in left_out)
   sizes, lines = np.zeros(3, np.int64), []
   for column, (label, kind) in zip(label_columns(table), table.labels.items(), strict=True):

@@ -240,12 +240,7 @@ class Table:
 
 
 def settings(config) -> dict[str, Any]:
-  """Returns everything the prepared columns depend on, as JSON values.
-
-  Raises:
-    UserError: a setting is wrong.
-    MissingFileError: a file is missing.
-  """
+  """Returns everything the prepared columns depend on, as JSON values."""
   for fault in _faults(config):
     raise UserError(fault)
   about = {
@@ -323,11 +318,7 @@ def _source(config, place: str) -> dict[str, Any]:
 
 
 def parsed(settings: Mapping[str, Any]) -> Table:
-  """Returns the settings as an object.
-
-  Raises:
-    UserError: a column is declared wrongly.
-  """
+  """Returns the settings as an object."""
 
   def source(about: Mapping[str, Any], place: str) -> Source:
     stamps = {name: {Path(each[0]): each for each in of} for name, of in about["files"].items()}
@@ -395,9 +386,6 @@ def first_time(text: str, name: str) -> tuple[bool, float]:
   Args:
     text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
     name: of the setting.
-
-  Raises:
-    UserError: the text is neither.
 
   >>> first_time("1970-01-02", "test_from")
   (True, 86400000000.0)

@@ -166,11 +166,7 @@ class Cluster:
     }
 
   def _run(self, task: Callable[[_File], Any]) -> list[Any]:
-    """Runs a task for each file; returns the results in the order of the files.
-
-    Raises:
-      UserError: of the first file whose task raised one.
-    """
+    """Runs a task for each file; returns the results in the order of the files."""
     numbers = self._session.range(0, len(self._files), 1, len(self._files))
     call = functools.partial(_call, task, self._files[0])
     answers = numbers.mapInArrow(call, "number long, result binary").toArrow()

@@ -25,11 +25,7 @@ def table_initializer(config) -> Any:
 
 
 def dtype(config, setting: str) -> Any:
-  """Returns the dtype that a setting names: `dtype`, of computation, or `table_dtype`, of rows.
-
-  Raises:
-    UserError: it is another than float32 and bfloat16.
-  """
+  """Returns the dtype that a setting names: `dtype`, of computation, or `table_dtype`, of rows."""
   name = config[setting]
   if name not in _DTYPES:
     raise UserError(f"{setting} is {name!r}: choose {' or '.join(_DTYPES)}")
@@ -67,11 +63,7 @@ def dense_optimizer(config) -> optax.GradientTransformation:
 
 
 def table_optimizer(config, name: str = "") -> Any:
-  """Returns a sparse optimizer of `embed` by name, by default `config.table.optimizer`.
-
-  Raises:
-    ValueError: the name is unknown.
-  """
+  """Returns a sparse optimizer of `embed` by name, by default `config.table.optimizer`."""
   name = name or config.table.optimizer
   make: dict[str, Callable[..., embed.RowOptimizer]] = {
     "adagrad": embed.adagrad,

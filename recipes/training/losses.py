@@ -71,9 +71,6 @@ def gbce_beta(num_negatives: int, num_items: int, calibration: float) -> float:
 
   Petrov and Macdonald 2023 (gSASRec), equations 8 and 12. Calibration t = 0 is BCE; at 1 the
   probabilities equal BCE's over all items.
-
-  Raises:
-    ValueError: the calibration is not in [0, 1].
   """
   if not 0 <= calibration <= 1:
     raise UserError(f"the calibration of gBCE must be in [0, 1], got {calibration}")

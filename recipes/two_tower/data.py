@@ -148,11 +148,7 @@ class RetrievalData:
 
 
 def load(config) -> RetrievalData:
-  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
-
-  Raises:
-    UserError: as `Registry.load`.
-  """
+  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   prepared = DATA_SETS.load(config)
   features = {
     side: tuple(Feature(**feature) for feature in prepared.meta["features"][side])
