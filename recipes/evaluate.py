@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 from absl import logging
@@ -83,27 +84,21 @@ def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
   grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
-  grouped: list[dict[str, np.ndarray]] = []
-  scores: list[np.ndarray] = []
-  labels: list[np.ndarray] = []
-  weights: list[np.ndarray] = []
   weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
   if model.encoder.histories:
     for rows in reader:
       model.memory.add(rows.chunk.columns)
+  chunks = []
   for rows in reader:
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
     inputs, _ = model.inputs(values, count)
-    scores.append(model.scores(inputs))
-    labels.append(rows.label)
-    weights.append(values[weight_name] if weight_name else np.ones(count))
-    grouped.append({name: inputs["features"][name] for name in grouping.features})
-  score, label = np.concatenate(scores), np.concatenate(labels).reshape(-1, len(table.labels))
-  weight = np.concatenate(weights).astype(np.float64)
-  of_rows = {name: np.concatenate([ids[name] for ids in grouped]) for name in grouping.features}
+    chunk = {name: inputs["features"][name] for name in grouping.features}
+    weight = values[weight_name] if weight_name else np.ones(count)
+    chunks.append((model.scores(inputs), rows.label, weight, chunk))
+  score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
+  score, label = score.reshape(len(label), -1), label.reshape(len(label), -1)
   found, targets, place = {}, dict(zip(table.labels, label.T, strict=True)), 0
-  score = score.reshape(len(score), -1)
   for name, kind in model.labels.items():
     own, target = score[:, place : (place := place + kind.num_outputs)], targets[name]
     counts = ~np.isnan(target) & (weight > 0)

@@ -11,7 +11,6 @@ README.md       how to use it
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ def export(
   if unknown or not platforms:
     raise UserError(f"--platforms is {','.join(platforms)!r}: choose of {', '.join(PLATFORMS)}")
   run = _opened(workdir)
-  _check_out(out)
+  files.check_out(out, folder_lib.NAME)
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
@@ -147,16 +146,6 @@ def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = N
     raise DamagedFileError(
       f"{workdir / 'config.json'} or {serve} is damaged ({reason}): train again"
     ) from error
-
-
-def _check_out(out: Path) -> None:
-  is_empty = out.is_dir() and not any(out.iterdir())
-  if out.exists() and not (out / folder_lib.NAME).exists() and not is_empty:
-    raise UserError(f"--out={out} holds other files: choose a new folder")
-  parent = next(path for path in (out.absolute().parent, *out.absolute().parents) if path.exists())
-  if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-    raise UserError(f"--out={out} cannot be written to, because {parent} cannot: choose another")
-  out.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:

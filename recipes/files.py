@@ -125,6 +125,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
   shutil.rmtree(old.parent, ignore_errors=True)
 
 
+def check_out(out: Path, marker: str) -> None:
+  """Makes the parent of a folder to write; raises UserError where that cannot be.
+
+  A folder with files is replaced only if `marker`, the name of one, says that it is an earlier one.
+  """
+  is_empty = out.is_dir() and not any(out.iterdir())
+  if out.exists() and not (out / marker).exists() and not is_empty:
+    raise UserError(f"--out={out} holds other files: choose a new folder")
+  parent = next(path for path in out.absolute().parents if path.exists())
+  if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    raise UserError(f"--out={out} cannot be written to, because {parent} cannot: choose another")
+  out.absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
 def latest(path: Path) -> Path:
   """Returns a folder that `replacing_folder` writes, or the earlier one while there is none."""
   return _earlier(path) if not os.path.lexists(path) and _earlier(path).is_dir() else path

@@ -232,8 +232,7 @@ def write(
     UserError: as `read_vectors` and `fit`, or `out` holds other files.
   """
   out = Path(out)
-  if out.exists() and not (out / CODES).exists() and not (out.is_dir() and not any(out.iterdir())):
-    raise UserError(f"--out={out} holds other files: choose a new folder")
+  files.check_out(out, CODES)
   ids, points = read_vectors(vectors)
   centroids = fit(points, levels=levels, size=size, seed=seed)
   codes = assign(points, centroids)
@@ -241,7 +240,6 @@ def write(
   if repair:
     codes = repaired(codes)
     lines.append(f"repaired: {report(codes)}")
-  out.absolute().parent.mkdir(parents=True, exist_ok=True)
   with files.replacing_folder(out) as partial:
     np.savez(partial / CENTROIDS, *centroids)
     _write(partial, ids, codes)

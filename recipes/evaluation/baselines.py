@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -242,10 +243,8 @@ def ranking_tasks(
   relevant: Mapping[str, scipy.sparse.csr_matrix],
   ks: Sequence[int],
   *,
-  exclude_seen: bool,
-  counts: np.ndarray | None = None,
   ease_l2: Sequence[float] = (),
-  select: str = "",
+  **options: Any,
 ) -> dict[str, Callable[[], dict[str, float]]]:
   """Returns what fits and ranks popularity, item kNN and EASE, by their names.
 
@@ -253,7 +252,7 @@ def ranking_tasks(
 
   Args:
     train: `[users, items]`, ones.
-    histories, relevant, ks, exclude_seen, counts, select: as for `best_ranking`.
+    histories, relevant, ks, options: as for `best_ranking`.
     ease_l2: penalties of EASE to choose from.
   """
   penalties: dict[str, Sequence[float]] = {
@@ -264,9 +263,7 @@ def ranking_tasks(
 
   def fit(name: str) -> dict[str, float]:
     candidates = {l2: functools.partial(scorer, name, train, l2) for l2 in penalties[name]}
-    return best_ranking(
-      candidates, histories, relevant, ks, exclude_seen=exclude_seen, counts=counts, select=select
-    )
+    return best_ranking(candidates, histories, relevant, ks, **options)
 
   return {name: functools.partial(fit, name) for name, values in penalties.items() if values}
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.encoding import Fitted
-from ..tables.formats import Format, find_delimiter, repeated
+from ..tables.formats import Format, find_delimiter, quoting, repeated
 from ..tables.values import Problem, ReadAs, bits, converted, lengths_of, plain, refusal
 
 Wanted = dict[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
@@ -312,13 +312,8 @@ class TextRows:
         if line := line.rstrip("\r\n"):
           yield (line.strip(" ") if self.delimiter == " " else line).split(self.delimiter, most)
       return
-    quote = self._format.quote
-    records = csv.reader(
-      chain(lines, [_END]),
-      delimiter=self.delimiter,
-      quotechar=quote or None,
-      quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
-    )
+    how = quoting(self.delimiter, self._format.quote)
+    records = csv.reader(chain(lines, [_END]), **how)
     for record in records:
       if record == [_END]:
         return
