@@ -111,7 +111,7 @@ def declared(table: "Table") -> list[History]:
           f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
         )
   for name, kind in kinds.items():
-    if not (isinstance(kind, spec.Ordered) and kind.of):
+    if not spec.is_history(kind):
       continue
     place = f"config.columns[{name!r}]"
     table.require(spec.User, f"whose earlier rows {name!r} holds")
@@ -134,7 +134,7 @@ def declared(table: "Table") -> list[History]:
     table_of = spec.table_of(kind.of, kinds[kind.of])
     for other, each in kinds.items():  # one table has one combiner
       if isinstance(each, spec.Bag) and each.combiner != kind.combiner:
-        owner = each.of if isinstance(each, spec.Ordered) and each.of else other
+        owner = each.of if spec.is_history(each) else other
         if owner in kinds and spec.table_of(owner, kinds[owner]) == table_of:
           raise UserError(f"{place} and {other!r} share a table: give both one combiner")
   return found

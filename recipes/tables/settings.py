@@ -81,10 +81,9 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
   settings = merged(DEFAULTS | dict(defaults), given, "config")
   # A dict within a ConfigDict would lose its order.
   in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
-  settings["columns"] = in_order(spec.expand(settings["columns"]))
-  for side in ("user_table", "item_table"):
-    columns = spec.expand(settings[side]["columns"], f"config.{side}.columns")
-    settings[side]["columns"] = in_order(columns)
+  sides = {f"config.{side}": settings[side] for side in ("user_table", "item_table")}
+  for place, group in {"config": settings, **sides}.items():
+    group["columns"] = in_order(spec.as_dicts(spec.parse(group["columns"], f"{place}.columns")))
   return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
 
 

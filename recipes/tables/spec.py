@@ -21,7 +21,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from ..errors import UserError
 from .values import ReadAs, as_text
@@ -489,19 +489,12 @@ def _fault_of_part(part: Kind | None, side: str) -> str:
   return ""
 
 
-def expand(
-  columns: Mapping[str, Any], setting: str = "config.columns"
-) -> dict[str, dict[str, Any]]:
-  """Returns the declarations as dicts with all options, so that each can be set by a flag.
+def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
+  """Returns kinds as declarations with all options, so that each can be set by a flag.
 
-  >>> expand({"when": "split"})
+  >>> as_dicts(parse({"when": "split"}))
   {'when': {'kind': 'split', 'column': ''}}
   """
-  return as_dicts(parse(columns, setting))
-
-
-def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
-  """Returns kinds as the declarations that `parse` makes them of."""
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
 
 
@@ -524,7 +517,7 @@ def is_one_click(labels: Mapping[str, Label]) -> bool:
   return [label.loss for label in labels.values()] == ["binary"]
 
 
-def is_history(kind: Kind) -> bool:
+def is_history(kind: Kind) -> TypeGuard[Ordered]:
   """Whether a column is a sequence that is built of earlier rows."""
   return isinstance(kind, Ordered) and bool(kind.of)
 

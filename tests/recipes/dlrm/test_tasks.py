@@ -178,17 +178,16 @@ CLICKS = data.ClickData({}, {}, (), {}, {})
 # --- tables ---------------------------------------------------------------------------------------
 
 HEADER = ("clicked", "liked", "size", "seconds", "city", "price", "part")
-COLUMNS = spec.expand(
-  {
-    "clicked": "label",
-    "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
-    "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
-    "seconds": {"kind": "label", "loss": "squared_log"},
-    "city": {"kind": "category", "min_count": 1},
-    "price": "number",
-    "part": "split",
-  }
-)
+DECLARED = {
+  "clicked": "label",
+  "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
+  "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
+  "seconds": {"kind": "label", "loss": "squared_log"},
+  "city": {"kind": "category", "min_count": 1},
+  "price": "number",
+  "part": "split",
+}
+COLUMNS = spec.as_dicts(spec.parse(DECLARED))
 
 
 def write_rows(path, rows=400):

@@ -21,7 +21,7 @@ def test_expanded_declarations_parse_to_the_same():
     "city": {"kind": "category", "hash": 100},
     "home.city": {"kind": "category", "hash": 50, "side": "user"},
   }
-  expanded = spec.expand(columns)
+  expanded = spec.as_dicts(spec.parse(columns))
   assert spec.parse(expanded) == spec.parse(columns)
   assert list(expanded) == list(columns)
   assert expanded["y"]["positive"] == ("4", "5")
