@@ -53,6 +53,24 @@ def padded(
   return rows
 
 
+def questions(
+  items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str, ask: int
+) -> dict[str, np.ndarray]:
+  """Returns rows of one sequence each, by which a model is asked what comes next.
+
+  `items` int32 `[S, width]` of all sequences, one after the other, `counts` of each, -1 after them;
+  `segments`, 0, or -1 for none; `positions`, as there; and `last` `[S]`, the column whose output is
+  the prediction: with `ask` 1 one more column, which has no item (a mask).
+  """
+  lengths = np.maximum(counts + ask, 1)  # without any item the answer is not used
+  return {
+    "items": padded(items, counts, width),
+    "segments": np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32),
+    "positions": padded(positions(lengths, places, aligned), lengths, width, 0),
+    "last": (lengths - 1).astype(np.int32),
+  }
+
+
 def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
   """Returns the place of every item of every sequence among `width` places, one after the other.
 

@@ -428,11 +428,10 @@ def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
 class EvalBatches:
   """Batch number -> users with their histories, of similar length within a batch.
 
-  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 after
-  them), `segments` `[B, W]` (0, or -1 for none), `positions` `[B, W]`, `last` `[B]`, the column
-  whose output is the prediction, `seen` `[B, E]`, all items of the history (-1 for none), `target`
-  `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`; with
-  `config.time_buckets` `times` `[B, W]`, of the items.
+  A batch holds, for B users, the `packing.questions` of their last items, of width W, `seen` int32
+  `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item (-1 where
+  the row fills up the last batch), and `user` `[B]`; with `config.time_buckets` `times` `[B, W]`,
+  of the items.
   W and E are of few sizes, so that few shapes are compiled.
 
   Args:
@@ -467,14 +466,9 @@ class EvalBatches:
     seen = self._cut(self._items, start, stop, retrieval.list_width(longest), -1)
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
-    lengths = kept + self._ask
-    columns = np.arange(width)
-    positions = packing.positions(lengths, self._max_length, self._positions)
-    batch = {
-      "items": self._cut(self._items, stop - kept, stop, width, -1),
-      "segments": np.where(columns < lengths[:, None], 0, -1).astype(np.int32),
-      "positions": packing.padded(positions, lengths, width, 0),
-      "last": (lengths - 1).astype(np.int32),
+    items = self._items[packing.ranges(stop - kept, kept)]
+    how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
+    batch = packing.questions(items, kept, width, **how) | {
       "seen": seen,
       "target": self._items[stop][:, None].astype(np.int32),
       "user": users.astype(np.int32),

@@ -478,21 +478,13 @@ def _two_tower_inputs(
 def _sequence_inputs(
   queries: _Queries, about: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Returns rows as `sequence.data.EvalBatches` does, and which of them have items, `[B]`."""
+  """Returns the `packing.questions` of the last items, and which rows have any, `[B]`."""
   width, ask = about["max_length"], about["ask"]
   kept = np.array([min(len(items), width - ask) for items in queries.histories])
-  lengths = np.maximum(kept + ask, 1)  # without any item the answer is not used
-  inside = np.arange(width) < lengths[:, None]
   latest = zip(queries.histories, kept.tolist(), strict=True)
-  items = _padded([history[len(history) - count :] for history, count in latest], width)
-  positions = packing.positions(lengths, width, about["positions"])
-  inputs = {
-    "items": items,
-    "segments": np.where(inside, 0, -1).astype(np.int32),
-    "positions": packing.padded(positions, lengths, width, 0),
-    "last": (lengths - 1).astype(np.int32),
-  }
-  return inputs, kept > 0
+  items = np.concatenate([history[len(history) - count :] for history, count in latest])
+  how = {"places": width, "aligned": about["positions"], "ask": ask}
+  return packing.questions(items, kept, width, **how), kept > 0
 
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:

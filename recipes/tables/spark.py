@@ -222,7 +222,8 @@ class _Rows(Store):
 
   def query(self, sql: str) -> pa.Table:
     answer = self._session.sql(sql).toArrow()
-    return answer.cast(pa.schema([(f.name, _plain(f.type)) for f in answer.schema]))
+    plain = lambda stored: pa.string() if pa.types.is_large_string(stored) else stored
+    return answer.cast(pa.schema([(f.name, plain(f.type)) for f in answer.schema]))
 
   def table(self, name: str, sql: str) -> str:
     """Has Spark write the answer to a query to the stage; returns SQL for it."""
@@ -238,10 +239,6 @@ def _shard(folder: Path, number: int) -> Path:
 def _uri(path: Path) -> str:
   """Returns a path as Spark reads it, which would expand patterns in the names of folders."""
   return "file://" + re.sub(r"([\\*?\[\]{}])", r"\\\1", str(path))
-
-
-def _plain(stored: pa.DataType) -> pa.DataType:
-  return pa.string() if pa.types.is_large_string(stored) else stored
 
 
 # --- in the tasks ---------------------------------------------------------------------------------
