@@ -18,12 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserError
-from ..evaluation.metrics import (
-  CLICK_NAMES,
-  ClickMetrics,
-  GroupedClickMetrics,
-  Groups,
-)
+from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics, Groups, added
 from ..tables.spec import Label, is_one_click
 from ..training import layers, losses
 
@@ -306,7 +301,7 @@ class Metrics:
       of_clicks[name] = of_clicks[name].update(logits, target, weight=amount)
       if name in grouped:
         grouped[name] = grouped[name].update(logits, target, ids, weight=amount)
-    sums = _added(self.sums, jax.device_get(sums))
+    sums = added(self.sums, jax.device_get(sums))
     return dataclasses.replace(self, clicks=of_clicks, grouped=grouped, sums=sums)
 
   def merge(self, other: "Metrics") -> "Metrics":
@@ -316,7 +311,7 @@ class Metrics:
       self,
       clicks=both(self.clicks, other.clicks),
       grouped=both(self.grouped, other.grouped),
-      sums=_added(self.sums, other.sums),
+      sums=added(self.sums, other.sums),
     )
 
   def compute(self) -> dict[str, Any]:
@@ -333,11 +328,6 @@ class Metrics:
         names = (label.metric, "accuracy")[: len(sums)]
         scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
     return named(dict(self.labels), scores)
-
-
-def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  of = lambda sums, name: np.asarray(sums.get(name, 0), np.float64)
-  return {name: of(a, name) + of(b, name) for name in {**a, **b}}
 
 
 @functools.cache

@@ -556,11 +556,8 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
       f"that number. Write --config.ks='{fit}', and for example "
       f"--config.select=valid_ndcg@{fit[0]}"
     )
-  each = (*_OF_HITS, "coverage")
+  each = ("recall", "ndcg", "hr", "precision", "coverage")
   return (*(f"{name}@{k}" for k in ks for name in each), "mrr")
-
-
-_OF_HITS = ("recall", "ndcg", "hr", "precision")
 
 
 @functools.partial(
@@ -584,7 +581,7 @@ class RankingMetrics:
 
   Attributes:
     ks: the cutoffs.
-    sums: float64 `[metrics]`, of the examples so far.
+    sums: of the examples so far, float64 by name.
     examples: int `[]`, how many.
     best: int32 `[items]`, the best place, from 0, that an item has had; `[0]` without a catalogue.
     popularity: `[items]`, how often each item is in training; `[0]` if it is not known.
@@ -596,7 +593,7 @@ class RankingMetrics:
   """
 
   ks: tuple[int, ...]
-  sums: np.ndarray
+  sums: dict[str, Any]
   examples: np.ndarray
   best: np.ndarray
   popularity: np.ndarray
@@ -613,9 +610,8 @@ class RankingMetrics:
       popularity: `[items]`, how often each item is in training, for popularity and coverage.
     """
     popularity = np.empty(0) if popularity is None else np.asarray(popularity)
-    names = _ranking_names(ks, bool(len(popularity)))
     best = np.full(len(popularity) or num_items, _NEVER, np.int32)
-    return cls(tuple(ks), np.zeros(len(names)), np.zeros((), np.int64), best, popularity)
+    return cls(tuple(ks), {}, np.zeros((), np.int64), best, popularity)
 
   def update(self, top_ids, relevant, mask=None) -> "RankingMetrics":
     """Returns the metric with one batch more.
@@ -643,23 +639,24 @@ class RankingMetrics:
         raise ValueError(f"an id appears twice in a row of {name}: every hit counts once")
     hits = _member(top_ids, relevant)
     totals = (relevant >= 0).sum(axis=1)
-    values = [*_ranking(hits, totals, self.ks)]
+    values = dict(_ranking(hits, totals, self.ks))
     if len(self.popularity):
       popular = np.where(top_ids >= 0, self.popularity[top_ids], 0)
       first = lambda x, k: x[:, :k].sum(axis=1)
-      values += [first(popular, k) / np.maximum(first(top_ids >= 0, k), 1) for k in self.ks]
+      count = lambda k: np.maximum(first(top_ids >= 0, k), 1)
+      values |= {f"popularity@{k}": first(popular, k) / count(k) for k in self.ks}
     best = self.best.copy()
     if len(best):
       places = np.broadcast_to(np.arange(top_ids.shape[1], dtype=np.int32), top_ids.shape)
       np.minimum.at(best, top_ids[top_ids >= 0], places[top_ids >= 0])
-    sums = self.sums + np.array([x.sum(dtype=np.float64) for x in values])
+    sums = added(self.sums, {name: x.sum(dtype=np.float64) for name, x in values.items()})
     return dataclasses.replace(self, sums=sums, examples=self.examples + len(hits), best=best)
 
   def merge(self, other: "RankingMetrics") -> "RankingMetrics":
     """Returns the metric of the examples of both."""
     return dataclasses.replace(
       self,
-      sums=self.sums + other.sums,
+      sums=added(self.sums, other.sums),
       examples=self.examples + other.examples,
       best=np.minimum(self.best, other.best),
     )
@@ -674,33 +671,33 @@ class RankingMetrics:
     """
     if not self.examples:
       raise UserError("no example has a relevant item: take a larger split")
-    names = _ranking_names(self.ks, bool(len(self.popularity)))
-    metrics = dict(zip(names, (self.sums / self.examples).tolist(), strict=True))
-    if not len(self.best):
-      return metrics
-    return metrics | {f"coverage@{k}": float(np.mean(self.best < k)) for k in self.ks}
+    metrics = {name: float(x / self.examples) for name, x in self.sums.items()}
+    ks = self.ks if len(self.best) else ()
+    return metrics | {f"coverage@{k}": float(np.mean(self.best < k)) for k in ks}
 
 
 _NEVER = np.iinfo(np.int32).max
 
 
-def _ranking_names(ks: Sequence[int], has_popularity: bool) -> list[str]:
-  """Returns the names of what is averaged over the examples, in order."""
-  of_hits = [f"{name}@{k}" for k in ks for name in _OF_HITS]
-  return [*of_hits, "mrr", *(f"popularity@{k}" for k in ks if has_popularity)]
+def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the sums of float64 numbers or arrays by name; those that one side lacks are 0."""
+  of = lambda sums, name: np.asarray(sums.get(name, 0), np.float64)
+  return {name: of(a, name) + of(b, name) for name in {**a, **b}}
 
 
-def _ranking(hits: np.ndarray, totals: np.ndarray, ks: Sequence[int]) -> Iterator[np.ndarray]:
+def _ranking(
+  hits: np.ndarray, totals: np.ndarray, ks: Sequence[int]
+) -> Iterator[tuple[str, np.ndarray]]:
   """Yields the values of every example, from hits bool `[B, K]` and numbers of relevant items."""
   discounts = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
   ideal = np.concatenate([[0.0], np.cumsum(discounts)])
   for k in ks:
     first = hits[:, :k]
-    yield first.sum(axis=1) / totals
-    yield (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
-    yield np.asarray(first.any(axis=1))
-    yield first.sum(axis=1) / k
-  yield np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
+    yield f"recall@{k}", first.sum(axis=1) / totals
+    yield f"ndcg@{k}", (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
+    yield f"hr@{k}", np.asarray(first.any(axis=1))
+    yield f"precision@{k}", first.sum(axis=1) / k
+  yield "mrr", np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
 
 
 def _member(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
