@@ -57,7 +57,6 @@ def read_json(path: Path, hint: str = "", schema: Any = object) -> Any:
   """Returns the content of a JSON file.
 
   Args:
-    path: of the file.
     hint: ends every error; says what to do.
     schema: see `check_schema`.
 
@@ -87,7 +86,6 @@ def check_schema(value: Any, schema: Any, name: str = "the content") -> None:
   """Checks a value of JSON against types of its parts.
 
   Args:
-    value: to check.
     schema: a type or a tuple of types, None being null; `[schema]` of lists; or of objects `{name:
       schema}`, where a name that ends in "?" may be missing, and `str` is any other name.
     name: of the value, for errors.
@@ -137,7 +135,6 @@ def read_manifest(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any
   """Returns the manifest of a folder, without a look at the files.
 
   Args:
-    folder: of the files.
     schema: of the further entries; errors are as of `read_json`.
   """
   return _read_sealed(folder / MANIFEST, {"files": _ENTRIES, **schema})
@@ -172,9 +169,7 @@ def check(folder: Path, entries: Mapping[str, Mapping[str, Any]], more: Sequence
   A large file whose entry has its modification time still is not read.
 
   Args:
-    folder: of the files.
     entries: by the name of the file, as of a manifest or of `stamped`.
-    more: further faults.
   """
   with ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(lambda name: _fault(folder, name, entries[name]), entries)

@@ -28,7 +28,6 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   that failed, or that ended the process, has no metrics there.
 
   Args:
-    workdir: of the run.
     most_rows: fits nothing where more rows train, and nothing that has failed before.
 
   Raises:

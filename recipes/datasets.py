@@ -23,7 +23,6 @@ class Prepared:
 
   Attributes:
     columns: arrays by name, memory-mapped or computed when they are indexed.
-    meta: the content of `meta.json`.
     name: of the folder, which changes with everything that the columns depend on; "" for columns
       without rows.
   """

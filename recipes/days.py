@@ -38,11 +38,9 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
   """Trains day after day; returns the content of days.json.
 
   Args:
-    recipe: its name.
     config: of a table, with `days`, which takes the place of `files`. A day's run trains on the
       latest `days_window` days, 0 being one for dlrm and all so far for rankings. A part of their
       rows validates, as `config.split` says; rankings hold out test rows too, clicks do not.
-    workdir: holds a folder for each day.
 
   Returns:
     For each day `{"day", "rows", "metrics", "result"}`, `metrics` being `evaluate.of_export` of the

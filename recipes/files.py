@@ -188,9 +188,7 @@ def folder(
   Args:
     data_dir: the user's folder; "" downloads the archive.
     cache_dir: where the download goes, `~` allowed.
-    name: of the folder in there.
     url, sha256: of the archive.
-    members: the files that are needed of it.
   """
   if data_dir:
     return data_folder(data_dir, f"Leave it empty to download {url}")

@@ -46,7 +46,6 @@ def predict(
   Args:
     folder: that `recipes.export` has written.
     path: of the rows; "-" is the standard input.
-    out: where to.
     top: how many items, of two_tower and sequence; None is 10, or all where they are fewer.
     on_bad_row: "raise", or "skip".
     log: of earlier rows, which histories of dlrm are taken of; "" takes lists in the rows.

@@ -19,7 +19,6 @@ def draw(profile: Profile, path: str | Path | None = None) -> Figure:
   profile was made with a plan.
 
   Args:
-    profile: the result of `embed.profile`.
     path: a file to write the figure to as well, in the format of its ending.
 
   >>> features = embed.FeatureConfig(embed.TableConfig(9, 2))

@@ -58,7 +58,6 @@ def fit(
     vectors: float `[N, D]`.
     levels: the number of codes of an item.
     size: K, the number of centroids per level; smaller where fewer different residuals are left.
-    seed: of k-means++.
 
   Raises:
     UserError: there are fewer vectors than centroids, or a number is not positive.
@@ -101,7 +100,6 @@ def repaired(codes: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
   """Returns codes `[N, L]` with one more, which counts the items of equal codes in their order.
 
   Args:
-    codes: int.
     before: `[M, L + 1]`, repaired codes of other items, after which to count on.
 
   >>> repaired(np.array([[3, 1], [0, 2], [3, 1]])).tolist()

@@ -45,9 +45,7 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   """Trains the trials, chooses, and tests the chosen one; returns the content of sweep.json.
 
   Args:
-    recipe: its name.
     config: what all trials share.
-    workdir: holds a folder for each trial.
     sweep: a dict of lists, or a list of dicts, by dotted names of settings.
 
   Returns:

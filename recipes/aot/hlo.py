@@ -183,7 +183,6 @@ class SparseCoreCall(NamedTuple):
     kernel: its name, as "take_rows".
     always: whether every step runs it; not so inside a loop whose length depends on the data.
     start, done: where the schedule of its computation starts it, and where it waits for it.
-    length: of the schedule.
   """
 
   kernel: str
@@ -197,7 +196,6 @@ class Program:
   """A compiled program, read from `compiled.as_text()`.
 
   Attributes:
-    text: the whole program.
     instructions: of all computations, in the order of the text.
   """
 

@@ -21,12 +21,10 @@ class Parts:
 
   Attributes:
     model: built on the mesh it is given.
-    optimizer: of the model.
     loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`.
     predict: the compiled `(model, batch) -> outputs` that evaluation calls.
     batch: a dict of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
     eval_batch: what `predict` gets, with shardings; None for a batch like the one of training.
-    options: of the step.
   """
 
   model: nnx.Module

@@ -123,10 +123,8 @@ class Histories(nnx.Module):
   history. For a part without, such as an action or an age, it is zeros.
 
   Args:
-    features: all features of the model.
     widths: of their vectors by name.
     make: returns the module for a width and a length.
-    dtype: of the computation.
     wide: how many of the last columns are first-order weights, whose mean is taken.
 
   Raises:

@@ -36,7 +36,6 @@ class Ranker(nnx.Module):
   """A click model: tables, a backbone and a head.
 
   Attributes:
-    embed: the tables.
     inputs: of what the tables return, and K numbers.
     head: `[B, H]` to `[B, O]`.
     dtype: of the computation; logits are float32.
@@ -84,7 +83,6 @@ class DLRM(Ranker):
     concat_tables: the top MLP also sees what the tables return, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
-    head: makes the head.
     dtype: of the computation; logits are float32.
   """
 
@@ -140,7 +138,6 @@ class DCNV2(Ranker):
 
   Args:
     tables, inputs, head, dtype: as for `DLRM`; tables are of any width.
-    cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
     structure: "parallel" concatenates both outputs before the logit, "stacked" feeds the cross

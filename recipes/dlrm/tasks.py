@@ -88,7 +88,6 @@ class Towers(nnx.Module):
 
   Args:
     width: H.
-    labels: by name.
     levels: by level, experts of each label and shared ones; none is a shared bottom.
     expert: widths of an expert.
     tower: widths of a tower before its outputs.
@@ -168,7 +167,6 @@ def loss_of(label: Label, outputs: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns the loss of each row `[B]`.
 
   Args:
-    label: has the `loss`.
     outputs: `[B, O of the label]`: a logit, a logit of each class, or log(1 + value).
     targets: `[B]`: 0 or 1, the number of the class, or log(1 + value).
 
@@ -187,7 +185,6 @@ def cut(labels: Labels, outputs: jax.Array, targets: jax.Array) -> Iterator[tupl
   """Yields of each label its name, options, outputs, targets and whether it counts, bool `[B]`.
 
   Args:
-    labels: by name.
     outputs: `[B]` or `[B, O]`.
     targets: `[B]` or `[B, T]`, NaN where a label does not count, which is 0 in what is yielded.
   """
@@ -221,7 +218,6 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
   Args:
     model: returns `[B]` or `[B, O]`.
     batch: of `with_weights`, or a part of it.
-    labels: by name.
   """
   weights, metrics, total = batch["label_weight"], {}, jnp.float32(0)
   rows = jnp.sum(batch["weight"]) if "weight" in batch else jnp.float32(len(weights))
@@ -254,7 +250,6 @@ class Metrics:
   Attributes:
     clicks, grouped: metrics of the labels of clicks by name.
     sums: float64 sums of the measures of other labels by name, and of weights, on the host.
-    labels: options by name.
     mesh: over which the batches are split.
   """
 

@@ -118,7 +118,6 @@ def ranking(
     relevant: `[examples, items]`, nonzero where an item is right.
     seen: `[examples, items]`, nonzero where an item is left out of the ranking; None leaves out
       nothing.
-    ks: the cutoffs.
     counts: `[items]`, how often each item is in training, for its popularity; None is not known.
     batch: examples at once; `batch * items` scores are held.
   """
@@ -284,7 +283,6 @@ def best_ranking(
     candidates: by the hyperparameter, a function that fits; see `scorer`.
     histories: by split, `valid` and `test`, the items that each example asks with.
     relevant: by split, as for `ranking`.
-    ks: the cutoffs.
     exclude_seen: whether items of the history are left out of the ranking.
     counts: as for `ranking`.
     select: the metric that chooses one of several, as "ndcg@10".

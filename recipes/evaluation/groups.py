@@ -17,8 +17,6 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   """Returns the groups that `config.slices` asks for, and the user of each row if one is declared.
 
   Args:
-    features: of the data set.
-    slices: `config.slices`.
     serve: the folder of a table's transforms, which name the values; None calls them by their ids.
 
   Raises:

@@ -449,7 +449,6 @@ class GroupedClickMetrics:
   users are 130 MB. A slice or user with one outcome has no AUC: it is left out, and counted.
 
   Attributes:
-    groups: of the rows.
     batches: arrays `[B]` of each batch; `merge` joins them.
 
   >>> metrics = GroupedClickMetrics(Groups("user", slices=(("sex", ("F", "M")),)))
@@ -580,7 +579,6 @@ class RankingMetrics:
   AveragePopularity.
 
   Attributes:
-    ks: the cutoffs.
     sums: of the examples so far, float64 by name.
     examples: int `[]`, how many.
     best: int32 `[items]`, the best place, from 0, that an item has had; `[0]` without a catalogue.
@@ -605,7 +603,6 @@ class RankingMetrics:
     """Returns the metric of no example.
 
     Args:
-      ks: the cutoffs.
       num_items: the catalogue, for coverage; 0 measures none.
       popularity: `[items]`, how often each item is in training, for popularity and coverage.
     """

@@ -81,7 +81,6 @@ class Manager:
   """Writes the checkpoints of a run that is going on; a context manager.
 
   Args:
-    folder: of the checkpoints.
     full_every: every so many saves are full, and those in between are deltas.
   """
 
@@ -318,7 +317,6 @@ def restore(folder: Path, chain: Sequence[int], **nodes: Any) -> None:
   """Loads a checkpoint into models and optimizers, on any devices.
 
   Args:
-    folder: of the checkpoints.
     chain: of the checkpoint, as `newest` or `of_step` has verified it.
     **nodes: "model", and "optimizer" if its state is wanted.
 

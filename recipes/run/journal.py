@@ -267,7 +267,6 @@ class Profile:
   """Writes a trace of steps `first` to `last`, for TensorBoard or XProf.
 
   Args:
-    folder: of the trace.
     steps: the first and the last step, counted from 1; () traces nothing. In a run of several
       processes, the main one traces itself.
   """

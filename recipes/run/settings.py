@@ -117,7 +117,6 @@ def completed(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict
   """Returns the config of a run: as given, and defaults for what it leaves out.
 
   Args:
-    recipe: its name.
     config: names a `dataset` of the recipe, or declares the `columns` of `files`.
 
   Raises:

@@ -86,9 +86,7 @@ class _Other:
   """The tested state of another run, or its latest one if it has not ended.
 
   Attributes:
-    workdir: of the run.
     chain: the full checkpoint and the deltas that make up the state.
-    state: the shapes of the dense arrays.
     tables: shapes by key and slot.
     rows: raw ids by table name, empty where the run keeps none.
   """

@@ -236,9 +236,7 @@ class Opened:
   """A run that has ended.
 
   Attributes:
-    workdir: of the run.
     config: its settings, with those that the data decided filled in.
-    result: the content of result.json.
   """
 
   workdir: Path
@@ -319,7 +317,6 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
   Args:
     serve: the folder that was prepared with the data; None if there is none.
     data_sha256: hashes of the data by file.
-    workdir: of the run.
     is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced; else data
       or transforms that are not those of the copy raise UserError.
   """

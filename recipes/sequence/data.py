@@ -47,7 +47,6 @@ class SequenceData:
     columns: `items` int32 `[interactions]`, `offsets` int64 `[users + 1]`, and of a log with times
       `times` int32 `[interactions]`, in seconds.
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
-    num_items: the size of the catalogue.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
     serve: the folder of what serving needs besides the model; None where there is none.
@@ -285,7 +284,6 @@ class TrainBatches:
   so that they do not depend on how many hosts there are.
 
   Args:
-    data: the data set.
     config: `batch_size`, `seed`, `steps`, `model`, `mask_rate`, `loss` and `negatives`.
     shard: `(index, count)`; this host's part of every batch.
 

@@ -96,7 +96,6 @@ class SequenceModel(nnx.Module):
     encoder: between lookup and scores.
     config: of the run. L of the longest row is `max_length`, the number of learned positions; the
       computation is of `dtype`, outputs and scores are float32.
-    rngs: draws parameters and dropout.
   """
 
   def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):

@@ -34,7 +34,6 @@ class Served:
 
   Attributes:
     transforms: the folder of transforms, users and items.
-    about: the content of served.json.
     kinds: the declared columns of the training rows.
     text_format: of the training rows, where they were text.
     arrays: of the program, on the device.

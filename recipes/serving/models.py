@@ -63,7 +63,6 @@ class ClickModel:
     names: of the scores: "score", or of several labels "score_<label>" and of classes
       "score_<label>_<class>".
     labels: what is predicted, in the order of the scores.
-    encoder: of rows.
     memory: the log that histories are taken of once it has rows.
   """
 
@@ -343,7 +342,6 @@ class Recommender:
     Args:
       values: users by the name "", their own items by "own", and features by declared name.
       bad: bool `[N]`, rows to leave out.
-      top: how many items.
       is_cut: whether ids are cut by the patterns of their columns already.
     """
     count = len(bad)

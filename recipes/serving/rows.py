@@ -92,12 +92,9 @@ def read(
   """Returns values by declared name, as `tables.reading.Reader` does, and which rows are bad.
 
   Args:
-    columns: N values each.
     wanted: columns and way by name; names with a column that is missing are left out.
-    missing: texts that mean no value.
     on_bad_row: "raise", or "skip", which marks rows that cannot be read, bool `[N]`.
     source, first_row: what error texts call the rows, and the number of the first.
-    clocks: of `as_times`.
 
   Raises:
     UserError: a column is of a type that cannot be read so, or a row cannot be read and is not
@@ -242,12 +239,7 @@ class TextRows:
 
   Args:
     stream: of bytes, buffered; it is read once, and stays open.
-    source: its name, for error texts.
     format: of the training files; a delimiter that it leaves open is found here as well.
-
-  Attributes:
-    names: of the columns, in order.
-    has_header: whether the text has one.
 
   Raises:
     DamagedFileError: the text is empty or none, or its header names a column twice.

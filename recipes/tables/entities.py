@@ -47,7 +47,6 @@ def encoded(
     kinds: the declared features, and perhaps a title.
     values: E values by declared name.
     trained: bool `[E]`, those of training rows, which are fitted on.
-    stage: where the values are kept.
     bucketed: a number without buckets gets as many; 0 leaves it a number.
     base: of `fit`.
   """
@@ -84,11 +83,9 @@ def read(
   """Returns the users or items of a table of their own, and lines about bad and missing rows.
 
   Args:
-    source: the table.
     side: "user" or "item".
     on_bad_row: "raise" or "skip".
     trained: the raw ids of the training rows, each once, which features are fitted on.
-    stage: where text is kept.
     bucketed, base: as in `encoded`.
 
   Raises:

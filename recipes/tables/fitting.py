@@ -35,7 +35,6 @@ def fit(
   """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
   Args:
-    store: the rows.
     kinds: the declared columns; features alone are fitted.
     base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
       values come after them, so that a model of that run can resume.

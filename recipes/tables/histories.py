@@ -53,9 +53,7 @@ class History:
   """A history that is built of the log.
 
   Attributes:
-    name: of its declaration.
     parts: the values at a position; the age is the last one.
-    width: the number of positions.
     where: a label that is 1 in its rows; "" is any row.
     combiner: of vectors that are pooled.
     separator: between two positions of a text.
@@ -300,7 +298,6 @@ class Rows:
     """Puts the rows in order; returns the histories with their widths, and lines about them.
 
     Args:
-      same: `Fitted.same`.
       widths: of an earlier run, which do not shrink.
     """
     self._added = {name: np.concatenate(each) for name, each in self._added.items()}
@@ -332,7 +329,6 @@ class Rows:
 
     Args:
       folder: with `ids` of all rows, those of a split together.
-      histories: as `ordered` has returned them.
       places: of the features in `ids`.
     """
     by_split = np.argsort(self._added[""], kind="stable")
@@ -362,7 +358,6 @@ def log_of(
   """Returns the log of a history: of N rows with `ids` `[N, W]`, those of these numbers in order.
 
   Args:
-    history: which of their values.
     places: of the features in `ids`.
     ids, labels, times: of the rows; labels by name.
     rows: int `[M]`.

@@ -70,9 +70,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
   """Returns the interactions of a table, and writes their splits to `split.parquet`.
 
   Args:
-    table: the settings.
     by: how they are split: "user", "last", "time", "order", "hash", "column" or "files".
-    folder: of the prepared data.
 
   Raises:
     UserError: no item is declared, a row has no user or item, or nothing is left; or the engine is
@@ -347,7 +345,6 @@ class _Log:
     """Writes `split.parquet`; see `rows.split_file`.
 
     Args:
-      folder: where to.
       place, split: of each interaction; several in a row of a file are several lines.
     """
     order = np.argsort(place, kind="stable")  # files are one after the other in the store

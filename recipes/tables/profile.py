@@ -33,7 +33,6 @@ class Column:
   """The values of a column in N rows, V of them distinct.
 
   Attributes:
-    name: of the column.
     stored: "text", "list", "number", "time", "yes/no", or "nested", which no recipe reads.
     codes: int64 `[N]`, the index of each row's value in `texts`; -1 where it is missing.
     texts: `[V]`, the values as text, the most frequent first; a list's items joined by `JOIN`.
@@ -181,7 +180,6 @@ class Sample:
     places: in the files that the rows are from.
     skipped: lines about rows that cannot be read.
     files: of the table, or some of them.
-    stage: with their text.
     limits: rows that were read of each file, at most.
   """
 

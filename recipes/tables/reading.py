@@ -81,17 +81,13 @@ class Reader:
     ways: by name, how to read the column; see `values.converted`.
     columns: the columns of a name in the files, where they are others than the one of this name.
       Several names may read one column, in different ways.
-    format: of text files.
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
-    chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
     may_be_empty: whether the files may have no rows, as a part of a table.
     seed: of the hashes of the rows' contents; None leaves them out.
 
   Attributes:
     names: all columns of the first file, in order.
-    files: the files as they are stored.
-    ledger: of the rows that were left out.
 
   Raises:
     DamagedFileError: a file has no column of a name, of the right kind, or is damaged; and while
@@ -162,9 +158,7 @@ class Reader:
     """Raises for the first bad row, or leaves out and counts all of them.
 
     Args:
-      chunk: with N rows.
       bad: bool [N].
-      name: of the column whose values are bad.
       kind, hint: as of `values.Problem`.
 
     Raises:

@@ -81,16 +81,12 @@ class RowReader:
   class, or log(1 + value), and NaN where a label does not count in a row.
 
   Args:
-    table: the settings.
     by: how rows are split: "hash", "time", "order", "column" or "files"; "" leaves all rows in one
       split.
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
     bounds: of the table that the files are a part of; None reads them.
-
-  Attributes:
-    account: of the last iteration.
   """
 
   def __init__(

@@ -384,7 +384,6 @@ def first_time(text: str, name: str) -> tuple[bool, float]:
 
   Args:
     text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
-    name: of the setting.
 
   >>> first_time("1970-01-02", "test_from")
   (True, 86400000000.0)

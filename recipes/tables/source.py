@@ -164,7 +164,6 @@ class TextFile:
   writes, is called by its place, as `column 1`.
 
   Attributes:
-    path: of the file.
     names, types: of the columns, in order; all are text.
     stored_names: of the columns in the staged file: DuckDB's names are equal in any case.
     delimiter: between two fields.
@@ -501,10 +500,6 @@ def batches(
   With them come the rows among and before them that were dropped.
 
   Args:
-    file: of the rows.
-    stage: where text is kept.
-    columns: to read.
-    num_rows: of a batch, at most.
     dictionaries: columns of text that come as such, which saves the work on repeated values.
     seed: of the hashes of the rows; None leaves them out.
     limit: of `TextFile.stored`.

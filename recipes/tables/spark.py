@@ -112,7 +112,6 @@ class Cluster:
   """Reads the rows of a table in tasks of Spark, and writes their columns as shards.
 
   Args:
-    session: of Spark.
     view: a name in the session for the rows that have been read.
     table, by, folder, stage: as of `clicks.OneMachine`. All executors read the files of the table
       and the folder, and write to it, at the paths of the driver.

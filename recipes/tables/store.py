@@ -20,7 +20,6 @@ class Store:
   """Rows in a Parquet file; missing values are null.
 
   Args:
-    stage: of the file.
     kinds: the columns, as `reading.Reader` reads them; crosses and times are left out.
     more: the types of further columns, NumPy arrays; a declared column may have the same name.
     path: of the file; None makes one in the stage.

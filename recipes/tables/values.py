@@ -404,7 +404,6 @@ def as_times(
     array: texts, numbers, dates or timestamps.
     clocks: by column, whether its first value is a number (0) or a date (1); updated. The two have
       no common order, so that values of the other kind are refused.
-    column: its name.
     missing: texts that mean no value; numbers are compared with those that are such.
   """
   problems: list[Problem] = []
@@ -488,9 +487,6 @@ def converted(
       "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator)
       and ("aligned", separator), a `pa.ListArray`, see `as_lists`; ("codes", separator), see
       `as_codes`; ("vector", separator, width), see `as_vectors`; or "any", the array as stored.
-    missing: texts that mean no value.
-    clocks: as of `as_times`.
-    names: of the columns.
   """
   if len(arrays) > 1:
     numbers, problems = zip(*(as_numbers(plain(array), missing) for array in arrays), strict=True)

@@ -106,8 +106,6 @@ def tables(
   in place of one strategy for all, and keeps tables that do not fit in the memory of the host.
 
   Args:
-    config: of the run.
-    features: the feature config.
     optimizer: of tables that have none of their own.
     rngs: draws the rows.
     mesh: the devices; None is one device.

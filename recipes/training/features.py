@@ -92,7 +92,6 @@ def feature_configs(
   """Returns the configs of features by name; features of one table share its `TableConfig`.
 
   Args:
-    features: in the order of the result.
     dim: the width of tables that have none of their own.
     initializer, dtype: of the tables.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own.

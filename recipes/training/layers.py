@@ -30,7 +30,6 @@ class Inputs(nnx.Module):
 
   Attributes:
     widths: of the vectors by name, in their order.
-    num_dense: how many numbers.
   """
 
   def __init__(

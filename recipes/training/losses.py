@@ -37,7 +37,6 @@ def sampled_softmax(
   """Returns the cross-entropy of a softmax over the right item and the sampled ones.
 
   Args:
-    positive, negative: scores.
     hits: bool like `negative`; those samples are left out.
     log_expected: `[K]` or like `negative`, the log of how often each sample was expected to be
       drawn (the logQ correction: Bengio and Senecal 2008). With it the sum over samples estimates

@@ -114,7 +114,6 @@ def make_train_step(
 
   Args:
     objective: what to minimise; a loss function alone is a mean over examples of equal weight.
-    options: clipping and parts.
     mesh: of the batch, which is split over its axis; None is one device.
   """
   # A donated model's tables are updated in their own memory.
@@ -184,11 +183,8 @@ class Step:
   """The compiled training step of a model: `step(batch)` trains on a batch, in place.
 
   Args:
-    objective: what to minimise.
     model, optimizer: trained in place. The step belongs to their Variables as they are now, and
       does not see a submodule that is replaced, or `model.eval()`.
-    options: of the step.
-    mesh: of the batches, or None.
   """
 
   def __init__(

@@ -194,7 +194,6 @@ class TrainBatches:
       processes' extra negatives of a batch.
 
   Args:
-    data: the data set.
     config: `batch_size`, `seed`, `steps`, `history`, and of `negatives` their `number`,
       their `distribution`, "uniform" over the catalogue or "popularity", and the `power` of that.
     shard: `(index, count)`; this process's part of every batch.

@@ -29,7 +29,6 @@ class Tower(nnx.Module):
   MLP of the concatenation and a linear layer.
 
   Args:
-    names: of the features.
     dim: D.
     vectors: the widths of vectors by name.
     hidden: widths of the MLP.
@@ -79,9 +78,6 @@ class TwoTower(nnx.Module):
 
   Args:
     tables: of the features `{"query": {name: FeatureConfig}, "candidate": {...}}`, of width `dim`.
-    config: of the run.
-    data: the data set.
-    rngs: draws parameters and dropout.
   """
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):

@@ -48,8 +48,6 @@ def write(
   of bags, `[..., valency]`; vectors have such names too, float32 `[users or items, width]`.
 
   Args:
-    folder: where to.
-    pairs: by split.
     sizes: numbers of users and items.
     features: of "user" and "item", each with the ids of all users or items.
     sha256: hashes of the sources by name.

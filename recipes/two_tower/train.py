@@ -43,7 +43,6 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
 
   Args:
     config: of the run, or a plain dict that declares a table; see `settings.completed`.
-    workdir: the run's folder.
     writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
 
   Raises:
