@@ -24,7 +24,7 @@ from . import errors, export, hosts, packing, serving
 from .dlrm import tasks
 from .evaluation import groups
 from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
-from .run import settings
+from .run import results, settings
 from .run import workdir as runs
 from .tables import interactions, spec
 from .tables import settings as table_settings
@@ -45,12 +45,8 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   data = run.load()
   config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)
-  return {
-    f"{split}_{name}": float(value)
-    for split in ("valid", "test")
-    for name, value in measure(model, split).items()
-    if not np.ndim(value)
-  }
+  valid, test = (results.scalars(split, measure(model, split)) for split in ("valid", "test"))
+  return valid | test
 
 
 def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:

@@ -153,10 +153,6 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   settings.check(config)
   histories.check(config)
   train_step.check(config, mesh)
-  units = train_step.units(config, mesh)
-  hosts.check_batch_sizes(
-    mesh, batch_size=config.batch_size or units, eval_batch_size=config.eval_batch_size
-  )
 
 
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):

@@ -277,7 +277,7 @@ class Run:
     The best state is the later one of two that are equal. Only scalars are logged.
     """
     config, progress = self.config, self._progress
-    scores = _named("valid", metrics)
+    scores = results.scalars("valid", metrics)
     self._journal.log_eval(self.step, scores)
     if not config.select:
       progress.scores = scores
@@ -368,7 +368,7 @@ class Run:
         state that is tested. Scalars are among the result's `metrics`, and arrays `[points,
         columns]` among its `curves`.
     """
-    tested = _named("test", metrics)
+    tested = results.scalars("test", metrics)
     for writer in self._writers if tested else ():
       writer.write(self.step, tested)
     result = {
@@ -421,7 +421,3 @@ def _shown(statistics: Mapping[str, float]) -> str:
     f"{value:,} {name}" if isinstance(value, int) else f"{name} {value:.4g}"
     for name, value in statistics.items()
   )
-
-
-def _named(split: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-  return {f"{split}_{name}": float(x) for name, x in metrics.items() if not np.ndim(x)}

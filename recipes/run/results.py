@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 _NEUTRAL = ("popularity", "share", "outcome")
 _MAX_AUC = 0.99  # clicks are not so predictable
 _TO_TRY = {  # by the baseline that is better
@@ -32,6 +34,11 @@ def gain(metric: str, value: float) -> float:
   if metric == "calibration":
     return -abs(value - 1)
   return -value if metric.endswith("loss") or metric == "ne" else value
+
+
+def scalars(split: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the metrics of a split by their names in a result, without arrays."""
+  return {f"{split}_{name}": float(x) for name, x in metrics.items() if not np.ndim(x)}
 
 
 def notes(

@@ -180,11 +180,6 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     )
   if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
     raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or (1 if mesh is None else mesh.size),
-    eval_batch_size=config.eval_batch_size,
-  )
   if config.loss != "softmax" and config.negatives.shared:
     hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 

@@ -94,7 +94,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Checks the settings of the steps, before any data is read; a batch size of 0 is not known yet.
 
   Raises:
-    UserError: as `options`, or the batch cannot be cut into equal parts on all devices.
+    UserError: as `options`, or a batch cannot be cut into equal parts on all devices.
   """
   for name in ("dtype", "table_dtype"):
     build.dtype(config, name)
@@ -105,6 +105,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
       f"batch_size is {size}, which accumulate={parts} cannot cut into equal parts{where}: choose "
       f"{max(size // pieces, 1) * pieces}"
     )
+  sizes = {"batch_size": size or pieces, "eval_batch_size": config.eval_batch_size}
+  hosts.check_batch_sizes(mesh, **sizes)
 
 
 def make_train_step(

@@ -274,12 +274,7 @@ def check(config, mesh: Mesh | None) -> None:
     )
   if config.loss == "cosine_contrastive" and (config.queue or config.hard_negatives):
     raise UserError("queue and hard_negatives are for the loss softmax: set both to 0")
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or train_step.units(config, mesh),
-    eval_batch_size=config.eval_batch_size,
-    **{"negatives.number": config.negatives.number},
-  )
+  hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:

@@ -23,7 +23,8 @@ ROWS, DIM, HIDDEN = 40, 4, 256
 
 
 def config(**changes):
-  return ml_collections.ConfigDict(settings.RUN | {"batch_size": 16, "steps": 20} | changes)
+  sizes = {"batch_size": 16, "eval_batch_size": 16, "steps": 20}
+  return ml_collections.ConfigDict(settings.RUN | sizes | changes)
 
 
 class Model(nnx.Module):
