@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from embed.planning import aligned
+
 _NEUTRAL = ("popularity", "share", "outcome")
 _MAX_AUC = 0.99  # clicks are not so predictable
 _TO_TRY = {  # by the baseline that is better
@@ -89,14 +91,12 @@ def report(result: Mapping[str, Any]) -> str:
   """
   split = _split(result)
   names = [name for name in result["metrics"] if name.startswith(f"{split}_")]
-  titles = [name.removeprefix(f"{split}_") for name in names]
-  width = max(map(len, titles), default=0) + 2
-  lines = [f"{split:24}" + "".join(f"{title:>{width}}" for title in titles)]
+  rows = [(split, *(name.removeprefix(f"{split}_") for name in names))]
   run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
   fitted = [(row, metrics) for row, metrics in result["baselines"].items() if metrics]
   for row, metrics in [(run, result["metrics"]), *fitted]:
-    values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
-    lines.append(f"{row:24}" + "".join(values))
+    rows.append((row, *(f"{metrics[name]:.4f}" if name in metrics else "" for name in names)))
+  lines = [aligned(rows)]
   lines += result["notes"] if "notes" in result else notes(result)
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
