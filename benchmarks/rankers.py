@@ -29,7 +29,7 @@ from recipes.dlrm import train
 from recipes.run import settings
 from recipes.training.features import cut_ids
 
-_PAST = 50  # positions of a history, the same for all models
+_PAST = 30  # positions of a history, the same for all models
 _HISTORIES = ("pooled", "din", "transformer", "hstu")
 _STRUCTURES = ("shared_bottom", "mmoe", "ple")
 _CORRELATIONS = (0.0, 0.9)

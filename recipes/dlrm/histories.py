@@ -114,7 +114,7 @@ class Encoder(nnx.Module):
     *blocks, last = self.blocks
     for block in blocks:
       x = block(x, seen)
-    # Of the last block the candidate's column alone is used: a fifth of the time with one block.
+    # Of the last block the candidate's column alone is used, an eighth of a transformer's time.
     return self.norm(last(x[:, -1:], seen[:, -1:], x)[:, 0])
 
 
