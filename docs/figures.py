@@ -442,6 +442,70 @@ def weak_scaling() -> str:
   return table(header, rows)
 
 
+# --------------------------------------------------------------------------- models side by side
+
+_SCORES = ("auc", "logloss")  # of a label
+
+
+def histories() -> str:
+  measured, names = result("histories.json"), (*_SCORES, "gauc")
+  models = measured["results"]["MovieLens 100K"]
+  rows = [[_scores(runs, f"test_{name}") for name in names] for runs in models.values()]
+  seconds = [f"{statistics.fmean(run['seconds'] for run in runs):.0f}" for runs in models.values()]
+  rows = [[*row, taken] for row, taken in zip(_bold(rows, names), seconds, strict=True)]
+  header = ("the user's past", "AUC", "log loss", "GAUC", "seconds")
+  named = ([model, *row] for model, row in zip(models, rows, strict=True))
+  return table(header, named) + _busy(measured, "histories.json")
+
+
+def labels() -> str:
+  """Returns the scores of two labels: each model alone, and both in one model."""
+  measured, lines = result("labels.json"), []
+  for data, models in measured["results"].items():
+    alone = [name for name in models if name.endswith(" alone")]
+    both = [name for name in models if name not in (*alone, "best possible")]
+    of = {"one model each": [_scores(models[name], f"test_{x}") for name in alone for x in _SCORES]}
+    for name in (*both, *(["best possible"] if "best possible" in models else [])):
+      label = [each.removesuffix(" alone") for each in alone]
+      of[name] = [_scores(models[name], f"test_{each}_{x}") for each in label for x in _SCORES]
+    best = of.pop("best possible", None)
+    rows = [*_bold(list(of.values()), [*_SCORES, *_SCORES]), *([best] if best else [])]
+    names = [*of, *(["best possible"] if best else [])]
+    titles = [data, *[""] * len(names)]
+    lines += [[t, name, *row] for t, name, row in zip(titles, names, rows, strict=False)]
+  header = ("data", "model", "AUC, first label", "log loss", "AUC, second label", "log loss")
+  return table(header, lines, words=2) + _busy(measured, "labels.json")
+
+
+def first_config() -> str:
+  measured, lines = result("first_config.json"), []
+  for name, of in measured["tables"].items():
+    models = [of["runs"]] + [
+      [{"metrics": of["baselines"][each]}] for each in ("logistic regression", "LightGBM")
+    ]
+    scores = [[_scores(runs, f"test_{x}") for x in _SCORES] for runs in models]
+    lines.append([name, f"{of['rows']:,}", *(" / ".join(each) for each in scores)])
+  header = ("table", "rows", "DCN-V2", "logistic regression", "LightGBM")
+  return table(header, lines) + _busy(measured, "first_config.json")
+
+
+def _scores(runs: Sequence[Any], metric: str) -> str:
+  return spread([run["metrics"][metric] for run in runs])
+
+
+def _bold(rows: Sequence[Sequence[str]], metrics: Sequence[str]) -> list[list[str]]:
+  """Returns rows of scores with the best of each column in bold."""
+  columns = zip(*rows, strict=True)
+  bold = [best_is_bold(x, name == "logloss") for x, name in zip(columns, metrics, strict=True)]
+  return [list(row) for row in zip(*bold, strict=True)]
+
+
+def _busy(of: dict[str, Any], name: str) -> str:
+  """Returns the line under a table that was measured beside other work."""
+  where = f"{of['cores']} cores of {of['cpu']}, shared with other work"
+  return f"\n{where}; jax {of['versions']['jax']}; {of['date']}; `docs/results/{name}`.\n"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (

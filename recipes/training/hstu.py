@@ -77,6 +77,7 @@ class HSTUBlock(nnx.Module):
     self,
     x: jax.Array,
     mask: jax.Array,
+    memory: jax.Array | None = None,
     *,
     times: jax.Array | None = None,
     actions: jax.Array | None = None,
@@ -86,6 +87,8 @@ class HSTUBlock(nnx.Module):
     Args:
       x: `[B, L, D]`.
       mask: bool `[B, L, L]`, whether a column (the second axis) looks at another (the third).
+      memory: `[B, M, D]`, the columns that those of `x` look at, in a block without biases; None is
+        `x` itself.
       times: int32 `[B, L]`, in seconds, for the bias of time.
       actions: int `[B, L]`, for the bias of actions; -1 is none.
 
@@ -99,9 +102,10 @@ class HSTUBlock(nnx.Module):
     ):
       if bias is not None and values is None:
         raise UserError(f"hstu has a bias of {name}, and the data have none: leave the bias out")
-    gate, value, query, key = layers.split_heads(
-      nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads
-    )
+    split = lambda x: layers.split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
+    gate, value, query, key = split(x)
+    if memory is not None:
+      _, value, _, key = split(memory)
     attend = functools.partial(self._attend, key=key, value=value, times=times, actions=actions)
     asking: Any = {"query": query, "mask": mask}
     asking |= {} if self.bias is None else {"column": jnp.arange(x.shape[1])[None]}

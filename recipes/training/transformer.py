@@ -19,7 +19,7 @@ _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not 
 class Attention(nnx.Module):
   """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32.
 
-  Queries are of `x`, keys and values of `memory`, if there is one, of the same shape.
+  Queries are of `x`, keys and values of `memory` `[B, M, D]`, if there is one.
   """
 
   def __init__(
@@ -127,6 +127,6 @@ class BERT4RecBlock(TransformerBlock):
     del length
     super().__init__(dim, heads, inner=4 * dim, activation=nnx.gelu, **options)
 
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-    x = self.norms[0](x + self.dropout(self.attention(x, mask)))
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
+    x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))
     return self.norms[1](x + self.forward(x))

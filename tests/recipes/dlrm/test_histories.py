@@ -235,6 +235,14 @@ def test_masks_places_and_the_candidate(name):
     np.testing.assert_allclose(ask(turned, query)[1], ask(keys, query)[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", histories.BLOCKS)
+def test_a_block_of_one_column_is_that_column_of_the_block(name):
+  block, draw = encoder(name).blocks[-1], np.random.default_rng(0)
+  x, mask = draw.normal(size=(3, 6, 4)), np.tril(np.ones((3, 6, 6), bool))
+  found = block(jnp.asarray(x[:, 2:3]), mask[:, 2:3], jnp.asarray(x))
+  np.testing.assert_allclose(found, block(jnp.asarray(x), mask)[:, 2:3], atol=1e-5)
+
+
 FEATURES = (
   Feature("item", 9),
   Feature("city", 3),

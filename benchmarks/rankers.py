@@ -1,0 +1,136 @@
+"""Rankers beside each other: what a user's past, several labels and experts are worth.
+
+    python benchmarks/rankers.py histories --data-dir=ml-100k --json=docs/results/histories.json
+    python benchmarks/rankers.py labels --data-dir=ml-1m --json=docs/results/labels.json
+
+`histories` reads `u.data` of MovieLens 100K, split in the order of time; a rating of 4 or more is a
+click. `labels` reads `ratings_no_timestamp.csv` of MovieLens 1M, a third of its rows drawn at
+random: 4 or more is `liked`, 5 is `loved`. It also draws clicks of two teachers whose correlation
+is known, and with them the best possible scores.
+
+Runs are `recipes.dlrm`'s, with its defaults but for the number of epochs; they are tested in the
+state of the best validation log loss. Again with the same `--folder`, it trains what is missing.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import step as timing
+
+from recipes.dlrm import data as data_lib
+from recipes.dlrm import train
+from recipes.run import settings
+from recipes.training.features import cut_ids
+
+_PAST = 30  # positions of a history, the same for all models
+_HISTORIES = ("pooled", "din", "transformer", "hstu")
+_STRUCTURES = ("shared_bottom", "mmoe", "ple")
+_CORRELATIONS = (0.0, 0.9)
+_Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
+
+
+def histories(args: argparse.Namespace) -> _Runs:
+  columns: dict[str, Any] = {
+    # By their numbers, so that users who are new in the test are several ones for its GAUC.
+    "user": {"kind": "user", "size": 944},
+    "movie": "item",
+    "liked": {"kind": "label", "column": "rating", "at_least": 4},
+    "when": "time",
+  }
+  past = {"kind": "sequence", "of": "movie", "max_length": _PAST, "beside": ["liked", "when"]}
+  table: dict[str, Any] = {
+    "files": str(args.data_dir / "u.data"),
+    "format": {"names": ["user", "movie", "rating", "when"]},
+    "split": {"by": "time"},
+  }
+  yield "MovieLens 100K", "none", table | {"columns": columns}
+  for model in _HISTORIES:
+    more = {"columns": columns | {"seen": past}, "history": {"model": model}}
+    yield "MovieLens 100K", model, table | more
+
+
+def labels(args: argparse.Namespace) -> _Runs:
+  ratings = pyarrow.csv.read_csv(args.data_dir / "ratings_no_timestamp.csv")
+  drawn = np.random.default_rng(0).permutation(len(ratings))[: len(ratings) // 3]
+  stars = [{"kind": "label", "column": "rating", "at_least": number} for number in (4, 5)]
+  two: dict[str, Any] = dict(zip(("liked", "loved"), stars, strict=True))
+  table = as_table(ratings.take(drawn), {"user": "user", "movie": "item"}, args.folder / "ratings")
+  yield from structures("MovieLens 1M", table, two)
+  for correlation in _CORRELATIONS:
+    table, best = teachers(correlation, args)
+    data = f"correlation {correlation}"
+    yield data, "best possible", {"metrics": best}
+    yield from structures(data, table, {"clicked": "label", "liked": "label"})
+
+
+def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
+  """Yields each label alone, and both in each structure."""
+  for name, kind in two.items():
+    yield data, f"{name} alone", table | {"columns": table["columns"] | {name: kind}}
+  for structure in _STRUCTURES:
+    more = {"columns": table["columns"] | two, "tasks": {"structure": structure}}
+    yield data, structure, table | more
+
+
+def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Draws two labels as the data set `synthetic` does; returns a table and the best scores."""
+  drawn: dict[str, Any] = {"dataset": "synthetic", "labels": 2, "correlation": correlation}
+  drawn |= {"rows": args.rows, "cache_dir": str(args.folder / "cache")}
+  data = data_lib.load(settings.completed("dlrm", drawn))
+  columns: dict[str, Any] = {}
+  values: dict[str, Any] = dict(zip(data.labels, np.asarray(data.columns["label"]).T, strict=True))
+  for feature in data.features:
+    ids = cut_ids(data.columns["ids"], [*data.features])[feature.name]
+    is_bag = feature.valency > 1
+    values[feature.name] = pa.array([row[row >= 0] for row in ids]) if is_bag else ids
+    columns[feature.name] = {
+      "kind": "bag" if is_bag else "category",
+      "size": feature.vocabulary_size,
+    }
+  for place, number in enumerate(np.asarray(data.columns["dense"]).T):
+    columns[f"number_{place}"], values[f"number_{place}"] = "number", number
+  return as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}"), data.best
+
+
+def as_table(rows: pa.Table, columns: dict[str, Any], path: Path) -> dict[str, Any]:
+  """Writes rows, of which the last ones test, and returns the settings that declare them."""
+  path.mkdir(parents=True, exist_ok=True)
+  pq.write_table(rows, path / "rows.parquet")
+  return {"files": str(path), "columns": columns, "split": {"by": "order"}}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("compared", choices=["histories", "labels"])
+  parser.add_argument("--data-dir", type=Path, required=True)
+  parser.add_argument("--folder", type=Path, default=Path("runs/rankers"), help="of the runs")
+  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+  parser.add_argument("--epochs", type=int, default=3, help="at most")
+  parser.add_argument("--rows", type=int, default=150_000, help="of the teachers' clicks")
+  parser.add_argument("--json", type=Path)
+  args = parser.parse_args()
+  found: dict[str, dict[str, list[Any]]] = {}
+  for data, model, config in {"histories": histories, "labels": labels}[args.compared](args):
+    results = found.setdefault(data, {})[model] = []
+    if "metrics" in config:  # known without a run
+      results.append(config)
+      continue
+    config |= {"epochs": args.epochs, "writers": (), "cache_dir": str(args.folder / "cache")}
+    for seed in args.seeds:
+      result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
+      kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}
+      results.append({"seed": seed} | kept)
+      print(data, model, results[-1], flush=True)
+  if args.json:
+    args.json.write_text(json.dumps(timing.about() | {"results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()
