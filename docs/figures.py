@@ -510,7 +510,8 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
-    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling,
+    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling, histories,
+    labels,
   )
 }  # fmt: skip
 

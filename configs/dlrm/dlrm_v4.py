@@ -80,17 +80,18 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode in ("nano", "smoke"):
     config |= {
-      "vocabulary_sizes": (400, 40, 120, 300, *(2_000,) * 7), "num_days": 12, "past": 24,
+      "vocabulary_sizes": (400, 40, 120, 2_000, *(2_000,) * 7), "num_days": 12, "past": 24,
+      "targets": 8,  # which share a past; after fewer than 500 steps the model ignores the past
       "width": 0, "dim": 32, "dropout": 0.0, "dtype": "float32", "batch_size": 128,
-      "learning_rate": 2e-3, "warmup_steps": 20, "eval_batch_size": 512, "steps": 0, "epochs": 1,
+      "learning_rate": 2e-3, "warmup_steps": 20, "eval_batch_size": 512, "steps": 0, "epochs": 3,
       "eval_every": 0, "log_every": 0, "num_workers": 0,
     }  # fmt: skip
     config["hstu"] |= {"hidden": 16, "length": 32, "ages": 128, "query_block": 0}
     config["hstu"] |= {"input_dropout": 0.0}
-    config["table"] |= {"init_scale": 0.02, "learning_rate": 0.02}
+    config["table"] |= {"init_scale": 0.02, "learning_rate": 0.05}
   if mode == "smoke":
     config["vocabulary_sizes"] = (40, 10, 20, 30, *(50,) * 7)
-    config |= {"num_days": 5, "past": 5, "width": 8, "dim": 8, "batch_size": 16}
+    config |= {"num_days": 5, "past": 5, "targets": 1, "width": 8, "dim": 8, "batch_size": 16}
     config |= {"eval_batch_size": 32, "warmup_steps": 2, "steps": 6, "log_every": 2}
     config["eval_every"] = 3
     config["hstu"] |= {"blocks": 2, "hidden": 8, "length": 16}
