@@ -126,7 +126,11 @@ def main() -> None:
   parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   found: dict[str, Any] = {}
+  if args.json and args.json.exists():  # of a run that was stopped
+    found = json.loads(args.json.read_text())["tables"]
   for name, arguments in tables(args):
+    if name in found:
+      continue
     out = args.folder / f"{name}.py"
     describe.main([*arguments, f"--out={out}", "--force"])
     config = runpy.run_path(str(out))["get_config"]()
@@ -143,8 +147,8 @@ def main() -> None:
       "baselines": baselines.fit(folders[0])["baselines"] | {"LightGBM": lightgbm(data)},
     }
     print(name, json.dumps(found[name]), flush=True)
-  if args.json:
-    args.json.write_text(json.dumps(timing.about() | {"tables": found}, indent=1) + "\n")
+    if args.json:
+      args.json.write_text(json.dumps(timing.about() | {"tables": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, An
     }
   for place, number in enumerate(np.asarray(data.columns["dense"]).T):
     columns[f"number_{place}"], values[f"number_{place}"] = "number", number
-  return as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}"), data.best
+  table = as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}")
+  return table, dict(data.best)
 
 
 def as_table(rows: pa.Table, columns: dict[str, Any], path: Path) -> dict[str, Any]:

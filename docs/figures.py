@@ -444,7 +444,8 @@ def weak_scaling() -> str:
 
 # --------------------------------------------------------------------------- models side by side
 
-_SCORES = ("auc", "logloss")  # of a label
+_METRICS = {"auc": "AUC", "logloss": "log loss"}
+_SCORES = tuple(_METRICS)  # of a label
 
 
 def histories() -> str:
@@ -483,10 +484,11 @@ def first_config() -> str:
     models = [of["runs"]] + [
       [{"metrics": of["baselines"][each]}] for each in ("logistic regression", "LightGBM")
     ]
-    scores = [[_scores(runs, f"test_{x}") for x in _SCORES] for runs in models]
-    lines.append([name, f"{of['rows']:,}", *(" / ".join(each) for each in scores)])
-  header = ("table", "rows", "DCN-V2", "logistic regression", "LightGBM")
-  return table(header, lines) + _busy(measured, "first_config.json")
+    for i, x in enumerate(_SCORES):
+      scores = best_is_bold([_scores(runs, f"test_{x}") for runs in models], x == "logloss")
+      lines.append([*(["", ""] if i else [name, f"{of['rows']:,}"]), _METRICS[x], *scores])
+  header = ("table", "rows", "metric", "DCN-V2", "logistic regression", "LightGBM")
+  return table(header, lines, words=3) + _busy(measured, "first_config.json")
 
 
 def _scores(runs: Sequence[Any], metric: str) -> str:
@@ -511,7 +513,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling, histories,
-    labels,
+    labels, first_config,
   )
 }  # fmt: skip
 
