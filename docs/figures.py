@@ -442,6 +442,21 @@ def weak_scaling() -> str:
   return table(header, rows)
 
 
+def searches() -> str:
+  """Returns the trials of all sweeps, a row each."""
+  lines = []
+  for path in sorted(RESULTS.glob("sweep_*.json")):
+    of = json.loads(path.read_text())
+    for number, trial in enumerate(of["trials"]):
+      name = path.stem.removeprefix("sweep_") if number == 0 else ""
+      settings = ", ".join(f"{name} {value}" for name, value in trial["settings"].items())
+      score = f"{trial['metrics'][of['select']]:.4f}".removeprefix("0")
+      bold = "**" if number == of["chosen"] else ""
+      minutes = f"{trial['seconds'] / 60:.0f}"
+      lines.append([name, f"{bold}{settings}{bold}", of["select"], f"{bold}{score}{bold}", minutes])
+  return table(("sweep", "trial", "metric", "score", "minutes"), lines, words=3)
+
+
 # --------------------------------------------------------------------------- models side by side
 
 _METRICS = {"auc": "AUC", "logloss": "log loss"}
@@ -513,7 +528,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling, histories,
-    labels, first_config,
+    searches, labels, first_config,
   )
 }  # fmt: skip
 

@@ -97,7 +97,8 @@ class Stage:
 
     settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
     connection = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
-    connection.execute("SET enable_progress_bar = false")  # it would write to stdout
+    # It would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
+    connection.execute("PRAGMA disable_progress_bar")
     return connection
 
   @functools.cached_property
