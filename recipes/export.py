@@ -4,7 +4,7 @@ manifest.json   the size and the checksum of every other file, which `serving.lo
 served.json     the recipe, the declared columns, and what to install for predictions
 program.bin     the model, as `jax.export` writes it; it needs no code of the model
 arrays.npz      the arrays that it reads
-candidates.npy  two_tower: the vectors of the items
+candidates.npy  two_tower, sequence with a temperature: the vectors of the items
 index.usearch   with --ann: the index over the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 README.md       how to use it
@@ -295,7 +295,12 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     "candidates": f"embed/{model_lib.ITEM}",
     "width": config.dim,
   }
-  return _Parts(model, model_lib.queries, inputs, about)
+  if not config.temperature:
+    return _Parts(model, model_lib.queries, inputs, about)
+  rows = lambda: np.asarray(model.candidates(model.embed.tables[model_lib.ITEM]))
+  return _Parts(
+    model, model_lib.queries, inputs, about | {"candidates": folder_lib.CANDIDATES}, rows
+  )
 
 
 _RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {

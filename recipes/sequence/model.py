@@ -100,7 +100,7 @@ class SequenceModel(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
     self.embed, self.encoder, dim = tables, encoder, config.dim
-    self.dtype = build.dtype(config, "dtype")
+    self.dtype, self.temperature = build.dtype(config, "dtype"), config.temperature
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((config.max_length, dim))
     self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
@@ -134,12 +134,31 @@ class SequenceModel(nnx.Module):
     return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
 
   def queries(self, outputs: jax.Array) -> jax.Array:
-    """Returns what the items' rows are multiplied with, of the encoder's outputs `[..., D]`."""
+    """Returns what candidates are multiplied with, of the encoder's outputs `[..., D]`."""
+    if self.temperature:
+      return _of_length_1(outputs) / self.temperature
     return outputs if self.projection is None else self.projection(outputs)
+
+  def candidates(self, rows: jax.Array) -> jax.Array:
+    """Returns what queries are multiplied with, of rows of the item table `[..., D]`."""
+    return _of_length_1(rows.astype(jnp.float32)) if self.temperature else rows
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
-    return self.embed.attend(hidden, ITEM, candidates)
+    scores = self.embed.attend(hidden, ITEM, candidates)
+    if not self.temperature:
+      return scores
+    ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates
+    # A lookup takes a last axis of 1 as no axis.
+    return scores * _inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
+
+
+def _inverse_length(x: jax.Array) -> jax.Array:
+  return jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
+
+
+def _of_length_1(x: jax.Array) -> jax.Array:
+  return x * _inverse_length(x)
 
 
 def build_model(

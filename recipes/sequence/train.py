@@ -133,8 +133,9 @@ def make_recommend(
       return tiger.top_k(model, query, k, seen)[1]
     if mesh is None:
       items = jax.device_put(model.embed.tables[model_lib.ITEM], jax.memory.Space.Device)
+      items = model.candidates(items)
       return retrieval.top_k(query, items, k, seen)[1]
-    rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
+    rows = lambda ids: model.candidates(model.embed({model_lib.ITEM: ids})[model_lib.ITEM])
     return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]
 
   return recommend
@@ -180,6 +181,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     )
   if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
     raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
+  if config.temperature < 0 or (config.temperature and config.model not in ("sasrec", "hstu")):
+    raise UserError("temperature is for the models sasrec and hstu, and 0 or more: leave it out")
   if config.loss != "softmax" and config.negatives.shared:
     hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 

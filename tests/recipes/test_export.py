@@ -143,6 +143,7 @@ SEQUENCES = {
   "sasrec": {"model": "sasrec"},
   "bfloat16": {"model": "sasrec", "table_dtype": "bfloat16"},
   "hstu": {"model": "hstu"},
+  "cosines": {"model": "hstu", "temperature": 0.05},
   "bert4rec": {"model": "bert4rec"},
   "beauty": None,
   "beauty_bert4rec": None,

@@ -158,7 +158,7 @@ def own_sequences(training, top=10):
 
   @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
   def ranked(view, batch):
-    table = view.embed.tables[model.ITEM]
+    table = view.candidates(view.embed.tables[model.ITEM])
     return retrieval.top_k(model.queries(view, batch), table, top, batch["seen"])
 
   for batch in data.eval_batches(loaded, "test", config):

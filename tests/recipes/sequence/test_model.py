@@ -184,8 +184,9 @@ def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
 
 
 @pytest.mark.full
-def test_sampled_softmax_of_all_items_is_the_full_one():
-  config = smoke(loss="sampled_softmax")
+@pytest.mark.parametrize("temperature", [0.0, 0.05])
+def test_sampled_softmax_of_all_items_is_the_full_one(temperature):
+  config = smoke(loss="sampled_softmax", temperature=temperature)
   model = train.build_model(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
   inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
@@ -215,6 +216,18 @@ def test_only_hidden_items_are_predicted():
   scores = np.asarray(model.scores(found))[0]
   expected = losses.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
   assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_cosines_over_the_temperature():
+  model = build("hstu", temperature=0.5)
+  row = np.zeros((ITEMS, 8), np.float32)
+  row[:3, :2] = [[3, 0], [0, 4], [0.3, 0.4]]
+  model.embed.load_tables({"item": row})
+  query = model.queries(jnp.array([[5.0, *[0.0] * 7]]))
+  expected = [[2.0, 0.0, 1.2]]
+  np.testing.assert_allclose(model.scores(query)[:, :3], expected, atol=1e-6)
+  np.testing.assert_allclose(model.scores(query, jnp.arange(3)), expected, atol=1e-6)
+  np.testing.assert_allclose(query @ model.candidates(row[:3]).T, expected, atol=1e-6)
 
 
 def test_bert4rec_scores_by_equation_7():

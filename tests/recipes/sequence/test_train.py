@@ -91,8 +91,9 @@ def losses(config, mesh):
 
 
 @pytest.mark.full
-def test_one_device_and_eight_rank_alike(tmp_path):
-  config = sequence_smoke("synthetic", tmp_path)
+@pytest.mark.parametrize("temperature", [0.0, 0.05])
+def test_one_device_and_eight_rank_alike(temperature, tmp_path):
+  config = sequence_smoke("synthetic", tmp_path, temperature=temperature)
   loaded, mesh = data.load(config), hosts.start()
   found = []
   for where in (None, mesh):
