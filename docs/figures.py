@@ -395,6 +395,18 @@ def pods_hstu() -> str:
   return _pods("aot_dlrm_v4")
 
 
+def padding() -> str:
+  """Returns the time of a step of HSTU by the width of its rows, alone and packed in them."""
+  measured, rows = result("hstu.json"), []
+  cases = iter(measured["cases"])
+  for alone, packed in zip(cases, cases, strict=True):
+    columns = [f"{of['columns']:,}" for of in (alone, packed)]
+    times = [f"{of['median'] * 1e3:,.0f}" for of in (alone, packed)]
+    rows.append([f"{alone['past'] + 1}", f"{alone['events']:,.0f}", *columns, *times])
+  header = ("columns of a row", "events", "columns, one a row", "packed", "ms, one a row", "packed")
+  return table(header, rows, words=0) + _busy(measured, "hstu.json")
+
+
 def _pods(*names: str) -> str:
   mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
   rows: dict[str, Callable[[Any], str]] = {
@@ -527,8 +539,8 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
-    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, weak_scaling, histories,
-    searches, labels, first_config,
+    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
+    histories, searches, labels, first_config,
   )
 }  # fmt: skip
 

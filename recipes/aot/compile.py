@@ -47,8 +47,9 @@ ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process aborts on the first one's lock file
 }
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-# Without measuring kernels, which needs a GPU, XLA takes its defaults.
-_CUDA_OPTIONS = {"xla_gpu_autotune_level": 0}
+# No kernel is measured without a GPU. XLA then takes its defaults, and Triton's tiles do not fit
+# every product.
+_CUDA_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 # XLA's `GpuTargetConfigProto` of an H100 SXM with 80 GB, as a device query of CUDA returns it.
 _H100 = """
