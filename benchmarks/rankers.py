@@ -8,8 +8,9 @@ click. `labels` reads `ratings_no_timestamp.csv` of MovieLens 1M, a third of its
 random: 4 or more is `liked`, 5 is `loved`. It also draws clicks of two teachers whose correlation
 is known, and with them the best possible scores.
 
-Runs are `recipes.dlrm`'s, with its defaults but for the number of epochs; they are tested in the
-state of the best validation log loss. Again with the same `--folder`, it trains what is missing.
+Runs are `recipes.dlrm`'s: DCN-V2 with full cross layers and without a linear model, which learns
+at 2e-3. They are tested in the state of the best validation log loss. Again with the same
+`--folder`, it trains what is missing.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from recipes.training.features import cut_ids
 
 _PAST = 30  # positions of a history, the same for all models
 _HISTORIES = ("pooled", "din", "transformer", "hstu")
+_DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
 _STRUCTURES = ("shared_bottom", "mmoe", "ple")
 _CORRELATIONS = (0.0, 0.9)
 _Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
@@ -123,7 +125,11 @@ def main() -> None:
     if "metrics" in config:  # known without a run
       results.append(config)
       continue
-    config |= {"epochs": args.epochs, "writers": (), "cache_dir": str(args.folder / "cache")}
+    config |= _DCNV2 | {
+      "epochs": args.epochs,
+      "writers": (),
+      "cache_dir": str(args.folder / "cache"),
+    }
     for seed in args.seeds:
       result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
       kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}

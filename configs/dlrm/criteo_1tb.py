@@ -35,6 +35,7 @@ def get_config(mode: str = "") -> dict:
       3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
     ),
     "dim": 128,
+    "linear": False,
     "dlrm": {"bottom": (512, 256), "top": (1024, 1024, 512, 256), "concat_tables": False},
     "dcnv2": {
       "bottom": (512, 256, 128), "rank": 512, "deep": (1024, 1024, 512, 256),

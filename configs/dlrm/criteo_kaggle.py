@@ -21,7 +21,8 @@ def get_config(mode: str = "") -> dict:
   config: dict[str, Any] = {
     "dataset": "criteo",
     "dlrm": {"bottom": (512, 256, 64), "top": (512, 256), "concat_tables": False},
-    "dcnv2": {"deep": (400, 400, 400)},
+    "linear": False,
+    "dcnv2": {"rank": 0, "deep": (400, 400, 400)},
     "dropout": 0.0,
     "table": {"optimizer": "adam", "learning_rate": 1e-3},
     "select": "valid_auc",
@@ -40,7 +41,7 @@ def get_config(mode: str = "") -> dict:
   if mode in ("sample", "smoke"):
     config |= {
       "valid_fraction": 0.1, "test_fraction": 0.2, "dim": 4,
-      "dcnv2": {"cross_layers": 1, "deep": (32,)}, "dropout": 0.3,
+      "dcnv2": {"cross_layers": 1, "rank": 0, "deep": (32,)}, "dropout": 0.3,
       "table": {"optimizer": "adam", "learning_rate": 1e-2},
       "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 0,
       "batch_size": 256, "eval_batch_size": 1_024, "steps": 140,  # five epochs

@@ -18,9 +18,11 @@ def get_config(mode: str = "") -> dict:
   config = {
     "dataset": "movielens1m",
     "dlrm": {"bottom": (), "top": (256, 256)},
-    "dcnv2": {"deep": (256, 256)},
+    "linear": False,
+    "dcnv2": {"rank": 0, "deep": (256, 256)},
     "dropout": 0.3,
     "table": {"learning_rate": 0.6144},  # 3e-4 for each example of a batch
+    "learning_rate": 2e-3,
     "warmup_steps": 100,
     "final_rate": 0.3,
     "batch_size": 2048,

@@ -12,8 +12,9 @@ def get_config(mode: str = "") -> dict:
   config = {
     "dataset": "synthetic",
     "model": "dlrm",
+    "linear": False,
     "dlrm": {"bottom": (64,)},
-    "dcnv2": {"cross_layers": 2},
+    "dcnv2": {"cross_layers": 2, "rank": 0},
     "dropout": 0.0,
     "table": {"optimizer": "adam", "learning_rate": 1e-2},
     "learning_rate": 3e-3,

@@ -5,6 +5,9 @@ from typing import Any
 DEFAULTS: dict[str, Any] = {
   "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"; "hstu" for the sequences of listens
   "dim": 16,  # columns of the tables
+  # Whether dlrm and dcnv2 have a linear model of all features beside them, its weights in one more
+  # column of each table for each output. wide_deep and deepfm always have it.
+  "linear": True,
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
     "top": (256, 128),  # widths of the MLP on the dot products
@@ -13,7 +16,7 @@ DEFAULTS: dict[str, Any] = {
   "dcnv2": {
     "bottom": (),  # widths of an MLP on the dense features; () leaves them as they are
     "cross_layers": 3,  # of the cross network
-    "rank": 0,  # of the cross layers' matrices; 0 is full
+    "rank": 16,  # of the cross layers' matrices; 0 is full
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
@@ -57,9 +60,9 @@ DEFAULTS: dict[str, Any] = {
   "shuffle": True,  # whether rows train in a new order every epoch; False keeps theirs, as of time
   "dense_optimizer": "adamw",  # or "adagrad"
   "adam_betas": (0.9, 0.999),  # of adamw
-  "learning_rate": 2e-3,  # of dense parameters
+  "learning_rate": 1e-3,  # of dense parameters
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
-  "epochs": 5,  # of a run whose `steps` are 0
+  "epochs": 10,  # of a run whose `steps` are 0
   "select": "valid_logloss",  # or "valid_auc": its best state is tested; "" tests the last state
   # Columns by whose values all metrics are measured as well, as ("gender",): auc[gender=F]. They
   # have at most 32 values.

@@ -57,11 +57,12 @@ class Ranker(nnx.Module):
     activations = self.embed(batch["features"])
     if self.histories is not None:
       activations = self.histories(activations, batch["features"])
-    outputs = self.outputs(*self.inputs(activations, batch["dense"]))
+    vectors, dense, linear = self.inputs(activations, batch["dense"])
+    outputs = self.outputs(vectors, dense) + linear
     return outputs[:, 0] if outputs.shape[1] == 1 else outputs
 
   def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
-    """Returns `[B, O]`."""
+    """Returns `[B, O]`, without the linear model of `inputs`."""
     return self.head(self.hidden(activations, dense))
 
   def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
@@ -186,10 +187,10 @@ class DCNV2(Ranker):
 
 
 class WideDeep(Ranker):
-  """Cheng et al. 2016: a linear model of all features beside an MLP. With pairs, DeepFM.
+  """Cheng et al. 2016: an MLP beside the linear model of `inputs`. With pairs, DeepFM.
 
   `logits = sum_f w[f] + W dense + head(MLP([vectors, dense]))`, w[f] the first-order weights of the
-  ids of feature f: the last O columns of its table. Declared crosses are features as well.
+  ids of feature f. Declared crosses are features as well.
 
   DeepFM (Guo et al. 2017, equations 2 to 4) adds the dot products of all pairs of vectors, as
   `sum_d p[d] ((sum_f v[f, d])^2 - sum_f v[f, d]^2) / 2`. A dense feature's vector is a learned one
@@ -200,7 +201,6 @@ class WideDeep(Ranker):
     tables, inputs, dropout, head, dtype: as for `DLRM`.
     deep: widths of the MLP.
     pairs: the width D to which vectors are projected where theirs is another one; 0 for no pairs.
-    num_outputs: O.
   """
 
   def __init__(
@@ -211,32 +211,25 @@ class WideDeep(Ranker):
     deep: Sequence[int],
     pairs: int,
     dropout: float,
-    num_outputs: int = 1,
     head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
     self.embed, self.inputs, self.dtype, num_dense = tables, inputs, dtype, inputs.num_dense
-    self.names, self.num_outputs = tuple(inputs.widths), num_outputs
-    widths = {name: width - num_outputs for name, width in inputs.widths.items()}
-    width = sum(widths.values()) + num_dense
+    width = sum(inputs.widths.values()) + num_dense
     self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-    self.wide = linear(num_dense, num_outputs) if num_dense else None
-    self.projections = _projections(widths if pairs else {}, pairs, dtype, rngs)
+    self.projections = _projections(inputs.widths if pairs else {}, pairs, dtype, rngs)
     small, ones = nnx.initializers.normal(0.01), nnx.initializers.ones
     self.numbers = linear(num_dense, pairs, kernel_init=small) if pairs and num_dense else None
-    self.pairs = linear(pairs, num_outputs, kernel_init=ones) if pairs else None
+    self.pairs = linear(pairs, inputs.linear, kernel_init=ones) if pairs else None
     self.head = head(self.deep.out_features, rngs=rngs)
 
   def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
     outputs = super().outputs(activations, dense)
-    outputs += sum(activations[name][:, -self.num_outputs :] for name in self.names)
-    if self.wide is not None:
-      outputs += self.wide(dense)
     if self.pairs is None:
       return outputs
-    vectors = [_projected(self.projections, n, x) for n, x in self._vectors(activations).items()]
+    vectors = [_projected(self.projections, n, x) for n, x in activations.items()]
     total, squares = sum(vectors), sum(map(jnp.square, vectors))
     if self.numbers is not None:
       total += self.numbers(dense)
@@ -244,11 +237,8 @@ class WideDeep(Ranker):
     return outputs + self.pairs((jnp.square(total) - squares) / 2)
 
   def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
-    parts = [*self._vectors(activations).values(), dense]
+    parts = [*activations.values(), dense]
     return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
-
-  def _vectors(self, activations: Activations) -> dict[str, jax.Array]:
-    return {name: activations[name][:, : -self.num_outputs] for name in self.names}
 
 
 MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm", "hstu")
@@ -266,8 +256,8 @@ def build_model(
   """
   if config.model not in MODELS:
     raise UserError(f"unknown model {config.model!r}: choose {', '.join(MODELS)}")
-  is_wide, num_outputs = config.model in ("wide_deep", "deepfm"), tasks.num_outputs(data.labels)
-  more = num_outputs if is_wide else 0  # columns of first-order weights
+  is_wide = config.linear if config.model in ("dlrm", "dcnv2") else config.model != "hstu"
+  more = tasks.num_outputs(data.labels) if is_wide else 0  # columns of first-order weights
   features = features_lib.feature_configs(
     [dataclasses.replace(each, dim=(each.dim or config.dim) + more) for each in data.features],
     config.dim,
@@ -297,9 +287,10 @@ def build_model(
   common["inputs"] = layers.Inputs(
     tables,
     data.numbers,
-    dim=config.dim + more,
+    dim=config.dim,
     vectors=data.vectors,
     onto={feature.name: feature.onto for feature in data.features if feature.onto},
+    linear=more,
     **of_dtype,
   )
   if config.model == "dlrm":
@@ -308,7 +299,7 @@ def build_model(
     model = DCNV2(**common, **config.dcnv2)
   else:
     pairs = config.dim if config.model == "deepfm" else 0
-    model = WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
+    model = WideDeep(**common, **config.wide_deep, pairs=pairs)
   widths = {name: feature.table.dim for name, feature in features.items()}
   model.histories = histories_lib.make(config, data.features, widths, **of_dtype, wide=more)
   return model

@@ -19,7 +19,7 @@ INITIALIZERS = {  # of `linear`, by the setting `init`
 
 
 class Inputs(nnx.Module):
-  """What a model of clicks reads: vectors by name, and numbers.
+  """What a model of clicks reads: vectors by name, numbers, and a linear model of all features.
 
   Args:
     tables: of single ids and bags.
@@ -27,9 +27,11 @@ class Inputs(nnx.Module):
     dim: D, the width that vectors in `dense` are projected to.
     vectors: by name, the first and past the last of their columns.
     onto: by feature, the one whose vector its own is added to.
+    linear: O, the outputs of the linear model; 0 is none. The weights of an id are the last O
+      columns of its row.
 
   Attributes:
-    widths: of the vectors by name, in their order.
+    widths: of the vectors by name, in their order, without the weights.
   """
 
   def __init__(
@@ -40,24 +42,29 @@ class Inputs(nnx.Module):
     dim: int = 0,
     vectors: Mapping[str, tuple[int, int]] | None = None,
     onto: Mapping[str, str] | None = None,
+    linear: int = 0,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
     vectors, onto, of_tables = vectors or {}, onto or {}, tables.spec.features
     self._vectors, self._onto = dict(vectors), dict(onto)
     self._numbers, self.num_dense = tuple(numbers), len(numbers)
-    own = {name: each.table.dim for name, each in of_tables.items() if name not in onto}
-    self.widths = own | dict.fromkeys(vectors, dim)
+    own = {name: each.table.dim - linear for name, each in of_tables.items() if name not in onto}
+    self.widths, self.linear = own | dict.fromkeys(vectors, dim), linear
     # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
-    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    layer = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
     self.projections = nnx.Dict(
-      {name: linear(stop - start, dim) for name, (start, stop) in vectors.items()}
+      {
+        name: layer(stop - start, dim + linear, dtype=dtype)
+        for name, (start, stop) in vectors.items()
+      }
     )
+    self.wide = layer(len(numbers), linear) if linear and len(numbers) else None
 
   def __call__(
     self, activations: Mapping[str, jax.Array], dense: jax.Array
-  ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns vectors by name, `[B, width]` each, and numbers `[B, num_dense]`.
+  ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+    """Returns vectors `[B, width]` by name, numbers `[B, num_dense]`, the linear model `[B, O]`.
 
     Args:
       activations: what tables return, by feature.
@@ -68,7 +75,12 @@ class Inputs(nnx.Module):
       vectors[owner] = vectors[owner] + activations[name]
     for name, (start, stop) in self._vectors.items():
       vectors[name] = self.projections[name](dense[:, start:stop])
-    return vectors, dense[:, np.array(self._numbers, int)] if self._vectors else dense
+    dense = dense[:, np.array(self._numbers, int)] if self._vectors else dense
+    if not self.linear:
+      return vectors, dense, 0
+    sums: Any = 0 if self.wide is None else self.wide(dense)
+    sums += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
+    return {name: x[:, : -self.linear] for name, x in vectors.items()}, dense, sums
 
 
 class MLP(nnx.Module):

@@ -27,8 +27,8 @@ RESULT = {  # the keys of a result
 # Read with init_from, without steps, and by models of histories, of sequences and of codes alone,
 # which have their own tests.
 _CONDITIONAL = {
-  "init_parts", "init_rename", "epochs", "history.hidden", "history.blocks", "history.heads",
-  "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",
+  "init_parts", "init_rename", "epochs", "linear", "history.hidden", "history.blocks",
+  "history.heads", "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",
   "tiger.blocks", "tiger.beam",
 }  # fmt: skip
 _CONDITIONAL_GROUPS = {"hstu"}

@@ -32,7 +32,8 @@ def build(kind, settings, num_dense=2, dropout=0.0):
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, range(num_dense), rngs=rngs)
+  linear = 1 if kind is model_lib.WideDeep else 0
+  inputs = layers.Inputs(tables, range(num_dense), linear=linear, rngs=rngs)
   return kind(tables, inputs, **settings, dropout=dropout, rngs=rngs)
 
 
@@ -129,7 +130,7 @@ def test_wide_deep_and_deepfm_by_hand(pairs):
   features = {n: embed.FeatureConfig(embed.TableConfig(5, 4, name=n)) for n in ("user", "item")}
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, range(2), rngs=rngs)
+  inputs = layers.Inputs(tables, range(2), linear=1, rngs=rngs)
   model = model_lib.WideDeep(tables, inputs, deep=(4,), pairs=pairs, dropout=0.0, rngs=rngs)
   ids, dense = {"user": np.array([1], np.int32), "item": np.array([3], np.int32)}, [0.5, -2.0]
   inputs = {"features": ids, "dense": np.array([dense], np.float32)}
@@ -139,7 +140,9 @@ def test_wide_deep_and_deepfm_by_hand(pairs):
   (mlp,) = model.deep.layers
   hidden = np.maximum(seen @ np.asarray(mlp.kernel[...]) + np.asarray(mlp.bias[...]), 0)
   logit = hidden @ np.asarray(model.head.kernel[...])[:, 0] + np.asarray(model.head.bias[...])[0]
-  logit += rows["user"][3] + rows["item"][3] + dense @ np.asarray(model.wide.kernel[...])[:, 0]
+  logit += (
+    rows["user"][3] + rows["item"][3] + dense @ np.asarray(model.inputs.wide.kernel[...])[:, 0]
+  )
   if pairs:
     fields = [user, item, *(np.asarray(model.numbers.kernel[...]).T * dense).T]
     logit += sum(fields[i] @ fields[j] for i in range(4) for j in range(i))

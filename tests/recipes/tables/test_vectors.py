@@ -155,7 +155,7 @@ def test_inputs_by_hand():
   inputs.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
   rows = {"movie": [[1, 2]], "codes": [[30, 40]], "city": [[5, 6]]}
   rows = {name: jnp.array(x, jnp.float32) for name, x in rows.items()}
-  vectors, numbers = inputs(rows, jnp.array([[7.0, 8.0, 9.0, 11.0]]))
+  vectors, numbers, _ = inputs(rows, jnp.array([[7.0, 8.0, 9.0, 11.0]]))
   assert jax.tree.map(lambda x: x.tolist(), vectors) == {
     "movie": [[31, 42]], "city": [[5, 6]], "image": [[8, 90]],
   }  # fmt: skip
