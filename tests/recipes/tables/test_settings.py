@@ -107,13 +107,13 @@ def test_a_side_table_needs_its_key(tmp_path):
 
 @pytest.mark.parametrize(
   ("rows", "devices", "batch", "steps"),
-  [(100, 1, 64, 10), (100, 6, 66, 10), (1_000_000, 1, 4096, 1225), (50_000, 8, 256, 980)],
+  [(100, 1, 64, 20), (100, 6, 66, 20), (1_000_000, 1, 4096, 2450), (50_000, 8, 256, 1960)],
 )
 def test_steps_follow_from_the_rows(tmp_path, rows, devices, batch, steps):
   config = completed("dlrm", tmp_path)
   chosen = settings.steps_of_data(config, rows, devices)
   assert (chosen.batch_size, chosen.steps) == (batch, steps)
-  assert chosen.eval_every == steps // 5
+  assert chosen.eval_every == steps // 10
   assert config.steps == 0
   given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
   chosen = settings.steps_of_data(completed("dlrm", tmp_path, **given), rows, devices)
