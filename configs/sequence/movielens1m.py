@@ -2,11 +2,12 @@
 
 Reproduces: HR@10 / NDCG@10 of SASRec .3152 / .1821 (63 epochs), of BERT4Rec .2843 / .1537 (197
   epochs), of HSTU .3037 / .1719 (recomputed).
-Cost: 163 minutes on 2 CPU cores shared with other work, in several goes, 2026-11-21.
-Number: test HR@10 / NDCG@10 of SASRec .3010 / .1732 (seed 0, the state of step 6,324 of
-  6,400, the best on validation NDCG@10); EASE .1017 / .0511, popularity .0369 / .0180.
-  BERT4Rec .2642 / .1447 (seed 0, 6,400 steps, 63 epochs). These runs were without windows, and
-  BERT4Rec's also with masks per packed row and without its projection; :reference was not run.
+Cost: 103 minutes (:reference) on one CPU core, 2026-11-26; 163 minutes on 2 cores shared with other
+  work, 2026-11-21.
+Number: test HR@10 / NDCG@10 of SASRec as published (:reference) .3124 / .1804 (seed 0, the state of
+  epoch 62 of 72, the best on validation NDCG@10); with the settings here, without windows, .3010 /
+  .1732 (seed 0, 6,400 steps); EASE .1017 / .0511, popularity .0369 / .0180. BERT4Rec .2642 / .1447
+  (seed 0, 6,400 steps, 63 epochs), with masks per packed row and without its projection.
 Command: python -m recipes.sequence --config=configs/sequence/movielens1m.py \
            --config.data_dir=<folder> --workdir=runs/movielens1m
          movielens1m.py:reference is SASRec as published, and movielens1m.py:bert4rec BERT4Rec with
