@@ -8,9 +8,9 @@ click. `labels` reads `ratings_no_timestamp.csv` of MovieLens 1M, a third of its
 random: 4 or more is `liked`, 5 is `loved`. It also draws clicks of two teachers whose correlation
 is known, and with them the best possible scores.
 
-Runs are `recipes.dlrm`'s: DCN-V2 with full cross layers and without a linear model, which learns
-at 2e-3. They are tested in the state of the best validation log loss. Again with the same
-`--folder`, it trains what is missing.
+Runs are `recipes.dlrm`'s: DCN-V2 with full cross layers and without a linear model, at a
+learning rate of 2e-3. They are tested in the state of the best validation log loss. Again with the
+same `--folder`, it trains what is missing.
 """
 
 import argparse

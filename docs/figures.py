@@ -378,7 +378,7 @@ def costs() -> str:
     shown = f"{minutes:.1f}" if minutes < 10 else f"{minutes:,.0f}"
     rows.append([data if data != above else "", model, f"{steps:,.0f}", shown])
     above = data
-  return table(("data", "model", "steps", "minutes on 2 shared cores"), rows, words=2)
+  return table(("data", "model", "steps", "minutes on 1 or 2 cores"), rows, words=2)
 
 
 def _admission_origin(of: dict[str, Any]) -> str:
@@ -403,7 +403,7 @@ def padding() -> str:
     columns = [f"{of['columns']:,}" for of in (alone, packed)]
     times = [f"{of['median'] * 1e3:,.0f}" for of in (alone, packed)]
     rows.append([f"{alone['past'] + 1}", f"{alone['events']:,.0f}", *columns, *times])
-  header = ("columns of a row", "events", "columns, one a row", "packed", "ms, one a row", "packed")
+  header = ("row", "events", "columns, one a row", "columns, packed", "ms, one a row", "ms, packed")
   return table(header, rows, words=0) + _busy(measured, "hstu.json")
 
 
@@ -531,7 +531,8 @@ def _bold(rows: Sequence[Sequence[str]], metrics: Sequence[str]) -> list[list[st
 
 def _busy(of: dict[str, Any], name: str) -> str:
   """Returns the line under a table that was measured beside other work."""
-  where = f"{of['cores']} cores of {of['cpu']}, shared with other work"
+  cores = "1 core" if of["cores"] == 1 else f"{of['cores']} cores"
+  where = f"{cores} of {of['cpu']}, shared with other work"
   return f"\n{where}; jax {of['versions']['jax']}; {of['date']}; `docs/results/{name}`.\n"
 
 

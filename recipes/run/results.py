@@ -11,7 +11,7 @@ from embed.planning import aligned
 _NEUTRAL = ("popularity", "share", "outcome")
 _MAX_AUC = 0.99  # clicks are not so predictable
 _TO_TRY = {  # by the baseline that is better
-  "logistic regression": "config.model=wide_deep, which has no cross layers, more config.epochs, "
+  "logistic regression": "config.model=wide_deep, which is small, more config.epochs, "
   "or a lower config.table.learning_rate",
   "constant rate": "a lower config.table.learning_rate and config.learning_rate, or a higher "
   "min_count of columns with many rare values",

@@ -149,7 +149,7 @@ class SequenceModel(nnx.Module):
     if not self.temperature:
       return scores
     ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates
-    # A lookup takes a last axis of 1 as no axis.
+    # A second lookup of the candidates. It takes a last axis of 1 as no axis.
     return scores * _inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
 
 

@@ -24,8 +24,8 @@ RESULT = {  # the keys of a result
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "curves", "baselines",
   "device", "versions", "data", "data_sha256",
 }  # fmt: skip
-# Read with init_from, without steps, and by models of histories, of sequences and of codes alone,
-# which have their own tests.
+# Read with init_from, without steps, by dlrm and dcnv2, and by models of histories, sequences and
+# codes alone, which have their own tests.
 _CONDITIONAL = {
   "init_parts", "init_rename", "epochs", "linear", "history.hidden", "history.blocks",
   "history.heads", "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",

@@ -148,18 +148,38 @@ def test_inputs_by_hand():
   config = lambda name: embed.FeatureConfig(embed.TableConfig(4, 2, name=name))
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
-  inputs = layers.Inputs(
-    tables, (0, 3), dim=2, vectors={"image": (1, 3)}, onto={"codes": "movie"}, rngs=rngs
-  )
+  vectors, onto = {"image": (1, 3)}, {"codes": "movie"}
+  inputs = layers.Inputs(tables, (0, 3), dim=2, vectors=vectors, onto=onto, rngs=rngs)
   assert inputs.widths == {"movie": 2, "city": 2, "image": 2}
   inputs.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
   rows = {"movie": [[1, 2]], "codes": [[30, 40]], "city": [[5, 6]]}
   rows = {name: jnp.array(x, jnp.float32) for name, x in rows.items()}
-  vectors, numbers, _ = inputs(rows, jnp.array([[7.0, 8.0, 9.0, 11.0]]))
+  dense = jnp.array([[7.0, 8.0, 9.0, 11.0]])
+  vectors, numbers, linear = inputs(rows, dense)
   assert jax.tree.map(lambda x: x.tolist(), vectors) == {
     "movie": [[31, 42]], "city": [[5, 6]], "image": [[8, 90]],
   }  # fmt: skip
   assert numbers.tolist() == [[7, 11]]
+  assert linear == 0
+
+
+def test_a_linear_model_is_the_last_column_of_everything():
+  config = lambda name: embed.FeatureConfig(embed.TableConfig(4, 2, name=name))
+  rngs = nnx.Rngs(0)
+  tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
+  more = {"vectors": {"image": (1, 3)}, "onto": {"codes": "movie"}, "linear": 1}
+  inputs = layers.Inputs(tables, (0, 3), dim=1, **more, rngs=rngs)
+  assert inputs.widths == {"movie": 1, "city": 1, "image": 1}
+  inputs.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
+  inputs.wide.kernel[...] = jnp.array([[100.0], [1000.0]])
+  rows = {"movie": [[1, 2]], "codes": [[30, 40]], "city": [[5, 6]]}
+  rows = {name: jnp.array(x, jnp.float32) for name, x in rows.items()}
+  vectors, numbers, linear = inputs(rows, jnp.array([[7.0, 8.0, 9.0, 11.0]]))
+  assert jax.tree.map(lambda x: x.tolist(), vectors) == {
+    "movie": [[31]], "city": [[5]], "image": [[8]],
+  }  # fmt: skip
+  assert numbers.tolist() == [[7, 11]]
+  assert linear.tolist() == [[42 + 6 + 90 + 700 + 11_000]]
 
 
 # --- what is learned and served -------------------------------------------------------------------
