@@ -219,7 +219,7 @@ def test_what_does_not_correspond_is_named(tmp_path):
   run_of("dlrm", table, tmp_path / "run")
   cases = {
     r"holds no checkpoint: give the --workdir of a run": {"init_from": str(tmp_path / "no")},
-    r"has 8 columns, and age in .*run has 4: keep the dim": {"dim": 8},
+    r"has 9 columns, and age in .*run has 5: keep the dim": {"dim": 8},
     r"init_parts is 'dense': choose all or tables": {"init_parts": "dense"},
     r"init_rename has 'town': write new=old": {"init_rename": "town"},
     r"names a table 'town', and those of this run are age, city,": {"init_rename": "town=city"},

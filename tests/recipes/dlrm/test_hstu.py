@@ -157,7 +157,7 @@ def test_neighbours_and_padding_never_leak():
 @pytest.mark.full
 def test_a_run(tmp_path):
   packed = {"targets": 4, "sequences": 2, "width": 24}
-  chosen = config(tmp_path, steps=40, eval_every=20, **packed)
+  chosen = config(tmp_path, steps=120, eval_every=40, **packed)
   metrics = train.run(chosen, str(tmp_path / "run"))["metrics"]
   assert data_lib.load(chosen).best["test_auc"] > metrics["test_auc"] > 0.55
 
