@@ -17,6 +17,8 @@ import loop
 import numpy as np
 import step as timing
 
+from recipes.dlrm import data as data_lib
+
 _SEQUENCES = 64  # of a step
 
 
@@ -26,7 +28,7 @@ def measure(past: int, packed: bool, seconds: float) -> dict[str, Any]:
   given["sequences"] = (past + 1) // 64 if packed else 1  # at most
   config = loop.load("dlrm/dlrm_v4:nano", [f"{name}={value}" for name, value in given.items()])
   config.hstu.length = past + 1
-  data = loop.Parts("dlrm", config).data
+  data = data_lib.load(config)
   start, stop = data.splits["train"]
   segments = np.asarray(data.columns["tokens"][start:stop, :, 3])
   number = (segments.max(axis=1) + 1).mean()  # sequences of a row

@@ -95,7 +95,6 @@ class Parts:
     train = importlib.import_module(f"recipes.{recipe}.train")
     data = train.data_lib.load(config)
     config = train.decide(config, data)
-    self.data = data
     self.model, self.optimizer = train.make_state(config, data)
     self.batches = lambda: train.data_lib.train_batches(data, config)
     objective, options = train.objective(config, data), train_step.options(config)

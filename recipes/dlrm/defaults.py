@@ -5,8 +5,8 @@ from typing import Any
 DEFAULTS: dict[str, Any] = {
   "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"; "hstu" for the sequences of listens
   "dim": 16,  # columns of the tables
-  # Whether dlrm and dcnv2 have a linear model of all features beside them, its weights in one more
-  # column of each table for each output. wide_deep and deepfm always have it.
+  # Adds a linear model of all features to the logits of dlrm and dcnv2. Each table stores its
+  # weights in one more column for each output. wide_deep and deepfm always have it.
   "linear": True,
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer

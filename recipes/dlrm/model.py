@@ -187,7 +187,7 @@ class DCNV2(Ranker):
 
 
 class WideDeep(Ranker):
-  """Cheng et al. 2016: an MLP beside the linear model of `inputs`. With pairs, DeepFM.
+  """Cheng et al. 2016: adds an MLP to the linear model of `inputs`. With pairs, DeepFM.
 
   `logits = sum_f w[f] + W dense + head(MLP([vectors, dense]))`, w[f] the first-order weights of the
   ids of feature f. Declared crosses are features as well.

@@ -19,7 +19,7 @@ import embed
 from ..errors import UserError
 from ..training import build
 from ..training.hstu import HSTUBlock
-from ..training.layers import linear
+from ..training.layers import inverse_length, linear
 from ..training.transformer import BERT4RecBlock, SASRecBlock, TransformerBlock
 
 ITEM = "item"  # the table's name
@@ -136,12 +136,15 @@ class SequenceModel(nnx.Module):
   def queries(self, outputs: jax.Array) -> jax.Array:
     """Returns what candidates are multiplied with, of the encoder's outputs `[..., D]`."""
     if self.temperature:
-      return _of_length_1(outputs) / self.temperature
+      return outputs * inverse_length(outputs) / self.temperature
     return outputs if self.projection is None else self.projection(outputs)
 
   def candidates(self, rows: jax.Array) -> jax.Array:
     """Returns what queries are multiplied with, of rows of the item table `[..., D]`."""
-    return _of_length_1(rows.astype(jnp.float32)) if self.temperature else rows
+    if not self.temperature:
+      return rows
+    rows = rows.astype(jnp.float32)
+    return rows * inverse_length(rows)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
@@ -150,15 +153,7 @@ class SequenceModel(nnx.Module):
       return scores
     ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates
     # A second lookup of the candidates. It takes a last axis of 1 as no axis.
-    return scores * _inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
-
-
-def _inverse_length(x: jax.Array) -> jax.Array:
-  return jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
-
-
-def _of_length_1(x: jax.Array) -> jax.Array:
-  return x * _inverse_length(x)
+    return scores * inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
 
 
 def build_model(

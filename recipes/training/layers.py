@@ -19,7 +19,7 @@ INITIALIZERS = {  # of `linear`, by the setting `init`
 
 
 class Inputs(nnx.Module):
-  """What a model of clicks reads: vectors by name, numbers, and a linear model of all features.
+  """Returns vectors by name, numbers, and the logits of a linear model, for a model of clicks.
 
   Args:
     tables: of single ids and bags.
@@ -81,6 +81,12 @@ class Inputs(nnx.Module):
     sums: Any = 0 if self.wide is None else self.wide(dense)
     sums += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
     return {name: x[:, : -self.linear] for name, x in vectors.items()}, dense, sums
+
+
+def inverse_length(x: jax.Array) -> jax.Array:
+  """Returns `1 / |x|`, `[..., 1]`, of vectors `[..., D]`; large and finite of zeros."""
+  # The constant is under the root: a query without any feature has no direction.
+  return jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
 
 
 class MLP(nnx.Module):

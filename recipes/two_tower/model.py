@@ -68,8 +68,7 @@ class Tower(nnx.Module):
       x = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
     x = x.astype(jnp.float32)
     if self.normalize:
-      # Under the root, and not around it: a query without any feature has no direction.
-      x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=1, keepdims=True) + 1e-12)
+      x = x * layers.inverse_length(x)
     return x
 
 
