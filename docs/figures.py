@@ -455,13 +455,19 @@ def weak_scaling() -> str:
 
 
 def searches() -> str:
-  """Returns the trials of all sweeps, a row each."""
+  """Returns the trials of all sweeps, a row each: the first one, and what others change in it."""
   lines = []
   for path in sorted(RESULTS.glob("sweep_*.json")):
     of = json.loads(path.read_text())
+    first = of["trials"][0]["settings"]
     for number, trial in enumerate(of["trials"]):
       name = path.stem.removeprefix("sweep_") if number == 0 else ""
-      settings = ", ".join(f"{name} {value}" for name, value in trial["settings"].items())
+      changed = [
+        f"`{setting}` {value}"
+        for setting, value in trial["settings"].items()
+        if number == 0 or value != first[setting]
+      ]
+      settings = ", ".join(changed)
       score = f"{trial['metrics'][of['select']]:.4f}".removeprefix("0")
       bold = "**" if number == of["chosen"] else ""
       minutes = f"{trial['seconds'] / 60:.0f}"
