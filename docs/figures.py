@@ -86,6 +86,10 @@ RANKINGS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
     (("HR@10", "hr@10", ".0788"), ("NDCG@10", "ndcg@10", ".0439")),
   ),
   (
+    "Beauty, S3-Rec's file", "TIGER", "sequence_beauty_tiger",
+    (("HR@10", "hr@10", ".0648"), ("NDCG@10", "ndcg@10", ".0384")),
+  ),
+  (
     "Beauty, BERT4Rec's file", "SASRec", "sequence_beauty_bert4rec_sasrec",
     (("HR@10", "hr@10", ".0533"), ("NDCG@10", "ndcg@10", ".0327")),
   ),

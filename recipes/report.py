@@ -77,14 +77,18 @@ class Run:
 
   @property
   def table(self) -> tuple[str, str, str]:
-    """The table that the run is in: its recipe, its data set, and the hashes of its files."""
-    config, hashes = self.result["config"], json.dumps(self.result["data_sha256"], sort_keys=True)
+    """The table that the run is in: its recipe, its data set, and the hashes of its files.
+
+    Semantic ids are a model's, and models with them and without are compared.
+    """
+    config, hashes = self.result["config"], dict(self.result["data_sha256"])
+    hashes.pop("codes", None)
     data = config.get("dataset", "")
     if data == "file":
       data = config["data_file"]
     elif data == "table" and isinstance(config.get("files"), str):
       data = Path(config["files"]).name
-    return self.result["recipe"], data, hashes
+    return self.result["recipe"], data, json.dumps(hashes, sort_keys=True)
 
   @property
   def selected(self) -> str:
@@ -144,7 +148,8 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
   """
   groups: dict[str, list[Run]] = {}
   for run in runs:
-    group = groups.setdefault(json.dumps([run.table, run.settings], sort_keys=True), [])
+    key = [run.table, run.result["data_sha256"], run.settings]
+    group = groups.setdefault(json.dumps(key, sort_keys=True), [])
     for other in group:
       if other.result["seed"] == run.result["seed"]:
         raise UserError(
