@@ -22,7 +22,7 @@ import optax
 import pytest
 from flax import nnx
 from meshes import make_mesh
-from suites import full_unless
+from suites import full_unless, slow_unless
 
 import embed
 from embed.storage import changes
@@ -101,7 +101,9 @@ def assert_same_bits(actual, expected):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+  "place", slow_unless([(place,) for place in PLACES], ("one device", "mod", "column").__contains__)
+)
 def test_base_and_ten_deltas_are_a_full_save(place, tmp_path):
   nodes = make(place)
   base, since = tree_of(nodes), embed.deltas.fingerprint(0, **nodes)

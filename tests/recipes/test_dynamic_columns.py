@@ -132,7 +132,7 @@ def test_options_that_make_no_sense(options, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("negatives", [0, 8])
+@pytest.mark.parametrize("negatives", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_features_of_towers_get_rows(negatives, tmp_path):
   dynamic = {"vocabulary": "dynamic", "capacity": 16}
   columns = LOG | {name: LOG[name] | dynamic for name in ("country", "genre")}

@@ -297,7 +297,7 @@ def test_two_processes_train_as_one(alone, pair):
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "settings"),
   [
@@ -346,7 +346,7 @@ def killed(jobs, folder):
   return workdir
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   workdir = shutil.copytree(killed, folder / "again")
   output = jobs.run(recipe(workdir), processes=2)
@@ -426,7 +426,7 @@ def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
       assert not np.intersect1d(*ids).size
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_deltas_of_two_processes_are_restored_by_any_number(
   jobs, folder, pair_with_deltas, pair, processes
