@@ -78,6 +78,10 @@ RANKINGS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
     (("Recall@20", "recall@20", ".1872"), ("NDCG@20", "ndcg@20", ".1557")),
   ),
   (
+    "Gowalla, LightGCN's split", "two towers", "two_tower_gowalla_64",
+    (("Recall@20", "recall@20", ".1872"), ("NDCG@20", "ndcg@20", ".1557")),
+  ),
+  (
     "Beauty, S3-Rec's file", "SASRec", "sequence_beauty_sasrec",
     (("HR@10", "hr@10", ".0921"), ("NDCG@10", "ndcg@10", ".0531")),
   ),

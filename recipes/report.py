@@ -160,12 +160,19 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def names(groups: Sequence[list[Run]]) -> list[str]:
-  """Returns what to call each group: recipe, model, and the settings that tell it apart."""
+  """Returns what to call each group: recipe, model, and the settings that tell it apart.
+
+  A setting that one of them was made without is named only where the others do not suffice.
+  """
   subject = lambda run: (run.subject, run.table)
   labels = []
   for first, *_ in groups:
     alike = [other.settings for other, *_ in groups if subject(other) == subject(first)]
-    own = {name: first.settings[name] for name in _differing(alike) if name in first.settings}
+    differing = _differing(alike)
+    shared = [name for name in differing if all(name in each for each in alike)]
+    distinct = {json.dumps([each[name] for name in shared]) for each in alike}
+    told = shared if len(distinct) == len(alike) else differing
+    own = {name: first.settings[name] for name in told if name in first.settings}
     labels.append(" ".join([first.subject, *(f"{n}={_short(value)}" for n, value in own.items())]))
   return labels
 

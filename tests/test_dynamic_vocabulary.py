@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, is_plain, optimizer_id
-from suites import full_unless
+from suites import full_unless, slow_unless
 
 import embed
 
@@ -128,7 +128,7 @@ CASES = {
 QUICK = [optimizer_id(i) for i in LAZY if is_plain(i)]
 
 
-@pytest.mark.parametrize("case", full_unless(CASES, QUICK.__contains__))
+@pytest.mark.parametrize("case", slow_unless([(case,) for case in CASES], QUICK.__contains__))
 def test_the_next_owner_of_a_row_starts_anew(case):
   """One bucket of 4 rows: ids 5 to 8 take the rows of 1 to 4."""
   optimizer = CASES[case]()
