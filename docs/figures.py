@@ -383,14 +383,14 @@ def admission_hits() -> str:
 def costs() -> str:
   """Returns the time that runs of CLICKS and RANKINGS have taken, means over their seeds."""
   rows, above = [], None
-  for data, model, stem, _ in (*CLICKS, *RANKINGS):
+  for data, model, stem, _ in (*CLICKS, *with_width(RANKINGS)):
     of_seeds = runs(stem)
     minutes = statistics.fmean(run["seconds"] for run in of_seeds) / 60
     steps = statistics.fmean(run["steps"] for run in of_seeds)
     shown = f"{minutes:.1f}" if minutes < 10 else f"{minutes:,.0f}"
     rows.append([data if data != above else "", model, f"{steps:,.0f}", shown])
     above = data
-  return table(("data", "model", "steps", "minutes on 1 or 2 cores"), rows, words=2)
+  return table(("data", "model, width", "steps", "minutes on 1 or 2 cores"), rows, words=2)
 
 
 def _admission_origin(of: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # Runs that differ only in these do the same work on the same data, and are averaged.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
+_CODES = "codes"  # of the hash of semantic ids, beside those of the data's files
 _BOUND = "best possible"  # the baseline that no model can beat
 
 
@@ -61,14 +62,17 @@ class Run:
   def settings(self) -> dict[str, Any]:
     """The config by dotted names, without incidental settings and settings of every run's default.
 
-    A setting that did not exist when the run was made counts as its default.
+    A setting that did not exist when the run was made counts as its default. Semantic ids count by
+    their contents, not by their path.
     """
     defaults = json.loads(json.dumps(run_settings.RUN))
-    return {
+    found = {
       name: value
       for name, value in _flat(self.result["config"])
       if name not in _INCIDENTAL and (name not in defaults or value != defaults[name])
     }
+    codes = self.result["data_sha256"].get(_CODES)
+    return found | ({"tiger.codes": codes} if codes else {})
 
   @property
   def subject(self) -> str:
@@ -79,10 +83,10 @@ class Run:
   def table(self) -> tuple[str, str, str]:
     """The table that the run is in: its recipe, its data set, and the hashes of its files.
 
-    Semantic ids are a model's, and models with them and without are compared.
+    Semantic ids are a setting, and models with them and without are compared.
     """
-    config, hashes = self.result["config"], dict(self.result["data_sha256"])
-    hashes.pop("codes", None)
+    config, sha256 = self.result["config"], self.result["data_sha256"]
+    hashes = {name: sha256[name] for name in sha256 if name != _CODES}
     data = config.get("dataset", "")
     if data == "file":
       data = config["data_file"]
@@ -148,8 +152,7 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
   """
   groups: dict[str, list[Run]] = {}
   for run in runs:
-    key = [run.table, run.result["data_sha256"], run.settings]
-    group = groups.setdefault(json.dumps(key, sort_keys=True), [])
+    group = groups.setdefault(json.dumps([run.table, run.settings], sort_keys=True), [])
     for other in group:
       if other.result["seed"] == run.result["seed"]:
         raise UserError(

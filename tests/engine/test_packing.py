@@ -92,16 +92,15 @@ NAMES = [*map(optimizer_id, range(len(OPTIMIZERS))), *EXTRA]
 COMMON = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
-def cases(common=COMMON):
+def cases(common=COMMON, on_one=tuple(NAMES)):
   """Every optimizer on one device and eight, and on rows that have to be filled up.
 
-  `COMMON` optimizers are full on one device, and those of `common` everywhere. The others are slow:
-  continuous integration runs tests/engine/test_update.py with packed tables as well.
+  The suites take those of `on_one` on one device, and those of `common` everywhere.
   """
   places = [(1, 16), (8, 16), (1, 10), (8, 10)]
   for (name, optimizer), place in itertools.product(zip(NAMES, ALL, strict=True), places):
     is_first = place == (1, 16)
-    is_full = name in common or (is_first and name in COMMON)
+    is_full = name in common or (is_first and name in on_one)
     marks = pytest.mark.full if is_full else pytest.mark.slow
     marks = () if is_first and name == "adagrad" else marks
     yield pytest.param(optimizer, *place, id=f"{name}-{place[0]}-{place[1]}", marks=marks)
@@ -109,7 +108,7 @@ def cases(common=COMMON):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("fully_compiled")  # bits are compared
-@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases(common=("adagrad",))))
+@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases(("adagrad",), COMMON)))
 def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
   mesh = make_mesh() if devices == 8 else None

@@ -297,7 +297,7 @@ def test_two_processes_train_as_one(alone, pair):
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("name", "settings"),
   [

@@ -104,6 +104,21 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   assert len(report.draw(groups).axes) == 4
 
 
+def test_semantic_ids_are_a_setting_and_count_by_their_contents(tmp_path):
+  runs = [pathlib.Path(write_run(tmp_path / name, tiger={})) for name in "abc"]
+  for run, codes in zip(runs, ("12", "34", None), strict=True):
+    path = run / "result.json"
+    result = json.loads(path.read_text())
+    result["config"]["tiger"]["codes"] = "codes.json" if codes else ""
+    result["data_sha256"] |= {"codes": codes} if codes else {}
+    path.write_text(json.dumps(result))
+  groups = report.grouped([report.load(run) for run in runs])
+  (lines,) = tables(report.markdown(groups, "X", None))
+  assert [line[0].replace("<wbr>", "") for line in lines[1:4]] == [
+    "two_tower tiger.codes=12", "two_tower tiger.codes=34", "two_tower tiger.codes="
+  ]  # fmt: skip
+
+
 def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path):
   runs = [
     write_run(tmp_path / "a", remove_seen=True),
