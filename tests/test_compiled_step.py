@@ -14,8 +14,8 @@ import optax
 import pytest
 from compiled import assert_in_place, compile_step, stored
 from flax import nnx
-from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, is_plain, optimizer_id
-from suites import full_unless
+from optimizer_cases import EXTRA, FIRST, LAZY, OPTIMIZERS, is_plain, optimizer_id
+from suites import full_unless, slow_unless
 
 import embed
 from embed import layer as layer_lib
@@ -59,7 +59,9 @@ def test_no_cost_of_the_vocabulary_for_others(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("index", LAZY, ids=optimizer_id)
+@pytest.mark.parametrize(
+  "index", slow_unless([(i,) for i in LAZY], FIRST.__contains__), ids=optimizer_id
+)
 def test_no_cost_of_the_vocabulary_in_packed_tables(index, monkeypatch):
   """Where lines and rows are the same bytes, as on CPUs and GPUs."""
   monkeypatch.setenv(stack_lib.PACKING_SWITCH, "1")

@@ -102,7 +102,7 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "place", slow_unless([(place,) for place in PLACES], ("one device", "mod", "column").__contains__)
+  "place", slow_unless([(place,) for place in PLACES], ("one device", "mod").__contains__)
 )
 def test_base_and_ten_deltas_are_a_full_save(place, tmp_path):
   nodes = make(place)

@@ -163,14 +163,16 @@ def on(devices, explicit):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharding", ["mod", pytest.param("div", marks=pytest.mark.full), "column"])
 @pytest.mark.parametrize(
-  ("devices", "explicit"),
-  [
-    (8, True),
-    (8, False),
-    (2, True),
-  ],
+  ("devices", "explicit", "sharding"),
+  slow_unless(
+    [
+      (*mesh, way)
+      for mesh in ((8, True), (8, False), (2, True))
+      for way in ("mod", "div", "column")
+    ],
+    lambda *case: case in ((8, True, "mod"), (8, False, "column"), (2, True, "div")),
+  ),
 )
 def test_a_stream_gives_the_same_table_on_every_mesh(devices, explicit, sharding):
   batches = list(batches_of(4, ids=60, drift=20))

@@ -252,7 +252,7 @@ def test_without_jit_a_mesh_is_refused_and_one_device_works():
 # --- settings of the compiler ---------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_fast_math_changes_nothing():
   """XLA reads its flags once, so the scenarios run in a process of their own."""
   code = (

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths
-from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from optimizer_cases import EACH, FIRST, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 from suites import full_unless, slow_unless
 
 import embed
@@ -106,8 +106,9 @@ def optimizer_cases():
         label = name if name in EXTRA else optimizer_id(name)
         # Those that look across a row also where it is cut.
         first = i % 4 == j or (strategy == "column" and name in EXTRA)
-        default = first and (i // 4 + j) % 2 == k
         quick = i < len(STRATEGIES)
+        in_suites = quick or name in FIRST or name in EXTRA
+        default = in_suites and first and (i // 4 + j) % 2 == k
         yield pytest.param(
           name, strategy, kind, id=f"{label}-{strategy}-{kind}",
           marks=pytest.mark.slow if not default else () if quick else pytest.mark.full,

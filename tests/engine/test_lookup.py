@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from suites import full_unless
+from suites import full_unless, slow_unless
 
 import embed
 
@@ -83,11 +83,14 @@ def custom_mean(valency, vectors, weights):
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("combiner", "settings"),
-  [
-    ("mean", {}),
-    ("sqrtn", {"use_gradient_accumulation": False}),
-    (embed.CustomCombiner(custom_mean, max_valency=3), {}),
-  ],
+  slow_unless(
+    [
+      ("mean", {}),
+      ("sqrtn", {"use_gradient_accumulation": False}),
+      (embed.CustomCombiner(custom_mean, max_valency=3), {}),
+    ],
+    lambda combiner, settings: combiner == "mean",
+  ),
   ids=["mean", "sqrtn", "custom"],
 )
 def test_features_without_ids_beside_one_that_has_some(combiner, settings):

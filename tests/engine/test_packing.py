@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import assert_close, assert_equal, make_mesh
-from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
+from optimizer_cases import EXTRA, FIRST, OPTIMIZERS, optimizer_id
 from stored_tables import TwoTables
 
 import embed
@@ -89,10 +89,11 @@ def test_lines_equal_rows(width, units, data):
 ALL = [getattr(embed, name)(0.125, **config) for name, config in OPTIMIZERS]
 ALL += [make() for make in EXTRA.values()]
 NAMES = [*map(optimizer_id, range(len(OPTIMIZERS))), *EXTRA]
-COMMON = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+COMMON = ("adagrad", "adam-epsilon")
+EACH_ONCE = (*map(optimizer_id, FIRST), *EXTRA)
 
 
-def cases(common=COMMON, on_one=tuple(NAMES)):
+def cases(common=COMMON, on_one=EACH_ONCE):
   """Every optimizer on one device and eight, and on rows that have to be filled up.
 
   The suites take those of `on_one` on one device, and those of `common` everywhere.

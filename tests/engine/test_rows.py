@@ -1,5 +1,7 @@
 """However rows are stored, a layer has the numbers of plain rows on the device."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from meshes import assert_close, assert_equal, make_mesh
 from stored_tables import TwoTables, assert_in_host, fetched
-from suites import full_unless
+from suites import slow_unless
 
 import embed
 from embed.engine import rows as rows_lib
@@ -24,19 +26,24 @@ def storage(request, monkeypatch):
   return "host" if request.param == "host" else "packed"
 
 
+SETTINGS = {
+  "mod": {"exchange": "all_to_all", "capacity": 3},
+  "div": {"exchange": "gather"},
+  "column": {},
+  "replicated": {},
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
-  "settings",
-  [
-    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
-    {"strategy": "div", "exchange": "gather"},
-    {"strategy": "column"},
-    {"strategy": "replicated"},
-  ],
-  ids=lambda settings: settings["strategy"],
+  ("strategy", "kind"),
+  slow_unless(
+    list(itertools.product(SETTINGS, ["auto", "explicit"])),
+    lambda strategy, kind: (strategy in ("mod", "column")) == (kind == "auto"),
+  ),
 )
-def test_steps_on_a_mesh(storage, settings, kind):
+def test_steps_on_a_mesh(storage, strategy, kind):
+  settings = {"strategy": strategy} | SETTINGS[strategy]
   given, mesh = features(embed.adagrad(0.125), 32), make_mesh(kind)
   with jax.set_mesh(mesh):
     layer = made(given, mesh, storage=storage, **settings)
@@ -48,7 +55,7 @@ def test_steps_on_a_mesh(storage, settings, kind):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "strategy", full_unless([None, "div", "mod", "column"], lambda strategy: strategy is None)
+  "strategy", slow_unless([(None,), ("div",), ("mod",), ("column",)], (None, "mod").__contains__)
 )
 def test_checkpoints_and_deltas_go_both_ways(storage, strategy, tmp_path):
   settings = {"strategy": strategy} if strategy else {}

@@ -80,6 +80,8 @@ def is_plain(index):
   return OPTIMIZERS[index] in (("sgd", {}), ("adagrad", {}), ("rowwise_adagrad", {}))
 
 
+# The first way to use each optimizer, for what does not depend on its settings.
+FIRST = [i for i, (name, _) in enumerate(OPTIMIZERS) if name not in dict(OPTIMIZERS[:i])]
 LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
 EXTRA = {
   "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),

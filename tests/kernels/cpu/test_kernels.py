@@ -1,6 +1,7 @@
 """Compiled kernels against XLA's own operations: lookups and updates of every kind of input."""
 
 import functools
+import itertools
 import zlib
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from compiled import assert_in_place, compile_step, stored
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
-from suites import full_unless
+from suites import full_unless, slow_unless
 
 import embed
 from embed.engine import exchange, lookup, update
@@ -190,12 +191,18 @@ def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
 
 
 ACCUMULATING = [i for i in LAZY if OPTIMIZERS[i][1].get("use_gradient_accumulation", True)]
+DIMS = (1, 5, 16)
 SHAPES = [(20, 5, True), (7, 1, False), (40, 9, False)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dim", [1, 5, 16])
-@pytest.mark.parametrize("index", ACCUMULATING, ids=optimizer_id)
+@pytest.mark.parametrize(
+  ("index", "dim"),
+  slow_unless(
+    list(itertools.product(ACCUMULATING, DIMS)), lambda index, dim: dim == DIMS[index % len(DIMS)]
+  ),
+  ids=[f"{optimizer_id(i)}-{dim}" for i, dim in itertools.product(ACCUMULATING, DIMS)],
+)
 def test_every_optimizer_has_a_kernel(monkeypatch, index, dim):
   name, config = OPTIMIZERS[index]
   optimizer = getattr(embed, name)(**config)
