@@ -4,9 +4,15 @@ import os
 
 # A GPU changes rounding and start-up time; ask for one with JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+# XLA's older emitters of fusions compile most programs here in half the time, and fusions are where
+# they differ. An XLA that has dropped them says on start that it does not know the flag.
+_FLAGS = {
+  "--xla_force_host_platform_device_count": "8",
+  "--xla_cpu_use_fusion_emitters": "false",
+}
+for _flag, _value in _FLAGS.items():
+  if _flag not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
 # Both formulations mean the same; tests of the compiled kernels ask for them, see `kernels`.
 os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")

@@ -9,7 +9,7 @@ import embed
 
 
 def compile_step(step, modules, *args, place=lambda state: state):
-  """The program of `step(*modules, *args)`, which donates the modules."""
+  """The program of `step(*modules, *args)`, which donates the modules, as users get it."""
   graphdef, state = nnx.split(tuple(modules))
 
   def pure(state, *args):
@@ -17,7 +17,8 @@ def compile_step(step, modules, *args, place=lambda state: state):
     out = step(*modules, *args)
     return nnx.state(modules), out
 
-  return jax.jit(pure, donate_argnums=0).lower(place(state), *args).compile()
+  jitted = jax.jit(pure, donate_argnums=0, compiler_options={"xla_cpu_use_fusion_emitters": True})
+  return jitted.lower(place(state), *args).compile()
 
 
 def stored(model):
