@@ -39,16 +39,15 @@ def get_config(mode: str = "") -> dict:
 
 
 def get_sweep() -> list:
-  """Wider tables, all of a history, one table for histories and items, and SimpleX's loss."""
+  """Wider tables, all of a history, dropout, a lower temperature, and SimpleX's loss."""
   wide = {"dim": 256, "table.learning_rate": 5e-3}
-  history = {**wide, "query": ("history",), "history": 128}
   simplex = {"loss": "cosine_contrastive", "negatives.number": 1024, "cosine.margin": 0.5}
   return [
     {"dim": 64},
     {**wide},
     {**wide, "history": 128},
-    {**history},
-    {**history, "share_history": True},
-    {**history, "dropout": 0.3},
-    {**history, **simplex},
+    {**wide, "history": 128, "query": ("history",)},
+    {**wide, "dropout": 0.3},
+    {**wide, "temperature": 0.12},
+    {**wide, **simplex},
   ]
