@@ -264,7 +264,7 @@ print("steps", next(steps))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_leaves_the_earlier_export_or_the_new_one(kills, clicks, other, tmp_path):
   _, run, file = clicks
   out = tmp_path / "served"

@@ -28,7 +28,7 @@ METRICS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", slow_but(CONFIGS, ("beauty_bert4rec", "synthetic")))
+@pytest.mark.parametrize("name", slow_but(CONFIGS, ("synthetic",)))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   if name != "synthetic":
     monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
+from suites import slow_unless
 
 from recipes import errors
 from recipes.run import journal
@@ -59,7 +60,9 @@ def run(recipe, settings, workdir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["dlrm", "two_tower", "sequence"])
+@pytest.mark.parametrize(
+  "recipe", slow_unless([("dlrm",), ("two_tower",), ("sequence",)], "sequence".__eq__)
+)
 def test_one_declaration_serves_all_recipes(recipe, log, tmp_path):
   result = run(recipe, config(recipe, log, tmp_path), tmp_path / "run")
   assert result["steps"] > 10
@@ -91,7 +94,9 @@ def test_a_plain_dict_is_a_config(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["dlrm", "two_tower", "sequence"])
+@pytest.mark.parametrize(
+  "recipe", slow_unless([("dlrm",), ("two_tower",), ("sequence",)], "two_tower".__eq__)
+)
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkeypatch):
   settings = config(recipe, log, tmp_path)
   whole = run(recipe, settings, tmp_path / "whole")

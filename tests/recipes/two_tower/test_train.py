@@ -43,7 +43,7 @@ def one_device(monkeypatch, request):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("gowalla", "synthetic")))
+@pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("synthetic",)))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path):
   config = two_tower_smoke(name, tmp_path, **RICH)
   with recorded_reads() as unread:
