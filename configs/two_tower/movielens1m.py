@@ -21,7 +21,8 @@ def get_config(mode: str = "") -> dict:
     "share_history": False,
     "popularity": {"weight": 0.0},  # rows are split at random, and logq learns it
     "temperature": 0.17,
-    "table": {"learning_rate": 1e-2},
+    "dim": 256,
+    "table": {"learning_rate": 5e-3},
     "warmup_steps": 100,
     "batch_size": 2048,
     "eval_batch_size": 512,
@@ -32,22 +33,21 @@ def get_config(mode: str = "") -> dict:
     "baseline": {"ease_l2": (500.0, 1000.0)},
   }
   if mode == "smoke":
-    config |= {"core": 2}
+    config |= {"core": 2, "dim": 8}
     config |= {"history": 8, "batch_size": 64, "eval_batch_size": 64, "negatives": {"number": 16}}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}
   return config
 
 
 def get_sweep() -> list:
-  """Wider tables, all of a history, dropout, a lower temperature, and SimpleX's loss."""
-  wide = {"dim": 256, "table.learning_rate": 5e-3}
+  """Narrower tables, all of a history, dropout, a lower temperature, and SimpleX's loss."""
   simplex = {"loss": "cosine_contrastive", "negatives.number": 1024, "cosine.margin": 0.5}
   return [
-    {"dim": 64},
-    {**wide},
-    {**wide, "history": 128},
-    {**wide, "history": 128, "query": ("history",)},
-    {**wide, "dropout": 0.3},
-    {**wide, "temperature": 0.12},
-    {**wide, **simplex},
+    {"dim": 64, "table.learning_rate": 1e-2},
+    {"dim": 256},
+    {"history": 128},
+    {"history": 128, "query": ("history",)},
+    {"dropout": 0.3},
+    {"temperature": 0.12},
+    simplex,
   ]
