@@ -85,7 +85,7 @@ def forget_programs():
 
 @pytest.fixture(scope="module")
 def fully_compiled():
-  """The machine code that users get: for numbers that are compared with a recording, and for bits.
+  """The LLVM passes that users get: for numbers that are compared with a recording, and for bits.
 
   Two programs that mean the same agree to the bit less often where LLVM optimizes little.
   """

@@ -7,6 +7,9 @@ from flax import nnx
 
 import embed
 
+# Tests compile fusions otherwise, see `conftest`.
+AS_USERS = {"xla_cpu_use_fusion_emitters": True}
+
 
 def compile_step(step, modules, *args, place=lambda state: state):
   """The program of `step(*modules, *args)`, which donates the modules, as users get it."""
@@ -17,8 +20,7 @@ def compile_step(step, modules, *args, place=lambda state: state):
     out = step(*modules, *args)
     return nnx.state(modules), out
 
-  jitted = jax.jit(pure, donate_argnums=0, compiler_options={"xla_cpu_use_fusion_emitters": True})
-  return jitted.lower(place(state), *args).compile()
+  return jax.jit(pure, donate_argnums=0).lower(place(state), *args).compile(AS_USERS)
 
 
 def stored(model):
