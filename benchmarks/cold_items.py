@@ -10,17 +10,19 @@ whose last item is cold, and for the others.
 import argparse
 import dataclasses
 import json
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from configs.sequence import beauty
 from recipes.run import settings
 from recipes.run import workdir as runs
 from recipes.sequence import data as data_lib
 from recipes.sequence import train
+
+BEAUTY = Path(__file__).parents[1] / "configs/sequence/beauty.py"
 
 
 def without(path: Path, out: Path, share: float, seed: int) -> set[str]:
@@ -75,8 +77,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cold = without(given.data_dir / "Beauty.txt", folder / "Beauty.txt", given.share, given.seed)
     found: dict[str, Any] = {"cold_items": len(cold)}
+    get_config = runpy.run_path(str(BEAUTY))["get_config"]
     for model in ("tiger", "sasrec"):
-      config = beauty.get_config("tiger" if model == "tiger" else "")
+      config = get_config("tiger" if model == "tiger" else "")
       config |= {"data_dir": str(folder), "counts": (), "seed": given.seed}
       config |= {"steps": given.steps, "eval_every": given.steps} if given.steps else {}
       if model == "tiger":

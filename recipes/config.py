@@ -6,23 +6,29 @@ The meanings are the comments of the files that hold the defaults.
 """
 
 import ast
+import functools
 import importlib
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from flax.traverse_util import flatten_dict
 
 from . import main
 from .errors import terminal
 
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
 
-def show(recipe: str, config: Mapping[str, Any], workdir: str = "") -> None:
+
+def show(recipe: str, config: "ConfigDict", workdir: str = "") -> None:
   """Prints a config of a recipe, a setting a line; `workdir` is not read."""
   del workdir
   print(terminal("\n".join(lines(recipe, config))))
 
 
-def lines(recipe: str, config: Mapping[str, Any]) -> Iterator[str]:
+def lines(recipe: str, config: "ConfigDict") -> Iterator[str]:
   """Yields a line for each setting, in the order of the config."""
   from .run import settings
   from .tables import settings as table_settings
@@ -31,11 +37,13 @@ def lines(recipe: str, config: Mapping[str, Any]) -> Iterator[str]:
   known = own.DATA_SETS.get(config.get("dataset", ""), {}) | settings.RUN | own.DEFAULTS
   if config.get("dataset") == "table":
     known = table_settings.DEFAULTS | known
-  defaults, about = dict(_flat(known)), dict[str, str]()
+  # Columns of a table are one value.
+  flat = functools.partial(flatten_dict, sep=".", is_leaf=lambda path, _: path[-1:] == ("columns",))
+  defaults, about = flat(known), dict[str, str]()
   for module in (table_settings, settings, own):
     about |= meanings(Path(str(module.__file__)))
   rows = []
-  for name, value in _flat(config):
+  for name, value in flat(config.to_dict()).items():
     changed = name in defaults and value != defaults[name]
     default = f"default {defaults[name]!r}" if changed else ""
     rows.append((name, repr(value), default, about.get(name, "")))
@@ -43,16 +51,6 @@ def lines(recipe: str, config: Mapping[str, Any]) -> Iterator[str]:
   for *cells, text in rows:
     padded = (cell.ljust(min(width, 34)) for cell, width in zip(cells, widths, strict=True))
     yield "  ".join([*padded, text]).rstrip()
-
-
-def _flat(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields dotted names and values; columns of a table are one value."""
-  for name in group:
-    value = group[name]
-    if hasattr(value, "items") and name != "columns":
-      yield from _flat(value, f"{prefix}{name}.")
-    else:
-      yield f"{prefix}{name}", value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def meanings(path: Path) -> dict[str, str]:

@@ -10,7 +10,6 @@ import argparse
 import collections
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from . import errors
 from .errors import UserError, terminal
 from .files import write
 from .tables import profile, proposing
@@ -333,15 +333,14 @@ def main(argv: Sequence[str]) -> None:
   parser = _parser()
   arguments = parser.parse_args(argv)
   command = ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
-  try:
-    blocks = run(arguments, shlex.join(command))
-    print(*map(terminal, blocks), sep="\n\n", flush=True)
-  except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except UserError as error:
-    text = re.sub(r"config\.format\.names=\(.*?\)", _NAME, str(error).replace(_REPAIR, ""))
-    text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
-    parser.exit(2, terminal(f"error: {text}\n"))
+  with errors.in_one_line(parser):
+    try:
+      blocks = run(arguments, shlex.join(command))
+      print(*map(terminal, blocks), sep="\n\n", flush=True)
+    except UserError as error:
+      text = re.sub(r"config\.format\.names=\(.*?\)", _NAME, str(error).replace(_REPAIR, ""))
+      text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
+      raise UserError(text) from error
 
 
 if __name__ == "__main__":

@@ -83,16 +83,14 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def in_one_line(
-  parser: argparse.ArgumentParser, but: tuple[type[OSError], ...] = ()
-) -> Iterator[None]:
+def in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
   """Ends a command with the message of what the code within raises and the user can mend."""
   try:
     yield
   except UserError as error:
     parser.exit(2, terminal(f"error: {error}\n"))
-  except but:
-    raise
+  except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except OSError as error:
     named = f": {error.filename}" if error.filename else ""
     parser.exit(2, terminal(f"error: {error.strerror or error}{named}\n"))

@@ -20,7 +20,6 @@ written without predictions; of a row with too many fields the last ones are cut
 
 import collections
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
@@ -146,15 +145,12 @@ def main(argv: Sequence[str]) -> None:
   )
   about = {"top": arguments.top, "on_bad_row": arguments.on_bad_row, "log": arguments.log}
   try:
-    with errors.in_one_line(parser, but=(BrokenPipeError,)):
+    with errors.in_one_line(parser):
       notes = predict(arguments.served, arguments.rows, stdout, **about)
       stdout.flush()
-  except BrokenPipeError:  # as by `| head`
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return
+      print("; ".join(notes), file=sys.stderr)
   except KeyboardInterrupt:
     parser.exit(130)
-  print("; ".join(notes), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flax.traverse_util import flatten_dict
+
 from embed.planning import aligned
 
 from . import errors
@@ -68,7 +70,7 @@ class Run:
     defaults = json.loads(json.dumps(run_settings.RUN))
     found = {
       name: value
-      for name, value in _flat(self.result["config"])
+      for name, value in flatten_dict(self.result["config"], sep=".").items()
       if name not in _INCIDENTAL and (name not in defaults or value != defaults[name])
     }
     codes = self.result["data_sha256"].get(_CODES)
@@ -104,14 +106,6 @@ class Run:
     """Returns the steps at which a metric was logged, and its values."""
     logged = [line for line in self.lines if name in line]
     return [line["step"] for line in logged], [line[name] for line in logged]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-  for name, value in config.items():
-    if isinstance(value, Mapping):
-      yield from _flat(value, f"{prefix}{name}.")
-    else:
-      yield f"{prefix}{name}", value
 
 
 def load(path: str | Path) -> Run:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from flax.traverse_util import unflatten_dict
 from ml_collections import config_flags
 
 from . import arrays, catalogue, errors, files, hosts, main
@@ -159,13 +160,7 @@ def table(about: Mapping[str, Any]) -> str:
 
 def config_of(recipe: str, config, changes: Mapping[str, Any]) -> Any:
   """Returns the config of a trial; its run ends without a test."""
-  given: dict[str, Any] = {}
-  for name, value in {**changes, "test": False}.items():
-    *groups, last = name.split(".")
-    group = given
-    for part in groups:
-      group = group.setdefault(part, {})
-    group[last] = value
+  given = unflatten_dict({**changes, "test": False}, sep=".")
   return settings.completed(recipe, merged(config.to_dict(), given, "config"))
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from .. import arrays, files
 from ..datasets import Prepared
 from ..errors import DamagedFileError, UserError
+from ..tables.encoding import logarithm
 from ..tables.formats import Format
 from ..tables.reading import Ledger
 from ..tables.source import Stage, TextFile, scan
@@ -114,7 +115,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         part = slice(at, at + len(block.label))
         if part.stop > end:
           break
-        label[part], dense[part] = block.label, squash(block.integers)
+        label[part], dense[part] = block.label, np.nan_to_num(logarithm(block.integers))
         ids[part], at = np.maximum(block.categories, 0) % sizes, part.stop
         bar.update(len(block.label))
       if at != end:
@@ -151,11 +152,6 @@ class Rows(NamedTuple):
   label: np.ndarray
   integers: np.ndarray
   categories: np.ndarray
-
-
-def squash(integers: np.ndarray) -> np.ndarray:
-  """Returns `sign(x) * log(1 + |x|)`, blanks as 0: counts span decades, and a few are negative."""
-  return np.nan_to_num(np.sign(integers) * np.log1p(np.abs(integers))).astype(np.float32)
 
 
 def count_rows(path: Path) -> int:

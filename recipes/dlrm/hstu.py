@@ -4,7 +4,7 @@ B is rows, S sequences of a row, C contexts of a sequence, L columns of a row, T
 the width. A row is computed as `S C` contextual tokens and then its L columns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,8 +15,10 @@ from flax import nnx
 import embed
 
 from ..errors import UserError
+from ..training import build
 from ..training.hstu import HSTUBlock
 from ..training.layers import linear
+from . import listens
 
 _DAY = 86_400
 _CLOCK = (_DAY, 7 * _DAY)  # periods of the time of a target
@@ -32,70 +34,38 @@ class HSTURanker(nnx.Module):
   its own vectors.
 
   Args:
-    tables: of `tokens` and `contexts`, all of width D.
-    tokens: features with an id for each column.
-    contexts: features with an id for each sequence.
-    actions: how many there are.
-    dim: D.
-    blocks: of HSTU.
-    heads: of a block.
-    hidden: width of the MLP over the vectors of tokens.
-    length: the number of positions, and what attention is divided by.
-    ages: buckets of the seconds from an event to the first target; 0 has no vector of age.
-    time_buckets: of the bias of time in attention; 0 has none.
-    action_bias: whether attention has a bias of actions.
-    query_block: see `HSTUBlock`.
-    input_dropout: rate on the tokens.
-    dropout: rate in the blocks.
+    tables: of the features that `recipes.dlrm.listens` names, all of width D.
+    config: of the run; its `hstu` group describes the encoder.
     head: makes what returns the logit.
-    dtype: of the computation; logits are float32.
   """
 
-  def __init__(
-    self,
-    tables: embed.SparseEmbed,
-    tokens: Sequence[str],
-    contexts: Sequence[str],
-    actions: int,
-    *,
-    dim: int,
-    blocks: int,
-    heads: int,
-    hidden: int,
-    length: int,
-    ages: int,
-    time_buckets: int,
-    action_bias: bool,
-    query_block: int,
-    input_dropout: float,
-    dropout: float,
-    head: Any,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    if dim % heads:
-      raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
-    self.embed, self.tokens, self.contexts = tables, tuple(tokens), tuple(contexts)
-    self.dtype, self.length, of_dtype = dtype, length, {"dtype": dtype, "rngs": rngs}
+  def __init__(self, tables: embed.SparseEmbed, config, head: Any, *, rngs: nnx.Rngs):
+    dim, about = config.dim, config.hstu
+    tokens, contexts, actions = listens.TOKENS, listens.CONTEXTS, listens.ACTIONS
+    if dim % about.heads:
+      raise UserError(f"the width {dim} must be a multiple of the {about.heads} heads")
+    self.embed, self.tokens, self.contexts = tables, tokens, contexts
+    self.dtype = build.dtype(config, "dtype")
+    of_dtype: Any = {"dtype": self.dtype, "rngs": rngs}
     draw = lambda size: nnx.Param(0.02 * jax.random.normal(rngs.params(), (size, dim)))
-    self.actions, self.positions = draw(actions), draw(length)
-    self.ages = draw(ages) if ages else None
-    self.content = _MLP(len(tokens) * dim, hidden, dim, **of_dtype)
+    self.actions, self.positions = draw(actions), draw(about.length)
+    self.ages = draw(about.ages) if about.ages else None
+    self.content = _MLP(len(tokens) * dim, about.hidden, dim, **of_dtype)
     self.context = nnx.List([linear(dim, dim, **of_dtype) for _ in contexts])
-    self.dropout = nnx.Dropout(input_dropout, rngs=rngs)
+    self.dropout = nnx.Dropout(about.input_dropout, rngs=rngs)
     self.blocks = nnx.List(
       HSTUBlock(
         dim,
-        heads,
-        length,
-        dropout=dropout,
+        about.heads,
+        about.length,
+        dropout=config.dropout,
         distances=False,  # they would tell the targets of one moment apart
-        buckets=time_buckets,
-        actions=actions if action_bias else 0,
-        query_block=query_block,
+        buckets=about.time_buckets,
+        actions=actions if about.action_bias else 0,
+        query_block=about.query_block,
         **of_dtype,
       )
-      for _ in range(blocks)
+      for _ in range(about.blocks)
     )
     self.user = linear(dim + 2 * len(_CLOCK), dim, **of_dtype)
     self.norm = nnx.LayerNorm(dim, **of_dtype)

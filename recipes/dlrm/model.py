@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from . import histories as histories_lib
-from . import listens, tasks
+from . import tasks
 from .data import ClickData
 from .hstu import HSTURanker
 
@@ -282,8 +282,7 @@ def build_model(
         f"config.hstu.length is {config.hstu.length}: write {config.past + config.targets} or "
         "more, of past and targets"
       )
-    common |= {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
-    return HSTURanker(**common, dim=config.dim, **config.hstu)
+    return HSTURanker(tables, config, head, rngs=rngs)
   common["inputs"] = layers.Inputs(
     tables,
     data.numbers,

@@ -29,9 +29,9 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   named = []
   by_name = {feature.name: feature for feature in features}
   for name in slices:
-    feature, single = by_name.get(name), [f.name for f in features if _is_sliceable(f)]
-    if feature is None or not _is_sliceable(feature):
-      about = "which is no feature with ids" if feature is None else _fault(feature)
+    feature, single = by_name.get(name), [f.name for f in features if not _fault(f)]
+    about = "which is no feature with ids" if feature is None else _fault(feature)
+    if feature is None or about:
       raise UserError(f"config.slices has {name!r}, {about}: choose some of {single}")
     named.append((name, _values(feature, known.get(name))))
   user = spec.only(encoder.fitted.kinds, spec.User) if encoder else None
@@ -41,17 +41,15 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   return Groups(user, num_users, tuple(named))
 
 
-def _is_sliceable(feature: Feature) -> bool:
-  few = feature.vocabulary_size <= _MAX_VALUES
-  return few and feature.valency == 1 and not feature.is_dynamic
-
-
 def _fault(feature: Feature) -> str:
+  """Returns why metrics cannot be sliced by a feature; "" if they can."""
   if feature.valency > 1:
     return "of which a row has several values"
   if feature.is_dynamic:
     return "whose vocabulary is dynamic"
-  return f"which has {feature.vocabulary_size:,} values, more than {_MAX_VALUES}"
+  if feature.vocabulary_size > _MAX_VALUES:
+    return f"which has {feature.vocabulary_size:,} values, more than {_MAX_VALUES}"
+  return ""
 
 
 def _values(feature: Feature, fitted: Fitted | None) -> tuple[str, ...]:

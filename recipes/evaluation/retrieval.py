@@ -250,26 +250,22 @@ def _check(query: tuple[int, ...], candidates: tuple[int, ...], k: int, exclude:
     raise ValueError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
 
 
+_SEARCHED = 128  # candidates that a search of the index looks at; more find more, and take longer
+
+
 class Approximate:
   """A graph index (HNSW, Malkov and Yashunin 2018) by usearch: finds most of the best, sooner.
 
   Args:
     candidates: float `[N, D]`; compared by dot product.
-    connectivity: edges of a node; more find more, and cost memory.
-    expansion: candidates looked at in a search; more find more, and take longer.
 
   Raises:
     MissingPackageError: usearch is not installed.
   """
 
-  def __init__(self, candidates: np.ndarray, *, connectivity: int = 16, expansion: int = 128):
+  def __init__(self, candidates: np.ndarray):
     self._index = self._class()(
-      ndim=candidates.shape[1],
-      metric="ip",
-      dtype="f32",
-      connectivity=connectivity,
-      expansion_add=expansion,
-      expansion_search=expansion,
+      ndim=candidates.shape[1], metric="ip", dtype="f32", expansion_search=_SEARCHED
     )
     self._size = len(candidates)
     self._index.add(np.arange(self._size), np.asarray(candidates, np.float32))
@@ -289,7 +285,7 @@ class Approximate:
     self._index.save(str(path))
 
   @classmethod
-  def load(cls, path: Path, *, expansion: int = 128) -> "Approximate":
+  def load(cls, path: Path) -> "Approximate":
     """Opens a file of `save`.
 
     Raises:
@@ -299,7 +295,7 @@ class Approximate:
     if (read := index.restore(str(path))) is None:
       raise OSError(f"{path.name} is no index")
     own._index, own._size = read, len(read)
-    own._index.expansion_search = expansion  # not in the file
+    own._index.expansion_search = _SEARCHED  # not in the file
     return own
 
   def top_k(

@@ -80,7 +80,9 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
   """
   if config.model == "tiger":
     return tiger.loss_fn
-  beta = losses.gbce_beta(config.negatives.number, num_items, config.negatives.calibration)
+  beta, negatives = 1.0, config.negatives
+  if config.loss == "gbce":
+    beta = losses.gbce_beta(negatives.number, num_items, negatives.calibration)
 
   def loss_fn(model, batch) -> Any:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
@@ -95,10 +97,8 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
     negative = model.scores(hidden, batch["negatives"])
     hits = targets[..., None] == batch["negatives"]
     if config.loss == "sampled_softmax":
-      correction = batch["log_expected"] if config.negatives.logq else None
+      correction = batch["log_expected"] if negatives.logq else None
       return losses.sampled_softmax(positive, negative, hits, correction)
-    if config.loss == "bce":
-      return losses.binary_cross_entropy(positive, negative, hits)
     return losses.generalized_bce(positive, negative, hits, beta=beta)
 
   return loss_fn

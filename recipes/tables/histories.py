@@ -237,9 +237,9 @@ class Log:
     ids = np.split(blocks, np.cumsum(self.columns)[:-1], axis=-1)
     if self.times is not None:
       assert now is not None
-      index, inside = _index(len(self.times), first, kept, self.width)
-      then = self.times[index] if len(self.times) else np.zeros(index.shape)
-      ids.append(np.where(inside, ages(now[:, None] - then), np.int32(-1)))
+      passed = now[:, None] - taken(self.times, first, kept, self.width)
+      inside = np.arange(self.width) < kept[:, None]
+      ids.append(np.where(inside, ages(passed), np.int32(-1)))
     return [np.ascontiguousarray(part).reshape(len(spans), -1) for part in ids]
 
 
@@ -253,15 +253,10 @@ def ages(differences: np.ndarray) -> np.ndarray:
   return np.minimum(buckets, AGES - 1).astype(np.int32)
 
 
-def _index(size: int, first: np.ndarray, kept: np.ndarray, width: int):
-  """Returns the places of `kept` values from `first` on, `[B, width]`, and which there are."""
-  places = np.arange(width)
-  return np.minimum(first[:, None] + places, max(size - 1, 0)), places < kept[:, None]
-
-
 def taken(flat: np.ndarray, first: np.ndarray, kept: np.ndarray, width: int) -> np.ndarray:
-  """Returns `kept` values of a flat array from `first` on, int32 `[B, width, ...]`, -1 after."""
-  index, inside = _index(len(flat), first, kept, width)
+  """Returns `kept` values of a flat array from `first` on, `[B, width, ...]`, -1 after."""
+  places = np.arange(width)
+  index, inside = np.minimum(first[:, None] + places, max(len(flat) - 1, 0)), places < kept[:, None]
   none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
   inside = inside.reshape(*inside.shape, *[1] * (flat.ndim - 1))
   return np.where(inside, flat[index], none) if len(flat) else none

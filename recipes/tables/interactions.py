@@ -183,7 +183,7 @@ def pairs(table: Table) -> Pairs:
     log = _Log(table, "", stage)
     user, item, *_ = log.rows()
     first = splitting.first_of_pairs(user, item)
-    return Pairs(user[first], item[first], log.texts("user"), log.texts("item"), log.values("user"))
+    return Pairs(user[first], item[first], log.texts["user"], log.texts["item"], log.values("user"))
 
 
 class _Log:
@@ -217,7 +217,7 @@ class _Log:
     stored = {n: kinds[n] for n in (user, item) if n} | self._kinds["user"] | self._kinds["item"]
     self._store = Store(stage, stored, {"split": pa.int8(), "file": pa.int32(), "row": pa.int64()})
     self._files: dict[Path, int] = {}  # by their numbers in the store
-    self._texts: dict[str, pa.Array] = {}
+    self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number
     self.notes = [
       f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
       "here: every user and item has a row of its own, and config.core leaves out rare ones"
@@ -303,7 +303,7 @@ class _Log:
       )
       texts = query(f"SELECT {side} FROM {side}s ORDER BY code")[side].combine_chunks()
       one = spelled(texts, spelling_of(texts))
-      self._texts[side] = one if len(one.unique()) == len(texts) else texts
+      self.texts[side] = one if len(one.unique()) == len(texts) else texts
     (count,) = query("SELECT count(*) FROM log")[0].to_pylist()
     rows = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.uint32)]
     at = 0
@@ -319,10 +319,6 @@ class _Log:
       for number in range(len(rows)):  # one after the other: they may be most of the memory
         rows[number] = rows[number][in_time]
     return rows
-
-  def texts(self, side: str) -> pa.Array:
-    """Returns the ids of the "user"s or "item"s by number."""
-    return self._texts[side]
 
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
@@ -365,7 +361,7 @@ class _Log:
       kept: the numbers of those that are left.
       trained: the numbers of those that training rows have.
     """
-    table, texts = self._table, self._texts[side]
+    table, texts = self._table, self.texts[side]
     is_trained, base = np.isin(np.arange(len(texts)), trained), None
     if table.base is not None and (table.base / f"{side}s.parquet").exists():
       base = Entities.load(table.base, f"{side}s").fitted

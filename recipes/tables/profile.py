@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from ..errors import DamagedFileError
 from .formats import Format
-from .reading import Ledger, Reader, columns_of
-from .source import File, Stage, TextFile, batches, opened
+from .reading import Ledger, Reader
+from .source import File, Stage, TextFile, batches, open_file, opened
 from .splitting import by_hash
 from .values import as_lists, as_numbers, as_texts, as_times, indices_of, plain, refusal
 
@@ -213,11 +213,8 @@ class Sample:
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
-    keys = np.zeros(self.num_rows, np.uint64)
-    for column in self.columns.values():
-      keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
-      keys += column.codes.astype(np.uint64)
-    return 1 - len(np.unique(keys)) / self.num_rows
+    rows = pa.table({name: column.codes for name, column in self.columns.items()})
+    return 1 - rows.group_by(rows.column_names).aggregate([]).num_rows / self.num_rows
 
 
 def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
@@ -227,7 +224,7 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
     DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
     UserError: the format does not fit the files.
   """
-  names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
+  names, stage, ledger = open_file(paths[0], format).names, Stage(), Ledger("skip")
   chosen = [paths[index] for index in _spread(len(paths))]
   files = Reader(chosen, dict.fromkeys(names, "any"), format=format, stage=stage).files
   pieces: dict[str, list[pa.Array]] = {name: [] for name in names}  # all files have them

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import UserError
 from . import spec
 from .profile import JOIN, Column, Evidence, Sample, evidence
-from .values import NUMBER, as_numbers, converted, same_value
+from .values import NUMBER, as_numbers, as_text, converted
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
@@ -355,7 +356,7 @@ class _Planner:
   def _label(self, column: Column) -> Proposal:
     name, positive, notes = column.name, self.roles.positive, self.plan.notes
     counts = dict(zip(column.texts.to_pylist(), column.counts.tolist(), strict=True))
-    clicks = [text for text in counts if positive and _same(text, positive)]
+    clicks = [text for text in counts if positive and as_text(text) == as_text(positive)]
     if positive and not clicks:
       hint = spec.nearest(positive, list(counts)[:20])
       raise UserError(f"--positive={positive}: no value of {name!r} in the sample; {hint}")
@@ -377,11 +378,11 @@ class _Planner:
       clicks = [text for text, value in zip(texts, values, strict=True) if value >= least]
     elif len(texts) == 2:
       options, clicks = {"positive": (texts[1],)} | options, texts[1:]
-      why, other = f"{texts[1]} is a click", f"--positive={_quoted(texts[0])} takes the other"
+      why, other = f"{texts[1]} is a click", f"--positive={shlex.quote(texts[0])} takes the other"
       notes.append(f"{texts[1]!r} is the rarer value of {name}; {other}.")
     elif len(texts) > 2:
       listed = ", ".join(texts[:_EXAMPLES]) + " …" * (len(texts) > _EXAMPLES)
-      hint = f"say which is a click, --positive={_quoted(texts[0])}"
+      hint = f"say which is a click, --positive={shlex.quote(texts[0])}"
       if self.roles.more:
         hint = "leave it out, and declare it in the config, by its positive or its classes"
       raise UserError(f"--label={name} has {len(texts):,} values ({listed}): {hint}")
@@ -620,16 +621,8 @@ def _date_parts(columns: Mapping[str, Column]) -> tuple[tuple[str, ...], np.ndar
   return None
 
 
-def _same(text: str, other: str) -> bool:
-  return len(same_value(pa.array([text, other])).unique()) == 1
-
-
 def _rate(rate: float) -> str:
   return f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
-
-
-def _quoted(text: str) -> str:
-  return text if re.fullmatch(r"[\w.+-]+", text) else f"'{text}'"
 
 
 def _item(column: Column) -> Proposal:

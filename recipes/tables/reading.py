@@ -8,11 +8,9 @@ import numpy as np
 
 from .. import files
 from ..errors import DamagedFileError, UserError
-from .formats import Format, paths
+from .formats import Format
 from .source import Chunk, Fault, File, Stage, batches, open_file
 from .values import Problem, ReadAs, converted, refusal, shown
-
-__all__ = ["Chunk", "Format", "Ledger", "Reader", "columns_of", "paths"]
 
 _AS_FOUND = Format()
 
@@ -209,8 +207,3 @@ class Reader:
       kept &= ~problem.bad
     self.ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
     return chunk if kept.all() else chunk.take(kept)
-
-
-def columns_of(paths: Sequence[Path], format: Format = _AS_FOUND) -> tuple[str, ...]:
-  """Returns the columns of the first file, without reading its rows; raises as `Reader`."""
-  return open_file(paths[0], format).names

@@ -19,7 +19,7 @@ from .. import arrays, files
 from ..errors import DamagedFileError, UserError
 from . import spec
 from .formats import Format, paths
-from .reading import columns_of
+from .source import open_file
 from .values import time_of
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
@@ -231,7 +231,7 @@ class Table:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
     if (name := self.name_of(cls)) is not None:
       return name
-    columns = ", ".join(columns_of(self.rows.all_files, self.rows.format))
+    columns = ", ".join(open_file(self.rows.all_files[0], self.rows.format).names)
     raise UserError(
       f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
       f"{columns}"

@@ -64,12 +64,12 @@ def per_user(
   shuffled = np.random.default_rng(seed).permutation(len(user))
   order = shuffled[np.argsort(user[shuffled], kind="stable")]
   counts = np.bincount(user, minlength=1)
-  place = np.arange(len(user)) - np.repeat(np.cumsum(counts) - counts, counts)
   part = lambda share, least: np.where(
     (share > 0) & (counts >= least) & (share * counts < 1), 1, (share * counts).astype(np.int64)
   )
   test, valid = part(test_fraction, 2), part(fraction, 3)
-  left = np.repeat(counts, counts) - place  # how many of the user's rows come from here on
+  # How many of the user's rows come from here on.
+  left = np.repeat(np.cumsum(counts), counts) - np.arange(len(user))
   split = np.empty(len(user), np.int8)
   split[order] = np.where(
     left <= np.repeat(test, counts), 2, np.where(left <= np.repeat(test + valid, counts), 1, 0)
@@ -85,8 +85,8 @@ def leave_one_out(user: np.ndarray) -> np.ndarray:
   """
   order = np.argsort(user, kind="stable")
   counts = np.bincount(user, minlength=1)
-  total = np.repeat(counts, counts)
-  left = total - (np.arange(len(user)) - np.repeat(np.cumsum(counts) - counts, counts))
+  total, ends = np.repeat(counts, counts), np.repeat(np.cumsum(counts), counts)
+  left = ends - np.arange(len(user))
   split = np.zeros(len(user), np.int8)
   split[order] = np.where((total >= 3) & (left <= 2), 3 - left, 0)
   return split

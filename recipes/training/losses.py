@@ -49,18 +49,14 @@ def sampled_softmax(
   return jnp.logaddexp(positive, jax.nn.logsumexp(negative, axis=-1)) - positive
 
 
-def binary_cross_entropy(positive: jax.Array, negative: jax.Array, hits: jax.Array) -> jax.Array:
-  """Returns `-(log s(p) + sum log(1 - s(n))) / (K + 1)`, s the sigmoid; hits count as 0.
-
-  With one sample it is SASRec's loss (Kang and McAuley 2018, equation 6) but for the factor.
-  """
-  return generalized_bce(positive, negative, hits, beta=1.0)
-
-
 def generalized_bce(
   positive: jax.Array, negative: jax.Array, hits: jax.Array, *, beta: float
 ) -> jax.Array:
-  """Returns `-(beta log s(p) + sum log(1 - s(n))) / (K + 1)`: gBCE; see `gbce_beta`."""
+  """Returns `-(beta log s(p) + sum log(1 - s(n))) / (K + 1)`, s the sigmoid; hits count as 0.
+
+  It is gBCE; see `gbce_beta`. With a beta of 1 it is the binary cross-entropy, and with one sample
+  as well SASRec's loss (Kang and McAuley 2018, equation 6) but for the factor.
+  """
   wrong = jnp.sum(jnp.where(hits, 0, jax.nn.softplus(negative)), axis=-1)
   return (wrong + beta * jax.nn.softplus(-positive)) / (negative.shape[-1] + 1)
 

@@ -25,11 +25,11 @@ RESULT = {  # the keys of a result
   "device", "versions", "data", "data_sha256",
 }  # fmt: skip
 # Read with init_from, without steps, by dlrm and dcnv2, and by models of histories, sequences and
-# codes alone, which have their own tests.
+# codes or the loss gbce alone, which have their own tests.
 _CONDITIONAL = {
   "init_parts", "init_rename", "epochs", "linear", "history.hidden", "history.blocks",
   "history.heads", "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",
-  "tiger.blocks", "tiger.beam",
+  "tiger.blocks", "tiger.beam", "negatives.calibration",
 }  # fmt: skip
 _CONDITIONAL_GROUPS = {"hstu"}
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]

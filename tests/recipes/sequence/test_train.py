@@ -90,6 +90,12 @@ def losses(config, mesh):
   return np.array([float(metrics["loss"]) for metrics in found])
 
 
+def test_a_full_softmax_needs_no_samples(tmp_path):
+  """The power of gBCE, which another loss does not read, would divide by their number."""
+  config = sequence_smoke("synthetic", tmp_path, loss="softmax", **{"negatives.number": 0})
+  assert np.isfinite(losses(config, None)).all()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.05])
 def test_one_device_and_eight_rank_alike(temperature, tmp_path):

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.errors import DamagedFileError, MissingFileError, UserError
-from recipes.tables import reading
-from recipes.tables.reading import Format, Reader
+from recipes.tables.formats import Format, paths
+from recipes.tables.reading import Reader
 
 AB = {"a": "text", "b": "number"}
 SKIP = "config.on_bad_row='skip'"
@@ -311,7 +311,7 @@ def folder(tmp_path):
 
 
 def test_paths_are_of_files_folders_and_globs_each_once(folder):
-  names = lambda files: [str(path.relative_to(folder)) for path in reading.paths(files)]
+  names = lambda files: [str(path.relative_to(folder)) for path in paths(files)]
   assert names(str(folder)) == ["a.csv", "b.csv", "sub/c.csv.gz"]
   assert names(str(folder / "*.csv")) == ["a.csv", "b.csv"]
   assert names(str(folder / "**" / "*.gz")) == ["sub/c.csv.gz"]
@@ -338,4 +338,4 @@ def test_paths_that_lead_nowhere_are_refused(folder, tmp_path):
     (str(tmp_path), UserError, r"several formats .*config.files='.*\*\.parquet'"),
   ]:
     with pytest.raises(kind, match=words):
-      reading.paths(files)
+      paths(files)

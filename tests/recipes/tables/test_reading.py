@@ -18,8 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.errors import DamagedFileError
-from recipes.tables import reading, values
-from recipes.tables.reading import Format, Reader
+from recipes.tables import values
+from recipes.tables.formats import Format
+from recipes.tables.reading import Reader
+from recipes.tables.source import open_file
 
 AB = {"a": "text", "b": "number"}
 
@@ -89,7 +91,7 @@ def test_delimiters_are_used_or_found_with_and_without_header(
   columns, rows = table(path, {"score": "number", "user": "text"}, format=Format(**settings))
   assert columns == {"score": [1.5, -2.0], "user": ["u1", "u2"]}
   assert rows == [1, 2]
-  assert reading.columns_of([path], Format(**settings)) == ("user", "score", "kind")
+  assert open_file(path, Format(**settings)).names == ("user", "score", "kind")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_the_last_name_takes_the_rest_of_the_line(tmp_path):
 
 def test_a_column_without_a_name_is_called_by_its_place(tmp_path):
   path = write(tmp_path / "x.csv", ",a\n0,x\n1,y\n")
-  assert reading.columns_of([path]) == ("column 1", "a")
+  assert open_file(path, Format()).names == ("column 1", "a")
   assert table(path, {"column 1": "text"})[0] == {"column 1": ["0", "1"]}
 
 
