@@ -43,7 +43,8 @@ BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hst
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`.
 
-  `times` int32 `[B, L]`, in seconds, are for HSTU with `time_buckets`.
+  `times` int32 `[B, L]`, in seconds, are for HSTU with `time_buckets`. With `where` int `[B, W]`,
+  the result is `[B, W, D]`, of these columns.
   """
 
   def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
@@ -64,11 +65,22 @@ class Encoder(nnx.Module):
     self.norm = nnx.LayerNorm(dim, **options) if block.normed else None
 
   def __call__(
-    self, x: jax.Array, segments: jax.Array, times: jax.Array | None = None
+    self,
+    x: jax.Array,
+    segments: jax.Array,
+    times: jax.Array | None = None,
+    where: jax.Array | None = None,
   ) -> jax.Array:
     mask = visible(segments, causal=self.causal)
-    for block in self.blocks:
-      x = block(x, mask, times=times) if isinstance(block, HSTUBlock) else block(x, mask)
+    chosen = lambda x: jnp.take_along_axis(x, where[..., None], axis=1)
+    for number, block in enumerate(self.blocks, 1):
+      if isinstance(block, HSTUBlock):
+        x = block(x, mask, times=times)
+      elif where is None or number < len(self.blocks):
+        x = block(x, mask)
+      else:  # the last one computes no other columns
+        x, where = block(chosen(x), chosen(mask), x), None
+    x = x if where is None else chosen(x)
     return x if self.norm is None else self.norm(x)
 
 
@@ -112,9 +124,10 @@ class SequenceModel(nnx.Module):
     options: dict[str, Any] = {"init": config.init, "dtype": self.dtype, "rngs": rngs}
     self.projection = None if encoder.causal else Projection(dim, **options)
 
-  def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+  def __call__(self, batch: Mapping[str, jax.Array], where: jax.Array | None = None) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
 
+    With `where` int `[B, W]`, those of these columns, `[B, W, D]`.
     HSTU with `time_buckets` also needs `times` int32 `[B, L]`, in seconds.
     An item of -1 within a segment is a hidden one.
     """
@@ -127,7 +140,7 @@ class SequenceModel(nnx.Module):
     if self.norm is not None:
       x = self.norm(x)
     x = self.dropout(x.astype(self.dtype))
-    return self.encoder(x, segments, batch.get("times")).astype(jnp.float32)
+    return self.encoder(x, segments, batch.get("times"), where).astype(jnp.float32)
 
   def vectors(self, items: jax.Array) -> jax.Array:
     """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
@@ -182,13 +195,9 @@ def build_model(
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the queries of the outputs that have `targets`: all, or the hidden items'."""
-  outputs = model(batch)
-  if "where" in batch:
-    outputs = jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
-  return model.queries(outputs)
+  return model.queries(model(batch, batch.get("where")))
 
 
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the query of each row's column `last`, `[B, D]`, or `[B, D + 1]` for bert4rec."""
-  last = jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
-  return model.queries(last)
+  return model.queries(model(batch, batch["last"][:, None])[:, 0])

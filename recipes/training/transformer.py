@@ -109,12 +109,13 @@ class SASRecBlock(TransformerBlock):
     super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
     self.is_of_norm = residual == "norm"
 
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     if self.is_of_norm:
       query = self.norms[0](x)
-      x = self.norms[1](query + self.attention(query, mask, x))
+      x = self.norms[1](query + self.attention(query, mask, x if memory is None else memory))
       return x + self.forward(x)
-    x = x + self.dropout(self.attention(self.norms[0](x), mask))
+    memory = None if memory is None else self.norms[0](memory)
+    x = x + self.dropout(self.attention(self.norms[0](x), mask, memory))
     return x + self.forward(self.norms[1](x))
 
 

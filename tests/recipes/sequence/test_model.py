@@ -218,6 +218,18 @@ def test_only_hidden_items_are_predicted():
   assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+  ("name", "residual"),
+  [("sasrec", "input"), ("sasrec", "norm"), ("bert4rec", "input"), ("hstu", "input")],
+)
+def test_chosen_columns_have_the_outputs_of_all(name, residual):
+  """The last block computes the chosen columns alone."""
+  model = build(name, residual=residual, blocks=2)
+  inputs, where = batch([3, 7, 11, 2], [8, 1, 6]), jnp.array([[6, 1, 3]])
+  every, found = nnx.jit(lambda model: (model(inputs), model(inputs, where)))(model)
+  np.testing.assert_allclose(found[0], every[0][where[0]], rtol=1e-5, atol=1e-6)
+
+
 def test_cosines_over_the_temperature():
   model = build("hstu", temperature=0.5)
   row = np.zeros((ITEMS, 8), np.float32)
