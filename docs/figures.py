@@ -473,7 +473,7 @@ def searches() -> str:
     of = json.loads(path.read_text())
     first = of["trials"][0]["settings"]
     for number, trial in enumerate(of["trials"]):
-      name = path.stem.removeprefix("sweep_") if number == 0 else ""
+      name = f"{of['recipe']}: {path.stem.removeprefix('sweep_')}" if number == 0 else ""
       changed = [
         f"`{setting}` {value}"
         for setting, value in trial["settings"].items()

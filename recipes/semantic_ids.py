@@ -39,8 +39,6 @@ from sklearn.metrics import pairwise_distances_argmin
 
 from . import errors, files
 from .errors import DamagedFileError, UserError
-from .serving import folder as folder_lib
-from .tables.encoding import Entities
 
 CODES, CENTROIDS = "codes.parquet", "centroids.npz"
 _PUBLISHED = re.compile(r"<[a-z]_(\d+)>")
@@ -150,7 +148,7 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
     f"give a file that `python -m {__package__}.semantic_ids` has written, or JSON as "
     '{"0": ["<a_12>", "<b_7>"], ...}'
   )
-  with _damage_named(path, "codes", hint), files.opened(path) as file:
+  with _naming_the_file(path, "codes", hint), files.opened(path) as file:
     if path.suffix == ".json":
       texts = json.loads(file.read())
       codes = [[int(_PUBLISHED.fullmatch(code)[1]) for code in row] for row in texts.values()]  # type: ignore[index]
@@ -158,8 +156,8 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
     else:
       table = pq.read_table(file, columns=["id", "codes"])
     ids, found = _columns(table, "codes")
-    if found.dtype.kind not in "iu" or found.min() < 0:
-      raise ValueError("codes are integers from 0 on")
+    if found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max:
+      raise ValueError("codes are int32 from 0 on")
   return ids, found.astype(np.int32)
 
 
@@ -171,13 +169,16 @@ def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
   """
   path = Path(path).expanduser()
   if path.is_dir():
+    from .serving import folder as folder_lib  # JAX, which Parquet needs not
+    from .tables.encoding import Entities
+
     with folder_lib.opened(path) as served:
       if served.candidates is None:
         raise UserError(f"{path} is a model of clicks, which has no vectors of items")
       vectors = np.asarray(served.candidates)[:, : served.about["width"]]  # without popularity
       return Entities.load(served.transforms, "items").texts, vectors
   hint = "give Parquet with the columns id and vector, or an export"
-  with _damage_named(path, "vectors", hint), files.opened(path) as file:
+  with _naming_the_file(path, "vectors", hint), files.opened(path) as file:
     ids, vectors = _columns(pq.read_table(file, columns=["id", "vector"]), "vector")
     if not np.isfinite(vectors := vectors.astype(np.float32)).all():
       raise ValueError("vectors are finite numbers")
@@ -185,7 +186,7 @@ def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
 
 
 @contextlib.contextmanager
-def _damage_named(path: Path, what: str, hint: str) -> Iterator[None]:
+def _naming_the_file(path: Path, what: str, hint: str) -> Iterator[None]:
   """Turns what readers raise for a file of another form into an error that names it."""
   try:
     yield
@@ -254,7 +255,11 @@ def append(vectors: str | Path, folder: str | Path) -> str:
   folder = files.latest(Path(folder))
   ids, codes = read(folder)
   path, hint = folder / CENTROIDS, "fit codes again"
-  with _damage_named(path, "centroids", hint), files.opened(path) as file, np.load(file) as stored:
+  with (
+    _naming_the_file(path, "centroids", hint),
+    files.opened(path) as file,
+    np.load(file) as stored,
+  ):
     centroids = [stored[name] for name in stored.files]
   new, points = read_vectors(vectors)
   if points.shape[1] != centroids[0].shape[1]:

@@ -15,8 +15,8 @@ combinations of the values; a list of dicts holds the trials themselves:
 Trials run with `config.test=False`, so that no test row is scored before the choice on
 `config.select` is written down. The same command resumes a sweep that was stopped.
 
-All trials are known before the first one: each is a run that anybody can repeat by its settings,
-in any order, which is not so where a sampler such as Optuna's proposes trials from earlier ones.
+All trials are known before the first one: each is a run that can be repeated by its settings, in
+any order, which is not so where a sampler such as Optuna's proposes trials from earlier ones.
 """
 
 import hashlib
@@ -38,6 +38,8 @@ from .errors import UserError
 from .run import results, settings
 from .run import workdir as runs
 from .tables.settings import merged
+
+_KNOWN = {"sha256": str, "trials": [dict]}  # of sweep.json, see `arrays.check_schema`
 
 Sweep = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
 
@@ -73,10 +75,13 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   about["sha256"] = _digest(configs)
   about = json.loads(json.dumps(about))  # as it is read again: tuples are lists
   path = workdir / "sweep.json"
-  known = hosts.from_main(lambda: arrays.read_json(path, schema={}) if path.exists() else {})
-  if known and known["sha256"] != about["sha256"]:
-    raise UserError(f"{path} is of other trials or of another config: choose another --workdir")
+  read = lambda: arrays.read_json(path, schema=_KNOWN) if path.exists() else {}
+  known = hosts.from_main(read)
   if "chosen" in known:
+    if known["sha256"] != about["sha256"]:
+      raise UserError(
+        f"{path} has chosen among other trials or with another config: choose another --workdir"
+      )
     about = known
   else:
     _write(workdir, about)
@@ -85,6 +90,8 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
       try:
         result = train.run(trial, str(workdir / f"trial_{number}"))
         row |= {name: result[name] for name in ("metrics", "steps", "tested_step", "seconds")}
+        if result["data_sha256"] != about.setdefault("data_sha256", result["data_sha256"]):
+          raise UserError(f"the data have changed before trial {number}: choose another --workdir")
       except errors.DivergedError as error:
         row["error"] = str(error)
         hosts.say(f"trial {number} is left out: {error}")

@@ -45,7 +45,7 @@ def get_config(mode: str = "") -> dict:
   }
   if mode == "tiger":
     config |= {"model": "tiger", "loss": "softmax", "dim": 128, "heads": 4, "blocks": 2}
-    config |= {"tiger": {"first_id": 1}, "steps": 9_600, "eval_every": 960}
+    config |= {"residual": "input", "tiger": {"first_id": 1}, "steps": 9_600, "eval_every": 960}
   if mode == "smoke":
     config |= {"dim": 8, "max_length": 16, "negatives": {"number": 16}, "batch_size": 8}
     config |= {"eval_batch_size": 64, "steps": 6, "warmup_steps": 2, "log_every": 2}

@@ -131,9 +131,9 @@ def ranking(
         ranked[seen[start:stop].nonzero()] = -np.inf
       values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
       wanted, top_ids = relevant[start:stop], np.where(values == -np.inf, -1, ids)
-      counts = np.diff(wanted.indptr)
-      width = max(int(counts.max(initial=0)), 1)
-      metrics = metrics.update(top_ids, packing.padded(wanted.indices, counts, width))
+      lengths = np.diff(wanted.indptr)
+      width = max(int(lengths.max(initial=0)), 1)
+      metrics = metrics.update(top_ids, packing.padded(wanted.indices, lengths, width))
       bar.update(stop - start)
   return metrics.compute()
 
@@ -245,7 +245,7 @@ def ranking_tasks(
   ease_l2: Sequence[float] = (),
   **options: Any,
 ) -> dict[str, Callable[[], dict[str, float]]]:
-  """Returns what fits and ranks popularity, item kNN and EASE, by their names.
+  """Returns, by name, functions that fit popularity, item kNN or EASE and return its metrics.
 
   Item kNN is left out where users have too many items in all, EASE where it has no penalty.
 

@@ -165,6 +165,8 @@ def check(config: ConfigDict) -> None:
     raise UserError(
       f"config.full_checkpoint_every is {config.full_checkpoint_every}: choose 1 or more"
     )
+  if not 0 <= config.dropout < 1:
+    raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
   steps = tuple(config.profile_steps)
   whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
   if steps and not (whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]):

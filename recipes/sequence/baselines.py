@@ -1,4 +1,4 @@
-"""Baselines of sequence models, asked with all earlier items, as the model is, and ranked as it."""
+"""Baselines on the histories of a sequence model, ranked as the model is."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,7 +9,7 @@ from . import data as data_lib
 
 
 def tasks(data: data_lib.SequenceData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-  """Returns what fits each baseline on the training items and returns its metrics, by its name."""
+  """Returns, by name, functions that fit a baseline on training items and return its metrics."""
   everyone, users, held_out = np.arange(len(data.lengths)), data.evaluated, data_lib.HELD_OUT
   return baselines.ranking_tasks(
     data_lib.matrix(data, everyone, held_out["train"]),

@@ -16,7 +16,6 @@ from flax import nnx
 
 import embed
 
-from ..errors import UserError
 from ..training import build
 from ..training.hstu import HSTUBlock
 from ..training.layers import inverse_length, linear
@@ -49,14 +48,12 @@ class Encoder(nnx.Module):
 
   def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
     dim, heads = config.dim, config.heads
-    if dim % heads:
-      raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
     block = block or BLOCKS[config.model]
     options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
     if issubclass(block, TransformerBlock):
       make = functools.partial(make, init=config.init)
-    if block is SASRecBlock:
+    if issubclass(block, SASRecBlock):
       make = functools.partial(make, residual=config.residual)
     if block is HSTUBlock:
       make = functools.partial(make, buckets=config.time_buckets)

@@ -174,6 +174,11 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
     if config[name] not in known:
       raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
+  for name in ("heads", "blocks", "max_length"):
+    if config[name] < 1:
+      raise UserError(f"config.{name} is {config[name]}: choose 1 or more")
+  if config.dim % config.heads:
+    raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
   if not 0 <= config.overlap < config.max_length or (config.overlap and not config.windows):
     raise UserError(
       f"config.overlap is {config.overlap}: choose 0 to {config.max_length - 1}, below max_length, "

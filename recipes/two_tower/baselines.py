@@ -11,7 +11,7 @@ from .data import RetrievalData
 
 
 def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-  """Returns what fits each baseline and returns its metrics, by its name."""
+  """Returns, by name, functions that fit a baseline and return its metrics."""
   histories, relevant = {}, {}
   for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
     users, relevant[split] = examples(data, split, config.examples)

@@ -104,7 +104,16 @@ def test_published_json_and_parquet_are_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "content", ["{", "[]", '{"0": ["a"]}', '{"x": ["<a_1>"]}', '{"0": ["<a_1>"], "1": []}', "{}"]
+  "content",
+  [
+    "{",
+    "[]",
+    '{"0": ["<a_2147483648>"]}',
+    '{"0": ["a"]}',
+    '{"x": ["<a_1>"]}',
+    '{"0": ["<a_1>"], "1": []}',
+    "{}",
+  ],
 )
 def test_json_that_holds_no_codes(tmp_path, content):
   (tmp_path / "x.json").write_text(content)

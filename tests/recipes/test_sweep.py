@@ -11,7 +11,7 @@ import recipe_runs
 
 from recipes import errors, sweep
 from recipes.run import checkpoints
-from recipes.sequence import train
+from recipes.sequence import train as sequence
 
 
 def test_docstrings():
@@ -39,14 +39,16 @@ def test_mistakes_end_before_the_first_trial(tmp_path, wrong, message):
   assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.parametrize("name", ["beauty", "beauty_bert4rec"])
+@pytest.mark.parametrize(
+  "name",
+  ["sequence.beauty", "sequence.beauty_bert4rec", "two_tower.gowalla", "two_tower.movielens1m"],
+)
 def test_sweeps_of_configs_name_settings_that_there_are(name):
-  config, made = (
-    recipe_runs.load(f"sequence.{name}", ""),
-    runpy.run_path(f"configs/sequence/{name}.py"),
-  )
+  recipe, _, file = name.partition(".")
+  config, made = recipe_runs.load(name, ""), runpy.run_path(f"configs/{recipe}/{file}.py")
+  check = importlib.import_module(f"recipes.{recipe}.train").check
   for trial in sweep.trials(made["get_sweep"]()):
-    train.check(sweep.config_of("sequence", config, trial), None)
+    check(sweep.config_of(recipe, config, trial), None)
 
 
 def test_a_table_by_hand():
@@ -107,6 +109,29 @@ def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   assert (workdir / "sweep.md").read_text().count("\n") == 4
 
 
+@pytest.mark.full
+def test_a_list_may_be_mended_before_the_choice_and_data_may_not_change(tmp_path, monkeypatch):
+  config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
+
+  def fails(trial, *args):
+    if trial.dropout == 0.2:
+      raise errors.UserError("a wrong setting")
+    return run(trial, *args)
+
+  run = sequence.run
+  monkeypatch.setattr(sequence, "run", fails)
+  with pytest.raises(errors.UserError, match="a wrong setting"):
+    sweep.run("sequence", config, workdir, {"dropout": [0.1, 0.2]})
+  result = json.loads((workdir / "trial_0" / "result.json").read_text())
+  (workdir / "trial_0" / "result.json").write_text(
+    json.dumps(result | {"data_sha256": {"items": "0" * 64}})
+  )
+  with pytest.raises(errors.UserError, match="data have changed before trial 1"):
+    sweep.run("sequence", config, workdir, {"dropout": [0.1, 0.3]})
+  (workdir / "trial_0" / "result.json").write_text(json.dumps(result))
+  assert len(sweep.run("sequence", config, workdir, {"dropout": [0.1, 0.3]})["trials"]) == 2
+
+
 @pytest.mark.parametrize(
   ("select", "best"), [("valid_ne", 0), ("valid_calibration", 1), ("valid_auc", 1)]
 )
@@ -155,5 +180,5 @@ def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch)
   assert about["trials"][0]["settings"] == {"dropout": 0.1, "learning_rate": config.learning_rate}
   # The choice stays, and with it the test.
   assert sweep.run("sequence", config, workdir, tried) == about
-  with pytest.raises(errors.UserError, match="is of other trials"):
+  with pytest.raises(errors.UserError, match="has chosen among other trials"):
     sweep.run("sequence", config, workdir, tried[:2])

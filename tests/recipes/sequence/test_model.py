@@ -295,8 +295,3 @@ def test_dropout_is_off_in_evaluation():
   assert np.any(outputs(model, inputs) != outputs(model, inputs))
   view = nnx.view(model, deterministic=True)
   np.testing.assert_array_equal(outputs(view, inputs), outputs(view, inputs))
-
-
-def test_heads_that_do_not_divide():
-  with pytest.raises(ValueError, match="the width 8 must be a multiple of the 3 heads"):
-    build("sasrec", heads=3)

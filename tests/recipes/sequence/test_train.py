@@ -145,6 +145,21 @@ def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):
     prepare("sequence", config)
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"heads": 3}, "the width 8 must be a multiple of the 3 heads"),
+    ({"heads": 0}, "config.heads is 0: choose 1 or more"),
+    ({"blocks": -1}, "config.blocks is -1"),
+    ({"max_length": 0}, "config.max_length is 0"),
+    ({"dropout": 1.5}, "config.dropout is 1.5: choose 0 or more, below 1"),
+  ],
+)
+def test_sizes_that_make_no_model(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=message):
+    train.check(sequence_smoke("synthetic", tmp_path, **changes), None)
+
+
 def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
   config, mesh = sequence_smoke("synthetic", tmp_path), hosts.start()
   config.negatives.number = 17

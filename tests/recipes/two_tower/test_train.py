@@ -331,6 +331,20 @@ def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
   assert fits["popularity"]()["test_hr@1"] == 0.0
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"temperature": 0.0}, "config.temperature is 0.0: choose a number above 0"),
+    ({"history": 0}, "config.history is 0: choose 1 or more"),
+    ({"queue": -64}, "config.queue is -64: choose 0 or more"),
+    ({"negatives.number": -5}, "config.negatives.number is -5"),
+  ],
+)
+def test_numbers_that_make_no_sense(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=message):
+    train.check(two_tower_smoke("synthetic", tmp_path, **changes), None)
+
+
 def test_mistakes_are_named(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, queue=100)
   found = data.load(config)
