@@ -142,8 +142,7 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
     MissingFileError: there is no such file.
     DamagedFileError: it has other columns or another form, or ids that come twice.
   """
-  path = Path(path).expanduser()
-  path = path / CODES if path.is_dir() else path
+  path = codes_file(path)
   hint = (
     f"give a file that `python -m {__package__}.semantic_ids` has written, or JSON as "
     '{"0": ["<a_12>", "<b_7>"], ...}'
@@ -159,6 +158,12 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
     if found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max:
       raise ValueError("codes are int32 from 0 on")
   return ids, found.astype(np.int32)
+
+
+def codes_file(path: str | Path) -> Path:
+  """Returns the file of codes that a path names, which may be the folder of it."""
+  path = Path(path).expanduser()
+  return path / CODES if path.is_dir() else path
 
 
 def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:

@@ -64,6 +64,10 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     data=data, writers=writers,
   ) as run:  # fmt: skip
     warm_start.start(run)
+    if run.is_new and config.model == "tiger":
+      from ..semantic_ids import codes_file  # and with it scikit-learn
+
+      hosts.from_main(lambda: runs.keep_codes(codes_file(config.tiger.codes), run.workdir))
     train_objective, options = objective(config, data), train_step.options(config)
     step = train_step.Step(train_objective, model, optimizer, options, mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):

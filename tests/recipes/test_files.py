@@ -180,7 +180,7 @@ def test_a_copy_that_was_being_replaced_is_still_the_base(tmp_path):
   serve = tmp_path / "init" / "serve"
   serve.mkdir(parents=True)
   config = ConfigDict({"init_from": "other"})
-  assert runs.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
+  assert runs.with_own_copies(config, tmp_path).init_from == str(tmp_path / "init")
   serve.with_name("serve.removed").mkdir()
   serve.rename(serve.with_name("serve.removed") / "old")  # a kill came here
-  assert runs.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
+  assert runs.with_own_copies(config, tmp_path).init_from == str(tmp_path / "init")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from recipe_runs import sequence_smoke
 
 from recipes import export, hosts
+from recipes.run import workdir
 from recipes.sequence import data, tiger, train
 
 CODES = np.array([[1, 0, 2], [0, 3, 1], [1, 0, 2], [1, 0, 0], [2, 1, 1], [0, 0, 1]])
@@ -184,8 +186,10 @@ def test_a_run_learns_what_follows_and_resumes(tmp_path, monkeypatch):
     patch.setattr(train.Run, "save", stop)
     with pytest.raises(Killed):
       train.run(config, str(half))
+  Path(config.tiger.codes).unlink()  # each run has its own copy
   again = train.run(config, str(half))
   assert again["metrics"] == result["metrics"]
+  assert workdir.open_run(half).load().codes is not None
   with pytest.raises(ValueError, match="tiger finds them by a beam search"):
     export.export(half, tmp_path / "served")
 
