@@ -69,16 +69,19 @@ class Encoder(nnx.Module):
     where: jax.Array | None = None,
   ) -> jax.Array:
     mask = visible(segments, causal=self.causal)
-    chosen = lambda x: jnp.take_along_axis(x, where[..., None], axis=1)
     for number, block in enumerate(self.blocks, 1):
       if isinstance(block, HSTUBlock):
         x = block(x, mask, times=times)
       elif where is None or number < len(self.blocks):
         x = block(x, mask)
       else:  # the last one computes no other columns
-        x, where = block(chosen(x), chosen(mask), x), None
-    x = x if where is None else chosen(x)
+        x, where = block(_columns(x, where), _columns(mask, where), x), None
+    x = x if where is None else _columns(x, where)
     return x if self.norm is None else self.norm(x)
+
+
+def _columns(x: jax.Array, where: jax.Array) -> jax.Array:
+  return jnp.take_along_axis(x, where[..., None], axis=1)
 
 
 class Projection(nnx.Module):
