@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import step as timing  # before `recipes`, which it finds
 
 from recipes.run import settings
 from recipes.run import workdir as runs
@@ -80,7 +81,7 @@ def main() -> None:
     folder = given.workdir or Path(temporary)
     folder.mkdir(parents=True, exist_ok=True)
     cold = without(given.data_dir / "Beauty.txt", folder / "Beauty.txt", given.share, given.seed)
-    found: dict[str, Any] = {"items_taken_out": len(cold)}
+    found: dict[str, Any] = {"items_taken_out": len(cold), "results": {}}
     get_config = runpy.run_path(str(BEAUTY))["get_config"]
     for model in ("tiger", "sasrec"):
       config = get_config("tiger" if model == "tiger" else "")
@@ -88,12 +89,12 @@ def main() -> None:
       config |= {"steps": given.steps, "eval_every": given.steps} if given.steps else {}
       if model == "tiger":
         config["tiger"] = {"codes": given.codes, "first_id": given.first_id}
-      found[model] = measure(config, folder / model)
-      for users, metrics in found[model].items():
+      found["results"][model] = measure(config, folder / model)
+      for users, metrics in found["results"][model].items():
         shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in METRICS)
         print(f"{model:8}{users:8}{shown}", flush=True)
   if given.json:
-    given.json.write_text(json.dumps(found, indent=2) + "\n")
+    given.json.write_text(json.dumps(timing.about() | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGES = (
   ROOT / "README.md",
+  *sorted((ROOT / "recipes").rglob("README.md")),
   *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -523,6 +524,19 @@ def labels() -> str:
   return table(header, lines, words=2) + _busy(measured, "labels.json")
 
 
+def cold_items() -> str:
+  measured, names = result("cold_items.json"), ("hr@10", "ndcg@10", "hr@50")
+  models = {"TIGER, by codes": "tiger", "SASRec, by ids": "sasrec"}
+  lines = []
+  for users in ("cold", "others"):
+    of = [measured["results"][key][users] for key in models.values()]
+    rows = _bold([[spread([each[name]]) for name in names] for each in of], names)
+    titles = [f"{users} ({of[0]['users']:,})", ""]
+    lines += [[t, name, *row] for t, name, row in zip(titles, models, rows, strict=True)]
+  header = ("users whose last item is", "model", "HR@10", "NDCG@10", "HR@50")
+  return table(header, lines, words=2) + _busy(measured, "cold_items.json")
+
+
 def first_config() -> str:
   measured, lines = result("first_config.json"), []
   for name, of in measured["tables"].items():
@@ -559,7 +573,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
-    histories, searches, labels, first_config,
+    histories, searches, labels, cold_items, first_config,
   )
 }  # fmt: skip
 
