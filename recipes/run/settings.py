@@ -165,7 +165,7 @@ def check(config: ConfigDict) -> None:
     raise UserError(
       f"config.full_checkpoint_every is {config.full_checkpoint_every}: choose 1 or more"
     )
-  if not 0 <= config.dropout < 1:
+  if not 0 <= config.get("dropout", 0.0) < 1:
     raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
   steps = tuple(config.profile_steps)
   whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
