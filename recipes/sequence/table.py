@@ -82,7 +82,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append("no time is declared: the rows of a user count as being in the order of time")
   features = [feature.name for side in (log.users, log.items) for feature in side.features]
   if features:
-    notes.append(f"not used: {', '.join(features)}; the sequence recipe learns from ids alone")
+    why = "the sequence recipe learns from ids alone, TIGER from tiger.codes"
+    notes.append(f"not used: {', '.join(features)}; {why}")
   return {
     "num_items": len(log.items.texts),
     "notes": notes,
