@@ -161,7 +161,7 @@ def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]
 
 
 def codes_file(path: str | Path) -> Path:
-  """Returns the file of codes that a path names, which may be the folder of it."""
+  """Returns the file of codes at a path, which may be its folder."""
   path = Path(path).expanduser()
   return path / CODES if path.is_dir() else path
 
@@ -174,7 +174,7 @@ def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
   """
   path = Path(path).expanduser()
   if path.is_dir():
-    from .serving import folder as folder_lib  # JAX, which Parquet needs not
+    from .serving import folder as folder_lib  # it imports JAX; Parquet is read without
     from .tables.encoding import Entities
 
     with folder_lib.opened(path) as served:

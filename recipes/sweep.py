@@ -70,7 +70,8 @@ def run(recipe: str, config, workdir: str | Path, sweep: Sweep) -> dict[str, Any
   for trial in configs:
     train.check(trial, mesh)
   names = list(dict.fromkeys(name for change in changes for name in change))
-  rows = [{"settings": {name: _get(trial, name) for name in names}} for trial in configs]
+  plain = [trial.to_dict() for trial in configs]
+  rows = [{"settings": {name: settings.value(trial, name) for name in names}} for trial in plain]
   about: dict[str, Any] = {"recipe": recipe, "select": config.select, "trials": rows}
   about["sha256"] = _digest(configs)
   about = json.loads(json.dumps(about))  # as it is read again: tuples are lists
@@ -167,8 +168,8 @@ def table(about: Mapping[str, Any]) -> str:
 
 def config_of(recipe: str, config, changes: Mapping[str, Any]) -> Any:
   """Returns the config of a trial; its run ends without a test."""
-  given = unflatten_dict({**changes, "test": False}, sep=".")
-  return settings.completed(recipe, merged(config.to_dict(), given, "config"))
+  nested = unflatten_dict({**changes, "test": False}, sep=".")
+  return settings.completed(recipe, merged(config.to_dict(), nested, "config"))
 
 
 def _digest(configs: Sequence[Any]) -> str:
@@ -176,12 +177,6 @@ def _digest(configs: Sequence[Any]) -> str:
   free = set(settings.MAY_CHANGE) - {*settings.LENGTH, "eval_every"}
   kept = [{k: v for k, v in config.to_dict().items() if k not in free} for config in configs]
   return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _get(config, name: str) -> Any:
-  for part in name.split("."):
-    config = config[part]
-  return config.to_dict() if hasattr(config, "to_dict") else config
 
 
 def _write(workdir: Path, about: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ published or generated data set, and `tables.settings.DEFAULTS` for those of you
 `python -m recipes.config` prints all of them with their meaning, which is the comments here.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Mapping
@@ -155,16 +156,29 @@ def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
   return copy
 
 
+def value(config: Mapping[str, Any] | ConfigDict, name: str) -> Any:
+  """Returns the setting of a dotted name.
+
+  >>> value({"negatives": {"number": 8}}, "negatives.number")
+  8
+  """
+  return functools.reduce(lambda group, part: group[part], name.split("."), config)
+
+
+def at_least(config: ConfigDict, least: Mapping[str, int]) -> None:
+  """Raises UserError for a setting, by its dotted name, that is below its least value."""
+  for name, number in least.items():
+    if (found := value(config, name)) < number:
+      raise UserError(f"config.{name} is {found}: choose {number} or more")
+
+
 def check(config: ConfigDict) -> None:
   """Raises UserError for a value that makes no sense; those of a step are checked with it."""
   if not config.checkpoint_minutes >= 0:
     raise UserError(
       f"config.checkpoint_minutes is {config.checkpoint_minutes}: choose a number of minutes, or 0"
     )
-  if config.full_checkpoint_every < 1:
-    raise UserError(
-      f"config.full_checkpoint_every is {config.full_checkpoint_every}: choose 1 or more"
-    )
+  at_least(config, {"full_checkpoint_every": 1})
   if not 0 <= config.get("dropout", 0.0) < 1:
     raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
   steps = tuple(config.profile_steps)

@@ -349,21 +349,25 @@ def keep_base(other: Path, workdir: Path) -> None:
     _copy(source, workdir / _INIT / _SERVE)
 
 
-def keep_codes(path: Path, workdir: Path) -> None:
+def keep_codes(config, path: Path, workdir: Path) -> None:
   """Copies the file of the items' codes."""
-  with path.open("rb") as codes, files.replacing(workdir / f"codes{path.suffix}") as file:
+  with path.open("rb") as codes, files.replacing(_codes(config, workdir)) as file:
     shutil.copyfileobj(codes, file)
 
 
+def _codes(config, workdir: Path) -> Path:
+  # Its suffix tells readers the format; a copy in another format is of a run that never started.
+  return workdir / ("codes.json" if config.tiger.codes.endswith(".json") else "codes.parquet")
+
+
 def with_own_copies(config, workdir: Path) -> Any:
-  """Returns the config to prepare data with: of `init_from` and codes, the run's own copies."""
+  """Returns the config to prepare data with: `init_from` and codes are the run's own copies."""
   own: dict[str, Any] = {}
   if config.get("init_from") and files.latest(workdir / _INIT / _SERVE).is_dir():
     own["init_from"] = str(workdir / _INIT)
-  if config.get("model") == "tiger" and has_checkpoint(workdir):
-    for path in (workdir / "codes.parquet", workdir / "codes.json"):
-      if path.exists():
-        own["tiger"] = settings.copied(config.tiger, codes=str(path))
+  is_tiger = config.get("model") == "tiger" and has_checkpoint(workdir)
+  if is_tiger and (codes := _codes(config, workdir)).exists():
+    own["tiger"] = settings.copied(config.tiger, codes=str(codes))
   return settings.copied(config, **own) if own else config
 
 

@@ -63,11 +63,11 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     "sequence", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
     data=data, writers=writers,
   ) as run:  # fmt: skip
-    warm_start.start(run)
     if run.is_new and config.model == "tiger":
-      from ..semantic_ids import codes_file  # and with it scikit-learn
+      from ..semantic_ids import codes_file  # with it comes scikit-learn, which only TIGER needs
 
-      hosts.from_main(lambda: runs.keep_codes(codes_file(config.tiger.codes), run.workdir))
+      hosts.from_main(lambda: runs.keep_codes(config, codes_file(config.tiger.codes), run.workdir))
+    warm_start.start(run)
     train_objective, options = objective(config, data), train_step.options(config)
     step = train_step.Step(train_objective, model, optimizer, options, mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
@@ -178,9 +178,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
     if config[name] not in known:
       raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
-  for name in ("heads", "blocks", "max_length"):
-    if config[name] < 1:
-      raise UserError(f"config.{name} is {config[name]}: choose 1 or more")
+  settings.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.dim % config.heads:
     raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
   if not 0 <= config.overlap < config.max_length or (config.overlap and not config.windows):

@@ -54,8 +54,8 @@ def generalized_bce(
 ) -> jax.Array:
   """Returns `-(beta log s(p) + sum log(1 - s(n))) / (K + 1)`, s the sigmoid; hits count as 0.
 
-  It is gBCE; see `gbce_beta`. With a beta of 1 it is the binary cross-entropy, and with one sample
-  as well SASRec's loss (Kang and McAuley 2018, equation 6) but for the factor.
+  This is gBCE, see `gbce_beta`. A beta of 1 makes it the binary cross-entropy; with one sample,
+  that is SASRec's loss (Kang and McAuley 2018, equation 6) but for the factor.
   """
   wrong = jnp.sum(jnp.where(hits, 0, jax.nn.softplus(negative)), axis=-1)
   return (wrong + beta * jax.nn.softplus(-positive)) / (negative.shape[-1] + 1)

@@ -261,12 +261,8 @@ def check(config, mesh: Mesh | None) -> None:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   if not config.temperature > 0:
     raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
-  least = {"history": 1, "eval_history": 1, "queue": 0, "hard_negatives": 0}
-  for name, value in least.items():
-    if config[name] < value:
-      raise UserError(f"config.{name} is {config[name]}: choose {value} or more")
-  if config.negatives.number < 0:
-    raise UserError(f"config.negatives.number is {config.negatives.number}: choose 0 or more")
+  least = {"history": 1, "eval_history": 1, "queue": 0, "hard_negatives": 0, "negatives.number": 0}
+  settings.at_least(config, least)
   if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
     raise UserError(
       f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"

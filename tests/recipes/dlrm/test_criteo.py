@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from small_data import write_criteo
 
 from recipes.dlrm import criteo1tb, data
+from recipes.tables.encoding import logarithm
 from recipes.tables.source import Stage
 
 
@@ -34,6 +35,11 @@ def test_fields_by_hand(tmp_path):
   assert block.label.tolist() == [1, 0]
   np.testing.assert_array_equal(block.integers[:, :3], [[3, -2, np.nan], [0, np.nan, 7]])
   assert block.categories[:, :3].tolist() == [[10, -1, 0xFFFFFFFF], [-1, -1, -1]]
+  np.testing.assert_allclose(
+    np.nan_to_num(logarithm(block.integers))[:, :3],
+    [[np.log(4), -np.log(3), 0], [0, 0, np.log(8)]],
+    rtol=1e-6,
+  )
   path.write_text("\n".join(rows))
   assert [block.label.tolist() for block in criteo1tb.read(path, Stage())] == [[1, 0]]
   assert criteo1tb.count_rows(path) == 2
