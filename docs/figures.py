@@ -550,6 +550,20 @@ def first_config() -> str:
   return table(header, lines, words=3) + _busy(measured, "first_config.json")
 
 
+def first_rankings() -> str:
+  measured, lines = result("first_rankings.json"), []
+  models = ("item kNN", "popularity", "recent popularity")
+  for name, of_recipes in measured["logs"].items():
+    for recipe, of in of_recipes.items():
+      every = [of["metrics"], *(of["baselines"].get(model) for model in models)]
+      scores = [spread([each["test_ndcg@10"]]) if each else "" for each in every]
+      pairs = sum(n for key, n in of["data"].items() if key.endswith(" pairs"))
+      first = [name, f"{pairs:,}"] if recipe == "two_tower" else ["", ""]
+      lines.append([*first, recipe, *best_is_bold(scores, least=False)])
+  header = ("log", "rows", "recipe", "model", *models)
+  return table(header, lines, words=3) + _busy(measured, "first_rankings.json")
+
+
 def _scores(runs: Sequence[Any], metric: str) -> str:
   return spread([run["metrics"][metric] for run in runs])
 
@@ -574,6 +588,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
     histories, searches, labels, cold_items, first_config,
+    first_rankings,
   )
 }  # fmt: skip
 

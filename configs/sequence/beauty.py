@@ -4,15 +4,15 @@
 
 Reproduces: HR@10 / NDCG@10 of SASRec .0605 / .0318 (BCE, as published with S3-Rec's file), and
   .0921 / .0531 with sampled softmax; HSTU .0704 / .0389, .0788 / .0439 recomputed.
-Cost: SASRec 248 to 380 s a seed on a shared CPU core, 2026-11-25; HSTU 150 to 174 s on 2 shared
+Cost: SASRec 532 to 893 s a seed on a shared CPU core, 2026-11-27; HSTU 150 to 174 s on 2 shared
   cores, 2026-11-21.
-Number: test HR@10 / NDCG@10 of SASRec .0887 ± .0005 / .0555 ± .0003, of HSTU .0866 ± .0006 /
-  .0535 ± .0001, mean of seeds 0, 1, 2 with the standard deviation; EASE .0699 / .0386, popularity
-  .0115 / .0055. Dropout, blocks, positions and residual were chosen by the sweep below with seed 0,
-  whose test scores nobody had seen; negatives, rates and epochs earlier, test scores being printed
-  beside. HSTU's runs were without windows, of 4,800 steps.
+Number: test HR@10 / NDCG@10 of SASRec .0915 ± .0006 / .0565 ± .0001, of HSTU (:hstu) .0866 ± .0006
+  / .0535 ± .0001, mean of seeds 0, 1, 2 with the standard deviation; EASE .0699 / .0386, popularity
+  .0115 / .0055. The sweep below chose SASRec's softmax over all items with seed 0; the test scores
+  of its 512 sampled items, .0887 / .0555, were known. HSTU's negatives, rates and
+  epochs were chosen with test scores printed beside; its runs were without windows, of 4,800 steps.
 Command: python -m recipes.sequence --config=configs/sequence/beauty.py --config.data_dir=<folder> \
-           --workdir=runs/beauty_0 --config.model=sasrec --config.seed=0
+           --workdir=runs/beauty_0 --config.seed=0
 
 `:tiger` predicts published semantic ids of these items, `--config.tiger.codes=<file>` of
   https://github.com/HonghuiBao2000/LETTER (RQ-VAE; 11,499 distinct ones of 12,101 items).
@@ -43,6 +43,11 @@ def get_config(mode: str = "") -> dict:
     "ks": (5, 10),
     "baseline": {"ease_l2": 50.0},
   }
+  if not mode:  # 20 epochs
+    config |= {"loss": "softmax", "blocks": 2, "init": "normal", "positions": "start"}
+    config |= {"dropout": 0.2, "warmup_steps": 0, "steps": 1_640, "eval_every": 164}
+  if mode == "hstu":
+    config |= {"model": "hstu"}
   if mode == "tiger":
     config |= {"model": "tiger", "loss": "softmax", "dim": 128, "heads": 4, "blocks": 2}
     config |= {"residual": "input", "tiger": {"first_id": 1}, "steps": 9_600, "eval_every": 960}
@@ -54,14 +59,7 @@ def get_config(mode: str = "") -> dict:
 
 
 def get_sweep() -> list:
-  """SASRec with more dropout, more blocks, and details of the authors' code."""
-  paper = {"residual": "input"}
-  return [
-    {**paper},
-    {**paper, "dropout": 0.4},
-    {**paper, "dropout": 0.5, "steps": 9_840},
-    {**paper, "positions": "start"},
-    {"residual": "norm"},
-    {**paper, "blocks": 2},
-    {**paper, "dropout": 0.4, "table.learning_rate": 2e-3},
-  ]
+  """SASRec with sampled negatives, and with the published softmax over all items."""
+  sampled = {"loss": "sampled_softmax", "blocks": 1, "init": "xavier", "positions": "end"}
+  sampled |= {"dropout": 0.3, "warmup_steps": 100, "steps": 4_920, "eval_every": 820}
+  return [sampled, {}]

@@ -1,0 +1,101 @@
+"""The config that `recipes.describe` writes, untouched, against popularity and item kNN on logs.
+
+    python benchmarks/first_rankings.py --data-dir=data --json=docs/results/first_rankings.json
+
+Trains `two_tower` on every log, and `sequence` on those whose rows are in the order of time.
+`--data-dir` has the folders `beauty-bert4rec`, `gowalla`, `ml-100k`, `ml-1m`, `ml-1m-sasrec` and
+`s3rec`; the log `fading` is drawn here. A run that is stopped resumes by the same command.
+"""
+
+import argparse
+import importlib
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import step as timing
+
+from recipes import baselines, describe
+
+# Logs whose users have their rows in the order of time, with or without a column of it.
+_ORDERED = ("ml100k", "fading", "ml1m_sasrec", "beauty", "beauty_bert4rec")
+
+
+def draw() -> pa.Table:
+  """Draws a log with times, whose items appear at any time and fade: half in a tenth of the log."""
+  rng = np.random.default_rng(0)
+  rows, users, items, groups = 200_000, 4_000, 3_000, 20
+  born, group = rng.uniform(-0.5, 1, items), rng.integers(groups, size=items)
+  taste = rng.dirichlet(np.full(groups, 0.2), users)
+  popularity = rng.pareto(1.5, items) + 0.1
+  time, who = np.sort(rng.random(rows)), rng.integers(users, size=rows)
+  chosen = np.empty(rows, np.int32)
+  for start in range(0, rows, 500):
+    few = slice(start, start + 500)
+    age = time[start] - born
+    weights = popularity * np.exp2(-age / 0.1) * (age >= 0)
+    odds = np.cumsum(taste[who[few]][:, group] * weights, axis=1)
+    chosen[few] = (odds < rng.random((len(odds), 1)) * odds[:, -1:]).sum(axis=1)
+  days = (time * 90 * 86_400).astype(int) + 1_700_000_000
+  return pa.table({"user": who, "item": chosen, "time": days})
+
+
+def by_user(*paths: Path) -> pa.Table:
+  """Reads files with a user a line, `user item item …`."""
+  lines = [line.split() for path in paths for line in path.read_text().splitlines()]
+  users = [f"u{user}" for user, *items in lines for _ in items]
+  return pa.table({"user": users, "item": [f"i{item}" for _, *items in lines for item in items]})
+
+
+def logs(data: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
+  """Yields names, and arguments of `describe`."""
+  yield "ml100k", [str(data / "ml-100k/u.data"), "--names=user,item,rating,time"]
+  files = [data / f"gowalla/{name}.txt" for name in ("train", "valid", "test")]
+  written = {"fading": draw, "beauty": lambda: by_user(data / "s3rec/Beauty.txt")}
+  for name, table in (written | {"gowalla": lambda: by_user(*files)}).items():
+    pyarrow.csv.write_csv(table(), folder / f"{name}.csv")
+    yield name, [str(folder / f"{name}.csv")]
+  pairs = ["--names=user,item", "--delimiter= "]
+  yield "beauty_bert4rec", [str(data / "beauty-bert4rec/beauty.txt"), *pairs]
+  yield "ml1m", [str(data / "ml-1m/ratings_no_timestamp.csv")]
+  yield "ml1m_sasrec", [str(data / "ml-1m-sasrec/ml-1m.txt"), *pairs]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--data-dir", type=Path, required=True)
+  parser.add_argument(
+    "--folder", type=Path, default=Path("runs/first_rankings"), help="of the runs"
+  )
+  parser.add_argument("--json", type=Path)
+  args = parser.parse_args()
+  args.folder.mkdir(parents=True, exist_ok=True)
+  found: dict[str, Any] = {}
+  if args.json and args.json.exists():
+    found = json.loads(args.json.read_text())["logs"]
+  for name, arguments in logs(args.data_dir, args.folder):
+    out = args.folder / f"{name}.py"
+    describe.main([*arguments, f"--out={out}", "--force"])
+    config = runpy.run_path(str(out))["get_config"]()
+    config |= {"cache_dir": str(args.folder / "cache"), "writers": ()}
+    for recipe in ("two_tower", "sequence")[: 1 + (name in _ORDERED)]:
+      if recipe in found.get(name, {}):
+        continue
+      workdir = args.folder / f"{name}_{recipe}"
+      importlib.import_module(f"recipes.{recipe}.train").run(config, str(workdir))
+      result = baselines.fit(workdir)
+      found.setdefault(name, {})[recipe] = {
+        key: result[key] for key in ("seed", "seconds", "metrics", "baselines", "data")
+      }
+      print(name, recipe, json.dumps(found[name][recipe]), flush=True)
+      if args.json:
+        args.json.write_text(json.dumps(timing.about() | {"logs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()
