@@ -84,7 +84,7 @@ def main() -> None:
     found: dict[str, Any] = {"items_taken_out": len(cold), "results": {}}
     get_config = runpy.run_path(str(BEAUTY))["get_config"]
     for model in ("tiger", "sasrec"):
-      config = get_config("tiger" if model == "tiger" else "")
+      config = get_config("tiger" if model == "tiger" else "sampled")
       config |= {"data_dir": str(folder), "counts": (), "seed": given.seed}
       config |= {"steps": given.steps, "eval_every": given.steps} if given.steps else {}
       if model == "tiger":

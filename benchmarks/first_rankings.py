@@ -27,7 +27,7 @@ _ORDERED = ("ml100k", "fading", "ml1m_sasrec", "beauty", "beauty_bert4rec")
 
 
 def draw() -> pa.Table:
-  """Draws a log with times, whose items appear at any time and fade: half in a tenth of the log."""
+  """Draws a log with times: items appear at any time, and are half as popular a tenth later."""
   rng = np.random.default_rng(0)
   rows, users, items, groups = 200_000, 4_000, 3_000, 20
   born, group = rng.uniform(-0.5, 1, items), rng.integers(groups, size=items)
@@ -36,13 +36,13 @@ def draw() -> pa.Table:
   time, who = np.sort(rng.random(rows)), rng.integers(users, size=rows)
   chosen = np.empty(rows, np.int32)
   for start in range(0, rows, 500):
-    few = slice(start, start + 500)
+    chunk = slice(start, start + 500)
     age = time[start] - born
     weights = popularity * np.exp2(-age / 0.1) * (age >= 0)
-    odds = np.cumsum(taste[who[few]][:, group] * weights, axis=1)
-    chosen[few] = (odds < rng.random((len(odds), 1)) * odds[:, -1:]).sum(axis=1)
-  days = (time * 90 * 86_400).astype(int) + 1_700_000_000
-  return pa.table({"user": who, "item": chosen, "time": days})
+    odds = np.cumsum(taste[who[chunk]][:, group] * weights, axis=1)
+    chosen[chunk] = (odds < rng.random((len(odds), 1)) * odds[:, -1:]).sum(axis=1)
+  seconds = (time * 90 * 86_400).astype(int) + 1_700_000_000
+  return pa.table({"user": who, "item": chosen, "time": seconds})
 
 
 def by_user(*paths: Path) -> pa.Table:
@@ -56,8 +56,12 @@ def logs(data: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
   """Yields names, and arguments of `describe`."""
   yield "ml100k", [str(data / "ml-100k/u.data"), "--names=user,item,rating,time"]
   files = [data / f"gowalla/{name}.txt" for name in ("train", "valid", "test")]
-  written = {"fading": draw, "beauty": lambda: by_user(data / "s3rec/Beauty.txt")}
-  for name, table in (written | {"gowalla": lambda: by_user(*files)}).items():
+  written = {
+    "fading": draw,
+    "beauty": lambda: by_user(data / "s3rec/Beauty.txt"),
+    "gowalla": lambda: by_user(*files),
+  }
+  for name, table in written.items():
     pyarrow.csv.write_csv(table(), folder / f"{name}.csv")
     yield name, [str(folder / f"{name}.csv")]
   pairs = ["--names=user,item", "--delimiter= "]

@@ -3,7 +3,7 @@
 Reproduces: HR@10 / NDCG@10 of SASRec .3152 / .1821 (63 epochs), of BERT4Rec .2843 / .1537 (197
   epochs), of HSTU .3037 / .1719 (recomputed).
 Cost: 103 minutes (:reference) and 108 (:hstu) on one CPU core, 2026-11-26; 110 (:bert4rec) on one
-  of another machine, 2026-11-27; 163 on 2 cores shared with other work, 2026-11-21.
+  of another machine, 2026-11-27; 163 with the settings here, on 2 shared cores, 2026-11-21.
 Number: test HR@10 / NDCG@10 of SASRec as published (:reference) .3124 / .1804 (seed 0, the state of
   epoch 62 of 72, the best on validation NDCG@10); with the settings here, without windows, .3010 /
   .1732 (seed 0, 6,400 steps); HSTU (:hstu) .3109 / .1812 (seed 0, epoch 57 of 67, chosen likewise);

@@ -319,7 +319,7 @@ def test_own_negatives_are_not_in_the_row(tmp_path):
 
 def test_histories_by_hand(tmp_path):
   write(tmp_path)
-  made = config(tmp_path, eval_batch_size=2)
+  made = config(tmp_path, positions="end", eval_batch_size=2)
   loaded = data.load(made)
   first, last = (data.EvalBatches(loaded, "test", made)[i] for i in range(2))
   assert first["user"].tolist() == [1, 3]  # the shortest first
@@ -331,7 +331,7 @@ def test_histories_by_hand(tmp_path):
   assert last["items"].tolist() == [[1, 6, 0, 4], [-1] * 4]  # the last four of five, then filling
   assert sorted(last["seen"][0].tolist()) == [-1] * 11 + [0, 1, 3, 4, 6]
   assert last["target"].tolist() == [[2], [-1]]
-  masking = config(tmp_path, eval_batch_size=2, model="bert4rec")
+  masking = config(tmp_path, positions="end", eval_batch_size=2, model="bert4rec")
   asked = data.EvalBatches(loaded, "valid", masking)[1]
   assert asked["items"].tolist() == [[1, 6, 0, -1], [-1] * 4]
   assert asked["segments"].tolist() == [[0, 0, 0, 0], [-1] * 4]
