@@ -52,7 +52,8 @@ def write_codes(folder, items, *, levels=3, size=4):
 def smoke(folder, **changes):
   wanted = {
     "model": "tiger", "loss": "softmax", "tiger.codes": str(write_codes(folder / "c", 60)),
-    "tiger.beam": 64, "heads": 2, "ks": (5, 10), "writers": (),
+    "tiger.beam": 64, "heads": 2, "ks": (5, 10), "writers": (), "init": "xavier",
+    "positions": "end",
   }  # fmt: skip
   return sequence_smoke("beauty", folder, **(wanted | changes))
 
