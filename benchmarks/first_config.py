@@ -88,6 +88,14 @@ def tables(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     yield name, [str(path), f"--label={'rating' if name == 'ml1m' else 'clicked'}"]
 
 
+def described(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
+  """Returns the config that `describe` writes for a table, with its cache in the folder of runs."""
+  out = folder / f"{name}.py"
+  describe.main([*arguments, f"--out={out}", "--force"])
+  config = runpy.run_path(str(out))["get_config"]()
+  return config | {"cache_dir": str(folder / "cache"), "writers": ()}
+
+
 def lightgbm(data: data_lib.ClickData) -> dict[str, float]:
   """Returns LightGBM's test metrics on the columns that the run has prepared."""
   import lightgbm as lgb
@@ -131,10 +139,7 @@ def main() -> None:
   for name, arguments in tables(args):
     if name in found:
       continue
-    out = args.folder / f"{name}.py"
-    describe.main([*arguments, f"--out={out}", "--force"])
-    config = runpy.run_path(str(out))["get_config"]()
-    config |= {"cache_dir": str(args.folder / "cache"), "writers": ()}
+    config = described(name, arguments, args.folder)
     folders = [args.folder / name / str(seed) for seed in args.seeds]
     results = [
       train.run(config | {"seed": seed}, str(folder))

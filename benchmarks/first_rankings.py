@@ -10,7 +10,6 @@ Trains `two_tower` on every log, and `sequence` on those whose rows are in the o
 import argparse
 import importlib
 import json
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import step as timing
+from first_config import described
 
-from recipes import baselines, describe
+from recipes import baselines
 
 # Logs whose users have their rows in the order of time, with or without a column of it.
 _ORDERED = ("ml100k", "fading", "ml1m_sasrec", "beauty", "beauty_bert4rec")
@@ -83,10 +83,7 @@ def main() -> None:
   if args.json and args.json.exists():
     found = json.loads(args.json.read_text())["logs"]
   for name, arguments in logs(args.data_dir, args.folder):
-    out = args.folder / f"{name}.py"
-    describe.main([*arguments, f"--out={out}", "--force"])
-    config = runpy.run_path(str(out))["get_config"]()
-    config |= {"cache_dir": str(args.folder / "cache"), "writers": ()}
+    config = described(name, arguments, args.folder)
     for recipe in ("two_tower", "sequence")[: 1 + (name in _ORDERED)]:
       if recipe in found.get(name, {}):
         continue

@@ -587,8 +587,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
-    histories, searches, labels, cold_items, first_config,
-    first_rankings,
+    histories, searches, labels, cold_items, first_config, first_rankings,
   )
 }  # fmt: skip
 
