@@ -3,8 +3,8 @@
     python benchmarks/first_rankings.py --data-dir=data --json=docs/results/first_rankings.json
 
 Trains `two_tower` on every log, and `sequence` on those whose rows are in the order of time.
-`--data-dir` has the folders `beauty-bert4rec`, `gowalla`, `ml-100k`, `ml-1m`, `ml-1m-sasrec` and
-`s3rec`; the log `fading` is drawn here. A run that is stopped resumes by the same command.
+`--data-dir` has the folders `beauty-bert4rec`, `gowalla`, `ml-100k`, `ml-1m-sasrec` and `s3rec`;
+the log `fading` is drawn here. A run that is stopped resumes by the same command.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from first_config import described
 from recipes import baselines
 
 # Logs whose users have their rows in the order of time, with or without a column of it.
-_ORDERED = ("ml100k", "fading", "ml1m_sasrec", "beauty", "beauty_bert4rec")
+_ORDERED = ("ml100k", "fading", "beauty", "beauty_bert4rec", "ml1m")
 
 
 def draw() -> pa.Table:
@@ -66,8 +66,7 @@ def logs(data: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield name, [str(folder / f"{name}.csv")]
   pairs = ["--names=user,item", "--delimiter= "]
   yield "beauty_bert4rec", [str(data / "beauty-bert4rec/beauty.txt"), *pairs]
-  yield "ml1m", [str(data / "ml-1m/ratings_no_timestamp.csv")]
-  yield "ml1m_sasrec", [str(data / "ml-1m-sasrec/ml-1m.txt"), *pairs]
+  yield "ml1m", [str(data / "ml-1m-sasrec/ml-1m.txt"), *pairs]
 
 
 def main() -> None:

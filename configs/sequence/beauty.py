@@ -47,6 +47,7 @@ def get_config(mode: str = "") -> dict:
     "positions": "start",
     "dropout": 0.2,
     "loss": "softmax",
+    "table": {"learning_rate": 1e-3},
     "warmup_steps": 0,
     "batch_size": 32,  # packed rows, 1,600 places
     "eval_batch_size": 512,
@@ -57,13 +58,15 @@ def get_config(mode: str = "") -> dict:
     "ks": (5, 10),
     "baseline": {"ease_l2": 50.0},
   }
-  if mode in ("sampled", "hstu", "tiger"):
+  if mode in ("sampled", "hstu"):
     config |= _SAMPLED | {"negatives": {"number": 512}}
   if mode == "hstu":
     config |= {"model": "hstu"}
   if mode == "tiger":
-    config |= {"model": "tiger", "loss": "softmax", "dim": 128, "heads": 4, "blocks": 2}
-    config |= {"residual": "input", "tiger": {"first_id": 1}, "steps": 9_600, "eval_every": 960}
+    config |= {"model": "tiger", "dim": 128, "heads": 4, "tiger": {"first_id": 1}}
+    config |= {"positions": "end", "dropout": 0.1, "warmup_steps": 100}
+    config |= {"table": {"learning_rate": 3e-3}, "learning_rate": 3e-3}
+    config |= {"steps": 6_560, "eval_every": 1_640}  # 80 epochs
   if mode == "smoke":
     config |= {"dim": 8, "max_length": 16, "batch_size": 8, "eval_batch_size": 64}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}

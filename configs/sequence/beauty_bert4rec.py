@@ -28,6 +28,7 @@ def get_config(mode: str = "") -> dict:
     "positions": "start",
     "dropout": 0.1,
     "loss": "softmax",
+    "table": {"learning_rate": 1e-3},
     "warmup_steps": 0,
     "final_rate": 1.0,
     "batch_size": 32,  # packed rows, 1,600 places

@@ -27,6 +27,7 @@ def get_config(mode: str = "") -> dict:
     "max_length": 200,
     "dropout": 0.1,
     "loss": "softmax",
+    "table": {"learning_rate": 1e-3},
     "warmup_steps": 100,
     "batch_size": 32,  # packed rows, 6,400 places
     "steps": 6_400,  # 41 million targets, as many as the published run of 63 epochs

@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
     "init_scale": 0.02,  # standard deviation of new rows
-    "learning_rate": 1e-3,  # of the rows
+    "learning_rate": 1e-2,  # of the rows
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "learning_rate": 1e-3,  # of dense parameters

@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "query": (),  # some of user, history and the features of users; () is all, of timed logs but user
+  "query": (),  # some of user, history and the features of users; () is all of them but user
   "candidate": (),  # some of item and the features of items; () is all of them
   "share_history": True,  # whether histories read the items' own table
   "history": 32,  # items of a history in training
