@@ -169,18 +169,15 @@ def build_model(
 
 
 def with_all_features(config, data: RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none.
+  """Returns the config with the features of the data in a tower whose setting names none.
 
-  The user's own vector is no part of it: where a user has few rows, training learns it by heart.
-  Without it, validation NDCG@10 of the defaults is .0552 instead of .0446 on S3-Rec's Beauty, and
-  .1079 instead of .1050 on Gowalla.
+  Leaves out the user's own vector, which training learns by heart where users have few rows.
   """
   if config.query and config.candidate:
     return config
   config = config.copy_and_resolve_references()
   names = lambda features, vectors: (*(f.name for f in features), *vectors)
-  of_user = ("history", *names(data.user_features, data.user_vectors))
-  config.query = config.query or of_user
+  config.query = config.query or ("history", *names(data.user_features, data.user_vectors))
   config.candidate = config.candidate or ("item", *names(data.item_features, data.item_vectors))
   return config
 

@@ -202,7 +202,7 @@ RANKINGS = {
   "ks": (5, 10),
 }
 OF_RECIPE = {
-  "two_tower": {"negatives": {"number": 16}},
+  "two_tower": {"query": ("user", "history"), "negatives": {"number": 16}},
   "sequence": {"max_length": 16, "blocks": 1},
 }
 

@@ -296,6 +296,17 @@ def test_towers_keep_what_a_column_declares(tmp_path):
   assert (table.name, table.combiner, table.optimizer.name) == ("item_t", "sum", "sgd")
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_towers_have_all_features_but_the_user(timed, tmp_path):
+  from recipes.two_tower import model
+
+  columns = {name: kind for name, kind in COLUMNS.items() if timed or kind != "time"}
+  loaded = load("two_tower", tmp_path, columns=columns)
+  config = model.with_all_features(completed("two_tower", tmp_path, columns=columns), loaded)
+  assert config.query == ("history", "age")
+  assert config.candidate == ("item", "genres")
+
+
 def test_held_out_repeats_that_cannot_be_found_are_not_asked_for(tmp_path, capsys):
   loaded = load("two_tower", tmp_path, duplicates="keep")  # Ann's last item is cube again
   assert pairs(loaded, "test") == {("bob", "heat")}
