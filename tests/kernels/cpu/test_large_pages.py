@@ -21,10 +21,12 @@ HALF = ROWS * DIM * 4 / 2  # bytes; the system may have no memory for some pages
 
 def in_large_pages(x):
   """The bytes in large pages of the mapping that an array is in, as Linux counts them."""
+  # A step returns before it ends, and what is read meanwhile lacks what it allocates.
+  address = jax_internals.address(x.block_until_ready())
   mappings = pathlib.Path("/proc/self/smaps").read_text()
   for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", mappings, flags=re.MULTILINE)[1:]:
     start, end = (int(part, 16) for part in text.split(maxsplit=1)[0].split("-"))
-    if start <= jax_internals.address(x) < end:
+    if start <= address < end:
       return 1024 * int(re.search(r"AnonHugePages: *(\d+)", text).group(1))
   raise AssertionError("The array is in no mapping.")
 
