@@ -79,7 +79,7 @@ def main() -> None:
   found: dict[str, Any] = {}
   for name, arguments in logs(args.data_dir, args.folder):
     config = described(name, arguments, args.folder)
-    for recipe in ("two_tower", "sequence")[: 1 + (name != "gowalla")]:
+    for recipe in ("two_tower",) if name == "gowalla" else ("two_tower", "sequence"):
       workdir = args.folder / f"{name}_{recipe}"
       importlib.import_module(f"recipes.{recipe}.train").run(config, str(workdir))
       result = baselines.fit(workdir)
@@ -87,8 +87,8 @@ def main() -> None:
         key: result[key] for key in ("seed", "seconds", "metrics", "baselines", "data")
       }
       print(name, recipe, json.dumps(found[name][recipe]), flush=True)
-      if args.json:
-        args.json.write_text(json.dumps(timing.about() | {"logs": found}, indent=1) + "\n")
+  if args.json:
+    args.json.write_text(json.dumps(timing.about() | {"logs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -97,9 +97,7 @@ def test_tables_are_exported_from_all_devices_as_from_one(clicks, tmp_path, monk
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-  "query", [(), pytest.param(("user", "history", "country"), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("query", [(), ("user", "history", "country")])
 def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   file = write_log(tmp_path / "log.csv")
   # Names that no file can have, and that a column of the prepared data is called in another way.
