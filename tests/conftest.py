@@ -4,15 +4,9 @@ import os
 
 # A GPU changes rounding and start-up time; ask for one with JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's older emitters of fusions compile most programs here in half the time, and fusions are where
-# they differ. An XLA that has dropped them says on start that it does not know the flag.
-_FLAGS = {
-  "--xla_force_host_platform_device_count": "8",
-  "--xla_cpu_use_fusion_emitters": "false",
-}
-for _flag, _value in _FLAGS.items():
-  if _flag not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
 # Both formulations mean the same; tests of the compiled kernels ask for them, see `kernels`.
 os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
@@ -42,17 +36,13 @@ hypothesis.settings.load_profile(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_to_compile(tmp_path_factory):
-  """Compiling is most of the work here: do it quickly, and what was compiled before not again.
-
-  LLVM optimizes little, in half the time. The HLO is what users get, with its copies and memory.
+def compile_once(tmp_path_factory):
+  """Keeps compiled programs in a folder, where half of a run's programs are found again.
 
   Every test makes its own functions, and code outside jit makes new ones wherever it branches or
-  loops, so that half of all programs were compiled before. They are read from a folder, new in
-  every run and of one process alone, since JAX does not write its files in one piece. What is read
-  back has the text, the memory and the aliases of what was compiled.
+  loops. The folder is new in every run and of one process alone, since JAX does not write its files
+  in one piece. What is read back has the text, the memory and the aliases of what was compiled.
   """
-  jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -81,17 +71,6 @@ def forget_programs():
   """
   yield
   jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def fully_compiled():
-  """The LLVM passes that users get: for numbers that are compared with a recording, and for bits.
-
-  Two programs that mean the same agree to the bit less often where LLVM optimizes little.
-  """
-  jax.config.update("jax_disable_most_optimizations", False)
-  yield
-  jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module")

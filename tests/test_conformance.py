@@ -24,7 +24,7 @@ import embed
 from embed.tools import reference
 
 pytestmark = [
-  pytest.mark.usefixtures("strict", "fully_compiled"),
+  pytest.mark.usefixtures("strict"),
   # Two cases set an option that has no effect; saying so is allowed.
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]

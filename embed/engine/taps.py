@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from embed.engine import jax_internals, mesh
+from embed.engine import compat, jax_internals, mesh
 from embed.engine.bags import LookupRecord
 from embed.engine.stack import StackSpec
 
@@ -282,7 +282,7 @@ class Program:
     if name in (*_INLINED, *_REMAT, *_CUSTOM) and subs:
       return self._follow(subs[0], sources)
     if name == "scan":
-      consts, carry = params["num_consts"], params["num_carry"]
+      consts, carry = compat.scan_sizes(params)
       if any(source is not None for source in sources[consts + carry :]):
         return None  # scanned over, row by row: refused
       before = sources[consts : consts + carry]

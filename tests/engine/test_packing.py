@@ -108,7 +108,6 @@ def cases(common=COMMON, on_one=EACH_ONCE):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("fully_compiled")  # bits are compared
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases(("adagrad",), COMMON)))
 def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)

@@ -498,7 +498,6 @@ def build(rows, **where):
   kept.append(jax.block_until_ready(nnx.state(layer)))  # freed memory would serve the next
   return memory("VmHWM") - before
 
-jax.config.update("jax_disable_most_optimizations", False)  # here drawing is the work
 mesh, kept = hosts.start(), []
 build(1000, mesh=mesh)  # what compiling takes is not the table's
 print(json.dumps([build({ROWS}, mesh=mesh), build({ROWS})]))

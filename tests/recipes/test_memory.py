@@ -11,7 +11,6 @@ import meshes
 import numpy as np
 import pytest
 import recipe_runs
-from compiled import AS_USERS
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -49,7 +48,7 @@ def made(compiled, model):
 
 
 def assert_no_table(function, model, *args):
-  compiled = function.trace(nnx.view(model, deterministic=True), *args).lower().compile(AS_USERS)
+  compiled = function.trace(nnx.view(model, deterministic=True), *args).lower().compile()
   assert made(compiled, model) == []
   smallest = min(x.addressable_shards[0].data.nbytes for x in tables(model))
   assert compiled.memory_analysis().output_size_in_bytes < smallest
@@ -103,7 +102,7 @@ def test_candidates(mesh):
 def test_the_check_sees_what_flax_does_by_default():
   model = sequence.build_model(config("sequence.synthetic"), ROWS)
   look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))
-  compiled = look_up.trace(model, np.zeros(3, np.int32)).lower().compile(AS_USERS)
+  compiled = look_up.trace(model, np.zeros(3, np.int32)).lower().compile()
   assert compiled.memory_analysis().output_size_in_bytes > ROWS * DIM * 4
 
 

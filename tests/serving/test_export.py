@@ -17,9 +17,6 @@ from flax import nnx
 
 import embed
 
-# The bits of another process, and of another way to compute the same, are compared.
-pytestmark = pytest.mark.usefixtures("fully_compiled")
-
 # In place of what serving does without: `import embed` there raises.
 ALONE = """
 import sys

@@ -19,8 +19,6 @@ from meshes import assert_close, assert_equal, make_mesh
 import embed
 from recipes import hosts
 
-pytestmark = pytest.mark.usefixtures("fully_compiled")  # bits of several programs are compared
-
 PLACES = {
   "mod": {"mesh": {}, "sharding": "mod"},
   "div": {"mesh": {"kind": "explicit"}, "sharding": "div"},

@@ -7,12 +7,9 @@ from flax import nnx
 
 import embed
 
-# Tests compile fusions otherwise, see `conftest`.
-AS_USERS = {"xla_cpu_use_fusion_emitters": True}
-
 
 def compile_step(step, modules, *args, place=lambda state: state):
-  """The program of `step(*modules, *args)`, which donates the modules, as users get it."""
+  """The program of `step(*modules, *args)`, which donates the modules."""
   graphdef, state = nnx.split(tuple(modules))
 
   def pure(state, *args):
@@ -20,7 +17,7 @@ def compile_step(step, modules, *args, place=lambda state: state):
     out = step(*modules, *args)
     return nnx.state(modules), out
 
-  return jax.jit(pure, donate_argnums=0).lower(place(state), *args).compile(AS_USERS)
+  return jax.jit(pure, donate_argnums=0).lower(place(state), *args).compile()
 
 
 def stored(model):

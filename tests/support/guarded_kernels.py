@@ -10,7 +10,6 @@ import mmap
 import sys
 import threading
 
-import jax
 import jax.numpy as jnp
 import llvmlite.binding
 import numpy as np
@@ -321,7 +320,6 @@ def misfits(rng, guard):
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_disable_most_optimizations", True)
   primitive = install()
   globals()[sys.argv[1]](np.random.default_rng(0), primitive)
   print(primitive.calls)
