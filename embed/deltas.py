@@ -426,7 +426,8 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   if name not in delta.tables:
     raise ValueError(f"The delta has no {name!r}; it has {sorted(delta.tables)}.")
   for layer in autodiff.sparse_embeds(node).values():
-    _check_alive(layer)
+    for stack in layer.spec.stacks.values():
+      stored_arrays(layer, stack)  # raises before any layer changes
   expected = checkpoint.like(**{name: node})[name]
   untrained = checkpoint.untrained(node)
   tables = delta.tables[name]
@@ -496,18 +497,6 @@ def _check_before(delta: Delta, name: str, digests: Mapping[str, str]) -> None:
       f"not as they were at step {delta.since}. The model is of another run, or was changed since: "
       f"load a full checkpoint. If other threads call the model: {WRITTEN_BACK}"
     )
-
-
-def _check_alive(layer: Any) -> None:
-  """Raises ValueError if rows of a layer were donated."""
-  for stack in layer.spec.stacks.values():
-    if any(x.is_deleted() for x in stored_arrays(layer, stack).values()):
-      raise ValueError(
-        f"The rows of table {stack.tables[0]!r} are gone: the step of another model that shares "
-        "them was compiled with donation. After nnx.clone(model) or nnx.update(server, "
-        "nnx.state(model)), give one of the two its own arrays: nnx.update(server, jax.tree.map("
-        "jnp.copy, nnx.state(server)))."
-      )
 
 
 def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:

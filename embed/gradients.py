@@ -251,12 +251,18 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(mapped, self.stacks)
 
   def squared_norm(self) -> jax.Array:
-    norms = [_squared_norm(self.stacks[key], grads) for key, grads in self.grads.items()]
+    """The sum of the squares of all rows that train."""
+    trained = {key: stack for key, stack in self.stacks.items() if not _is_frozen(stack)}
+    norms = [_squared_norm(stack, self.grads[key]) for key, stack in trained.items()]
     return sum(norms, jnp.zeros(()))
 
   def scale(self, factor: jax.Array) -> "Rows":
     """Multiplies all gradients by a scalar."""
     return Rows({k: update.scaled(x, factor) for k, x in self.grads.items()}, self.stacks)
+
+
+def _is_frozen(stack: StackSpec) -> bool:
+  return stack.optimizer is not None and stack.optimizer.equation is None
 
 
 def _map_distinct(
@@ -338,7 +344,8 @@ def global_norm(grads: Grads) -> jax.Array:
   """The norm of all gradients together, dense and rows.
 
   It is `sqrt(sum of g²)` over all dense gradients and all rows, where rows are summed over
-  duplicates before they are squared. Dense gradients of the tables would have the same norm.
+  duplicates before they are squared. Dense gradients of the tables would have the same norm. Rows
+  of `frozen` tables do not count.
 
   Args:
     grads: an `embed.Grads`.
@@ -353,7 +360,8 @@ def global_norm(grads: Grads) -> jax.Array:
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
   rows = grads.rows
-  each = [rows] if isinstance(rows, Rows) else list(rows.values())
+  is_trained = lambda r: r.stack is None or not _is_frozen(r.stack)
+  each = [rows] if isinstance(rows, Rows) else list(filter(is_trained, rows.values()))
   of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
   return jnp.sqrt(squares + mesh.like(of_rows, squares))
 
@@ -389,7 +397,8 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
     rows = rows.summed()  # once, for the norm and for the result
   grads = Grads(grads.dense, rows)
   norm = global_norm(grads)
-  factor = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
+  is_clipped = ~(norm <= max_norm)  # True for NaN
+  factor = jnp.where(is_clipped, max_norm / jnp.where(is_clipped, norm, 1.0), 1.0)
   scale = lambda g: g * mesh.like(factor, g).astype(g.dtype)
   if isinstance(rows, Rows):
     return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))

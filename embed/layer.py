@@ -5,6 +5,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -295,7 +296,7 @@ class SparseEmbed(nnx.Module):
       )
     stack = self.spec.stack_of[table_name]
     if candidates is None:
-      stored = self.arrays[stack.name]["parameters"].get_value()
+      stored = stored_arrays(self, stack)["parameters"]
       rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       if table.quantization_config is not None:  # as `look_up_stack` does
@@ -358,7 +359,7 @@ class SparseEmbed(nnx.Module):
     count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
     prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
     prepared = placement.prepare(prepare, arrays)
-    stored = self.arrays[stack.name]["parameters"].get_value()
+    stored = stored_arrays(self, stack)["parameters"]
     warn_of_constant(stored, prepared.bags)
     rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
     acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
@@ -681,7 +682,7 @@ class SparseEmbed(nnx.Module):
       for stack in stacks
     ]
     new = stored_tables.store_all(
-      stacks, [stored_arrays(self, stack) for stack in stacks], replacements
+      stacks, [_arrays(self, stack) for stack in stacks], replacements
     )
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
@@ -764,8 +765,21 @@ def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
   return DynamicTable(name, table, stack, layer.vocabularies[name], layer.arrays[stack.name])
 
 
-def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
+
+
+def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+  """The rows and slots of a stack; raises ValueError if a step has deleted them."""
+  arrays = _arrays(layer, stack)
+  has_memory = lambda x: isinstance(x, jax.Array) and not jax_internals.is_traced(x)
+  if any(has_memory(x) and x.is_deleted() for x in arrays.values()):
+    raise ValueError(
+      f"The rows of table {stack.tables[0]!r} are gone: a step of another model that shares them, "
+      "as nnx.clone(model) does, has deleted them. Write nnx.clone(model, arrays=True), which "
+      "copies them."
+    )
+  return arrays
 
 
 def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -855,19 +869,32 @@ def step_combiner_weights(layer: SparseEmbed, table: str, grad: jax.Array) -> No
     variable.set_value(variable[...] - rate * grad)
 
 
-def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
+def moving(
+  layer: SparseEmbed, grads: Mapping[str, Any], step: Any, rates: Mapping[str, Any]
+) -> list[StackSpec]:
   """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
-  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
+  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step, rates)]
 
 
 def step_stacks(
-  layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
+  layer: SparseEmbed,
+  grads: Mapping[str, Sequence[update.StackGrads]],
+  step: Any,
+  rates: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-  """Steps each stack once, or, where something is missing, none."""
-  for stack in moving(layer, grads, step):
+  """Steps each stack once, or, where something is missing, none.
+
+  Args:
+    layer: the layer.
+    grads: the gradients by stack name.
+    step: the 0-based step, or None.
+    rates: the learning rates of the stacks that have one in a Variable, by stack name.
+  """
+  for stack in moving(layer, grads, step, rates):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
-    scalars = update.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])
+    scalars = update.StepScalars.at(stack, step, rates.get(stack.name))
+    scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
     warn_of_step(arrays["parameters"], new["parameters"])
     with changing("An update of tables"):
@@ -878,7 +905,9 @@ def step_stacks(
 compiled_step = jax.jit(update.step, static_argnums=0)
 
 
-def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
+def _must_step(
+  stack: StackSpec, grads: Mapping[str, Any], step: Any, rates: Mapping[str, Any]
+) -> bool:
   """Whether a stack steps; raises ValueError for what is missing."""
   optimizer = stack.optimizer
   if stack.name not in grads and (optimizer is None or optimizer.lazy):
@@ -890,6 +919,11 @@ def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
     )
   if optimizer.equation is None:
     return False
+  if optimizer.rate_variable is not None and stack.name not in rates:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has its learning rate in an nnx.Variable, which embed.Optimizer "
+      "reads. Write optimizer.update(model, grads), or give the table a schedule f(step)."
+    )
   if step is None and optimizer.has_schedule:
     raise ValueError(
       f"Table {stack.tables[0]!r} has a schedule, of its learning rate or gradient multiplier: "
@@ -942,7 +976,7 @@ def variable_shapes(
   """The shapes of `read_variables`."""
 
   def of(name, stack):
-    shapes = stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
+    shapes = stored_tables.shapes(stack, _arrays(layer, stack), name, compact)
     vocabulary = layer.spec.tables[name].vocabulary
     return shapes | ({} if vocabulary is None else owners.shapes(vocabulary, stack.placement))
 

@@ -46,9 +46,10 @@ class Optimizer(nnx.Module):
     ValueError: if `tx` holds updates back (`optax.MultiSteps`, `optax.apply_if_finite`): the tables
       would step at every call, the dense parameters only at some.
 
-  The attribute `step` counts updates from 0 and drives the tables' learning rate schedules. The
-  slots of the tables are in the model. The optax state is in the attribute `dense`, an
-  `nnx.Optimizer`. `embed.checkpoint` saves both.
+  The attribute `step` counts updates from 0 and drives the tables' learning rate schedules. `rates`
+  holds the Variables that are learning rates, each by the key in `Grads.rows` of the first table
+  that has it. The slots of the tables are in the model. The optax state is in the attribute
+  `dense`, an `nnx.Optimizer`. `embed.checkpoint` saves all of these.
 
   >>> zeros = jax.nn.initializers.zeros
   >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=zeros)
@@ -68,6 +69,9 @@ class Optimizer(nnx.Module):
       )
     self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
     _refuse_holding_back(self.dense.opt_state)
+    self.rates = nnx.Dict(dict(_rates(model).values()))
+    for rate in self.rates.values():
+      rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
 
   @property
   def step(self) -> nnx.Variable:
@@ -109,7 +113,8 @@ class Optimizer(nnx.Module):
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
-    layers: list[tuple[SparseEmbed, Mapping[str, Any]]] = []
+    rate_of = {key: self.rates[of].get_value() for key, (of, _) in _rates(model).items()}
+    layers: list[tuple[SparseEmbed, Mapping[str, Any], dict[str, Any]]] = []
     for path, module in autodiff.sparse_embeds(model).items():
       own = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
       of_layer: Mapping[str, Any]  # without what was not looked up and has no optimizer
@@ -123,16 +128,30 @@ class Optimizer(nnx.Module):
         rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
         rows = {name: r for name, r in rows.items() if r.ids.size or optimizers[name] is not None}
         of_layer = by_stack(module.spec.stack_of, rows)
-      moving(module, of_layer, step)  # raises before any layer has stepped
-      layers.append((module, of_layer))
+      keys = {name: Owner(path, stack.tables[0]).key for name, stack in module.spec.stacks.items()}
+      rates = {name: rate_of[key] for name, key in keys.items() if key in rate_of}
+      moving(module, of_layer, step, rates)  # raises before any layer has stepped
+      layers.append((module, of_layer, rates))
     learned = _learned(model, grads.dense)
     # Optax's arithmetic relies on the standard promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):
       self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
     for module, table, grad in learned:
       step_combiner_weights(module, table, grad)
-    for module, of_layer in layers:
-      step_stacks(module, of_layer, step)
+    for module, of_layer, rates in layers:
+      step_stacks(module, of_layer, step, rates)
+
+
+def _rates(model: nnx.Module) -> dict[str, tuple[str, nnx.Variable]]:
+  """The learning rates in Variables: of each such table its key in `Optimizer.rates`, and it."""
+  rates: dict[str, tuple[str, nnx.Variable]] = {}
+  first: dict[int, str] = {}
+  for key, (layer, name) in autodiff.row_keys(model).items():
+    optimizer = layer.spec.optimizers[name]
+    rate = None if optimizer is None else optimizer.rate_variable
+    if rate is not None:
+      rates[key] = first.setdefault(id(rate), key), rate
+  return rates
 
 
 def _refuse_holding_back(state: Any) -> None:

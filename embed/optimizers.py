@@ -20,13 +20,14 @@ from typing import Any, Never, TypedDict, TypeVar, Unpack, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from embed.config import setting
 from embed.elementwise import mixing_operation
 from embed.engine.mesh import WHOLE_ROWS, Columns
 
 Schedule = Callable[[Any], Any]
-Rate = float | Schedule
+Rate = float | Schedule | nnx.Variable
 ClipRange = float | tuple[float | None, float | None]
 SlotInit = Mapping[str, Callable[..., Any]]
 Slots = dict[str, jax.Array]
@@ -131,7 +132,11 @@ class RowOptimizer:
 
   @functools.cached_property
   def _key(self) -> tuple[Any, ...]:
-    frozen = lambda x: tuple(sorted(x.items())) if isinstance(x, Mapping) else x
+    def frozen(x: Any) -> Any:
+      if isinstance(x, nnx.Variable):  # which compares by value
+        return id(x)
+      return tuple(sorted(x.items())) if isinstance(x, Mapping) else x
+
     return (self.name, *((key, frozen(x)) for key, x in sorted(self.arguments.items())))
 
   def __eq__(self, other: object) -> bool:
@@ -144,12 +149,27 @@ class RowOptimizer:
     given = ", ".join(f"{k}={x!r}" for k, x in self.arguments.items() if x is not None)
     return f"embed.{self.name}({given})"
 
-  def learning_rate_at(self, step: Any) -> Any:
+  @property
+  def rate_variable(self) -> nnx.Variable | None:
+    """The Variable that holds the learning rate, or the rate that `bias_corrected` corrects."""
+    rate = self.learning_rate
+    rate = rate.learning_rate if isinstance(rate, _BiasCorrected) else rate
+    return rate if isinstance(rate, nnx.Variable) else None
+
+  def learning_rate_at(self, step: Any, rate: Any = None) -> Any:
     """The rate of the 0-based `step`, a float or a traced scalar.
+
+    Args:
+      step: the step.
+      rate: what `rate_variable` holds, if there is one.
 
     >>> embed.sgd(lambda step: 0.1 / (step + 1)).learning_rate_at(1)
     0.05
     """
+    if isinstance(self.learning_rate, nnx.Variable):
+      return rate
+    if isinstance(self.learning_rate, _BiasCorrected):
+      return self.learning_rate(step, rate)
     return _at(self.learning_rate, step)
 
   def gradient_multiplier_at(self, step: Any) -> Any:
@@ -167,7 +187,9 @@ class RowOptimizer:
     >>> embed.sgd(0.1).has_schedule, embed.sgd(optax.linear_schedule(0.1, 0, 100)).has_schedule
     (False, True)
     """
-    return callable(self.learning_rate) or callable(self.gradient_multiplier) or self.uses_step
+    rate = self.learning_rate
+    is_schedule = callable(rate) and not isinstance(rate, nnx.Variable)
+    return is_schedule or callable(self.gradient_multiplier) or self.uses_step
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
     """The same optimizer with other arguments.
@@ -221,7 +243,7 @@ def register(function: Maker) -> Maker:
     except TypeError as error:
       raise TypeError(f"{name}() {error}") from None
     bound.apply_defaults()
-    given = {key: setting(f"{name}: {key}", x) for key, x in bound.arguments.items()}
+    given = {key: _setting(name, key, x) for key, x in bound.arguments.items()}
     arguments = given | _checked(name, given)
     made = _around(function(**arguments), arguments)
     require(
@@ -237,6 +259,24 @@ def register(function: Maker) -> Maker:
     maker.__doc__ = f"{function.__doc__}\n  `embed.sgd` explains the common arguments and errors.\n"
   OPTIMIZERS[name] = maker
   return cast(Maker, maker)
+
+
+def _setting(name: str, key: str, value: Any) -> Any:
+  """An argument as a number, unless it may change from step to step."""
+  if isinstance(value, nnx.Variable):
+    require(
+      key == "learning_rate",
+      f"{name}: {key} is an nnx.Variable, whose later values no step would see. Give a number: "
+      "only learning_rate may be one.",
+    )
+    return value
+  can_change = isinstance(value, np.ndarray) and not value.ndim and value.flags.writeable
+  require(
+    not can_change,
+    f"{name}: {key} is a NumPy array, whose later values no step would see. Write float(x), or for "
+    "a rate that changes while it trains, learning_rate=nnx.Variable(x).",
+  )
+  return setting(f"{name}: {key}", value)
 
 
 def _around(made: RowOptimizer, arguments: Mapping[str, Any]) -> RowOptimizer:
@@ -315,7 +355,14 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(name: str, argument: str, value: Any) -> Rate:
-  """A number as a float, which compares by value; a schedule as it is."""
+  """A number as a float, which compares by value; a schedule and a Variable as they are."""
+  if isinstance(value, nnx.Variable):
+    require(
+      np.shape(value.get_value()) == (),
+      f"{name}: {argument} is an nnx.Variable of shape {np.shape(value.get_value())}. Write "
+      "nnx.Variable(0.1), a scalar.",
+    )
+    return value
   if not callable(value):
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(is_number, f"{name}: {argument} must be a number or f(step). Got {value!r}.")
@@ -378,7 +425,9 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
   Every optimizer takes these arguments, besides its own:
 
   Args:
-    learning_rate: a float, or a schedule of the 0-based step (optax schedules are such).
+    learning_rate: a float, or a schedule of the 0-based step (optax schedules are such); or an
+      `nnx.Variable` of a scalar, whose value is read at every step by `embed.Optimizer`, which
+      holds it in `rates`.
     gradient_multiplier: a float or a schedule; scales gradients before all else.
     clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
       `(min, max)` with None for open.
@@ -867,7 +916,7 @@ def bias_corrected(
   `tf.raw_ops.ResourceApplyAdam` exactly; with `lazy_adam=True` it corrects by the global step.
 
   Args:
-    learning_rate: a float, or a schedule of the 0-based step.
+    learning_rate: a float, a schedule of the 0-based step, or an `nnx.Variable`.
     beta_1: of the Adam that the schedule is for.
     beta_2: of the Adam that the schedule is for.
 
@@ -878,13 +927,22 @@ def bias_corrected(
   >>> [round(float(optimizer.learning_rate_at(step)), 4) for step in (0, 100_000)]
   [0.0316, 0.1]
   """
+  return _BiasCorrected(_rate("bias_corrected", "learning_rate", learning_rate), beta_1, beta_2)
 
-  def schedule(step):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BiasCorrected:
+  """The schedule of `bias_corrected`."""
+
+  learning_rate: Rate
+  beta_1: float
+  beta_2: float
+
+  def __call__(self, step: Any, rate: Any = None) -> jax.Array:
     t = jnp.asarray(step, jnp.float32) + 1
-    rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    return rate * jnp.sqrt(_correction(beta_2, t)) / _correction(beta_1, t)
-
-  return schedule
+    if not isinstance(self.learning_rate, nnx.Variable):
+      rate = _at(self.learning_rate, step)
+    return rate * jnp.sqrt(_correction(self.beta_2, t)) / _correction(self.beta_1, t)
 
 
 def _correction(beta: float, t: jax.Array) -> jax.Array | float:
@@ -981,7 +1039,8 @@ def from_optax(
       `embed.clip_by_global_norm` clips by the norm of all gradients.
 
   Slots are the leaves of the optax state, `[V, D]`, or `[V]` for its scalars, named by their paths
-  in it.
+  in it. Two optimizers are equal if they have the same `tx` object: give one to all tables that may
+  share a stack, since optax's transformations do not compare by their arguments.
 
   Raises:
     ValueError: if `tx` is not an optax transformation, if it is not elementwise without `per_row`,

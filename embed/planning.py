@@ -814,6 +814,13 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
       f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; embed "
       f"has {', '.join(sorted(OPTIMIZERS))}."
     )
+  try:
+    hash(optimizer)
+  except TypeError as error:
+    raise ValueError(
+      f"Table {name!r}: {optimizer!r} has an argument that cannot be hashed ({error}), and compiled "
+      "steps are found by it. For a schedule, write `lambda step: schedule(step)`."
+    ) from None
   return optimizer
 
 

@@ -375,3 +375,33 @@ def test_a_table_that_is_rounded_is_named_once(tmp_path):
     assert [warning.filename for warning in warned] == [__file__]
     assert (rounded.tables["movie"] == 1).all()
   embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=rounded), model=saved)  # exact
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_restored_model_goes_on_across_a_mesh(devices, tmp_path):
+  """The model has a mesh, and the code around it has none set; a step and a prediction after."""
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  table = embed.TableConfig(16, 4, name="t", optimizer=embed.adagrad(0.1))
+
+  class Small(nnx.Module):
+    def __init__(self, seed):
+      self.embed = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(seed), mesh=mesh)
+      self.head = nnx.Linear(4, 1, rngs=nnx.Rngs(seed))
+
+    def __call__(self, ids):
+      return self.head(self.embed(ids)).sum()
+
+  def step(model, optimizer, ids):
+    loss, grads = embed.value_and_grad(lambda model: model(ids))(model)
+    optimizer.update(model, grads)
+    return loss
+
+  make = lambda seed: (model := Small(seed), embed.Optimizer(model, optax.sgd(0.1)))
+  ids, (model, optimizer) = np.arange(8), make(0)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=model, optimizer=optimizer))
+  restored, updater = make(1)
+  embed.checkpoint.restore(tmp_path / "c", model=restored, optimizer=updater)
+  assert float(restored(ids)) == float(model(ids))
+  losses = [embed.jit_step(step, *pair)(ids) for pair in ((model, optimizer), (restored, updater))]
+  assert float(losses[0]) == float(losses[1])

@@ -278,3 +278,33 @@ def test_ids_beyond_the_known_size_are_named():
   other = embed.RowGrads(jnp.array([50]), jnp.ones((1, 1)))
   with pytest.raises(ValueError, match=r"of 10 rows, and id 50"):
     embed.accumulate([embed.Grads({}, {"t": rows}) for rows in (known, other)])
+
+
+def test_an_infinite_norm_clips_nothing():
+  grads = embed.Grads({"bias": jnp.array([4.0])}, {"t": embed.RowGrads([3], [[3.0]])})
+  clipped = embed.clip_by_global_norm(grads, float("inf"))
+  assert clipped.dense["bias"].tolist() == [4.0]
+  assert clipped.rows["t"].values.tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("by_table", [False, True])
+def test_frozen_rows_clip_no_other(by_table):
+  """Gradients of 3 and 4 for rows that train, 12 for a frozen one: the norm is 5."""
+  table = lambda name, rule: embed.TableConfig(4, 1, name=name, optimizer=rule)
+  tables = {
+    "a": table("a", embed.sgd()),
+    "b": table("b", embed.sgd(0.2)),
+    "f": table("f", embed.frozen()),
+  }
+  features = {name: embed.FeatureConfig(t) for name, t in tables.items()}
+  model = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  factors = {"a": 3.0, "b": 4.0, "f": 12.0}
+
+  def loss_fn(model):
+    act = model({name: np.array([1]) for name in features})
+    return sum(factor * act[name].sum() for name, factor in factors.items())
+
+  _, grads = embed.value_and_grad(loss_fn)(model)
+  if by_table:
+    grads = embed.Grads(grads.dense, dict(grads.rows))
+  assert float(embed.global_norm(grads)) == 5.0

@@ -94,6 +94,92 @@ def test_a_bound_step_is_the_step():
     np.testing.assert_array_equal(x, y)
 
 
+def one_row_step(optimizer):
+  """A table of zeros, its updater, and a compiled step of gradient 1 for row 3."""
+  table = embed.TableConfig(
+    8, 2, name="t", optimizer=optimizer, initializer=jax.nn.initializers.zeros
+  )
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  updater, traced = embed.Optimizer(model, optax.sgd(0.1)), []
+
+  def step(model, updater):
+    traced.append(1)
+    _, grads = embed.value_and_grad(lambda model: model(np.array([3])).sum())(model)
+    updater.update(model, grads)
+
+  return model, updater, embed.jit_step(step, model, updater), traced
+
+
+def test_a_rate_in_a_variable_changes_without_another_program():
+  """Moves of 0.5, then 0.25, then none."""
+  rate = nnx.Variable(0.5)
+  model, updater, step, traced = one_row_step(embed.sgd(rate))
+  for value, row in ((0.5, -0.5), (0.25, -0.75), (0.0, -0.75)):
+    rate[...] = value
+    step()
+    np.testing.assert_array_equal(model.tables["t"][3], [row, row])
+  assert traced == [1]
+  assert updater.rates["t"] is rate
+
+
+@pytest.mark.parametrize(
+  "adam",
+  [embed.adam, lambda rate: embed.adam(embed.bias_corrected(rate))],
+  ids=["plain", "corrected"],
+)
+def test_adam_reads_its_rate_from_a_variable(adam):
+  rate = nnx.Variable(0.1)
+  model, _, step, _ = one_row_step(adam(rate))
+  wanted, _, fixed, _ = one_row_step(adam(0.1))
+  step()
+  fixed()
+  np.testing.assert_array_equal(model.tables["t"], wanted.tables["t"])
+  rate[...] = 0.0
+  step()
+  np.testing.assert_array_equal(model.tables["t"], wanted.tables["t"])
+
+
+def test_tables_of_one_rate_variable_share_a_stack_and_a_checkpoint_keeps_it():
+  def make(value):
+    rate, other = nnx.Variable(value), nnx.Variable(value)
+    table = lambda name, rate: embed.TableConfig(4, 2, name=name, optimizer=embed.sgd(rate))
+    tables = table("a", rate), table("b", rate), table("c", other)
+    layer = embed.SparseEmbed([embed.FeatureConfig(t) for t in tables], rngs=nnx.Rngs(0))
+    return layer, embed.Optimizer(layer, optax.sgd(0.1)), rate
+
+  layer, reduced, _ = make(0.5)
+  assert sorted(len(stack.tables) for stack in layer.spec.stacks.values()) == [1, 2]
+  assert sorted(reduced.rates) == ["a", "c"]
+  reduced.rates["a"][...] = 0.25
+  _, resumed, rate = make(0.5)
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(o=reduced), o=resumed)
+  assert float(rate[...]) == 0.25
+
+
+def test_a_rate_that_no_step_would_see_is_refused():
+  with pytest.raises(ValueError, match=r"nnx\.Variable\(x\)"):
+    embed.adam(np.array(0.1))
+  with pytest.raises(ValueError, match="only learning_rate may"):
+    embed.adam(0.1, gradient_multiplier=nnx.Variable(1.0))
+  with pytest.raises(ValueError, match="a scalar"):
+    embed.adam(nnx.Variable(jnp.ones(2)))
+  table = embed.TableConfig(4, 2, name="t", optimizer=embed.sgd(nnx.Variable(0.1)))
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  activations, residual = layer.lookup(np.array([1]))
+  with pytest.raises(ValueError, match=r"optimizer\.update"):
+    layer.apply_gradients(activations, residual)
+
+
+def test_a_clone_whose_rows_a_step_deleted_is_told():
+  model, _, step, _ = one_row_step(embed.sgd(0.1))
+  shared, own = nnx.clone(model), nnx.clone(model, arrays=True)
+  step()
+  np.testing.assert_array_equal(own(np.array([3])), [[0.0, 0.0]])
+  for use in (lambda: shared(np.array([3])), lambda: shared.tables):
+    with pytest.raises(ValueError, match="arrays=True"):
+      use()
+
+
 def test_a_bound_step_sees_what_is_loaded():
   model, optimizer = make()
   step = embed.jit_step(train, model, optimizer)

@@ -1,5 +1,6 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -487,3 +488,16 @@ def test_columns_are_aligned():
 )
 def test_sizes_have_the_largest_unit_that_fits(num_bytes, expected):
   assert cost_lib.readable(num_bytes) == expected
+
+
+def test_a_schedule_that_is_no_key_names_its_table():
+  @dataclasses.dataclass
+  class Warmup:  # has an equality, and so no hash
+    rate: float
+
+    def __call__(self, step):
+      return self.rate
+
+  movie = embed.TableConfig(10, 2, name="movie", optimizer=embed.sgd(Warmup(0.1)))
+  with pytest.raises(ValueError, match=r"'movie'.*lambda step"):
+    embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))

@@ -42,12 +42,12 @@ class StepScalars(NamedTuple):
   step: jax.Array | None
 
   @classmethod
-  def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
-    """The scalars of the 0-based step of a stack that has an optimizer."""
+  def at(cls, stack: StackSpec, step: Any, rate: Any = None) -> "StepScalars":
+    """The scalars of the 0-based step of a stack whose optimizer may have a rate Variable."""
     assert stack.optimizer is not None
     multiplier = stack.optimizer.gradient_multiplier_at(step)
     return cls(
-      jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32),
+      jnp.asarray(stack.optimizer.learning_rate_at(step, rate), jnp.float32),
       None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
       jnp.asarray(step, jnp.int32)
       if stack.uses_stochastic_rounding or stack.optimizer.uses_step

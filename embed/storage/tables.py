@@ -194,8 +194,10 @@ def copied_like(value: Any, old: jax.Array) -> jax.Array:
   if jax_internals.is_traced((value, old)):
     new = jnp.array(mesh_lib.to_device(value), old.dtype, copy=True)
     return mesh_lib.to_host(new) if in_host else new
-  if isinstance(value, jax.Array) and value.sharding != old.sharding and value.is_fully_addressable:
-    value = np.asarray(value)
+  if isinstance(value, jax.Array) and value.is_fully_addressable:
+    # What Orbax restores is committed to its device, and a step on a mesh refuses it.
+    is_elsewhere = value.sharding != old.sharding or (value.committed and not old.committed)
+    value = np.asarray(value) if is_elsewhere else value
   # To the host not by way of the device, which may have no room for it; and NumPy arrays by an
   # explicit transfer, which jax_transfer_guard allows.
   is_numpy = in_host or not isinstance(value, jax.Array)
