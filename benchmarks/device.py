@@ -2,13 +2,12 @@
 
   python benchmarks/device.py --json device.json
 
-Each way to store tables has a process of its own: plain rows, packed rows, packed rows that
-SparseCores read and write, and rows in the memory of the host. In each of them,
-`python -m embed check` compares lookups, gradients and optimizers with NumPy; then steps of one
-table on all devices of this host are timed. "lookup" is the forward pass alone, the others are a
-training step: lookup, gradient and update. Every step gets other ids, from a pool of batches that
-are on the devices already. Sizes are per device, so each device does the same work however many
-there are.
+Each way to store tables has a process of its own: plain rows, packed rows, and packed rows that
+SparseCores read and write. In each of them, `python -m embed check` compares lookups, gradients and
+optimizers with NumPy; then steps of one table on all devices of this host are timed. "lookup" is
+the forward pass alone, the others are a training step: lookup, gradient and update. Every step gets
+other ids, from a pool of batches that are on the devices already. Sizes are per device, so each
+device does the same work however many there are.
 
 "in a row" is the time of a step when many are started and the last one is waited for, the best
 turn; "each" is the median time of steps that are waited for one by one, which adds what it takes
@@ -41,7 +40,6 @@ from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
-from embed.engine import mesh as mesh_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.tools import check
@@ -51,7 +49,6 @@ WAYS = {  # environment variables by name
   "plain": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
   "packed": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "0"},
   "SparseCores": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "1"},
-  "host": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
 }
 VALENCY, ZIPF, BATCHES = 8, 1.2, 8
 
@@ -145,38 +142,32 @@ def in_process(way: str, seconds: float, cpu: bool) -> dict[str, Any]:
 def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
   """Checks and times one way in this process."""
   devices = jax.local_devices()
-  kind, platform = devices[0].device_kind, devices[0].platform
+  kind = devices[0].device_kind
   about = {
     "kind": kind,
     "devices": len(devices),
     "runtime": getattr(devices[0].client, "platform_version", ""),
   }
-  if platform == "cpu" and not args.cpu:
+  if devices[0].platform == "cpu" and not args.cpu:
     print("JAX has found no TPU and no GPU")
     return about | {"failed": "JAX has found no TPU and no GPU"}
   reason = sparse_core.unsupported_reason(kind) if way == "SparseCores" else None
-  if way == "host" and platform not in mesh_lib.HOST_PLATFORMS:
-    reason = f'the platform "{platform}" does not support tables in the memory of the host'
   if reason:
     print(f"not run: {reason}")
     return about | {"not run": reason}
-  places = check.places()
-  failed = []
-  if check.main({name: of for name, of in places.items() if ("storage" in of) == (way == "host")}):
-    failed.append("python -m embed check")
+  failed = ["python -m embed check"] if check.main() else []
   print(
     f"\na table of {args.rows:,} rows and {args.ids:,} ids in bags of {VALENCY} per device, "
     f"milliseconds per step\n{'columns':>8} {'step':16} {'in a row':>9} {'each':>9}"
   )
   times: dict[str, Any] = {}
-  storage = "host" if way == "host" else "auto"
   mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
   for dim in args.dim:
     for name in (LOOKUP, *OPTIMIZERS):
       label = f"{dim}, {name}"
       try:
         with jax.set_mesh(mesh):
-          times[label] = timed(make_step(name, dim, args, storage), args.steps)
+          times[label] = timed(make_step(name, dim, args), args.steps)
       except Exception as error:  # the others still run
         traceback.print_exc()
         times[label] = {"failed": f"{type(error).__name__}: {error}"}
@@ -189,7 +180,7 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
 Step = Callable[[int], Any]  # starts the step of a number; returns what to wait for
 
 
-def make_step(name: str, dim: int, args: argparse.Namespace, storage: str) -> Step:
+def make_step(name: str, dim: int, args: argparse.Namespace) -> Step:
   """A step of a new table on all devices of this host."""
   mesh = jax.sharding.get_mesh()
   rows, bags = args.rows * mesh.size, args.ids * mesh.size // VALENCY
@@ -205,7 +196,6 @@ def make_step(name: str, dim: int, args: argparse.Namespace, storage: str) -> St
   grads = jax.device_put(draw.normal(size=(bags, dim)).astype(np.float32), sharding)
   features = embed.FeatureConfig(table)
   plan = embed.plan(features, mesh, pool[0])
-  plan["table"].storage = storage
   if mesh.size > 1:
     plan["table"].strategy = "mod"
   layer = embed.SparseEmbed(features, plan=plan, rngs=nnx.Rngs(0))

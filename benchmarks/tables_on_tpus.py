@@ -6,12 +6,10 @@
 For each topology, dtype, width and way to store the rows: a step of Adagrad on one table, on all
 devices of the topology. Printed are the bytes of a device's table and slots, how much of them is
 written in place, the temporaries, how these change if the table has twice as many rows, and the
-arrays of the table's size that the step makes, which should be none. Of a table in the memory of
-the host, what is held and written in place is there, and the temporaries are the device's.
+arrays of the table's size that the step makes, which should be none.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -22,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 import embed
@@ -32,27 +29,19 @@ from recipes.aot import hlo
 
 ROWS, BAGS, LENGTH = 1 << 18, 512, 8  # of a device
 MIB = 1 << 20
-WAYS: dict[str, dict[str, Any]] = {
-  "plain": {"packed": False, "sparse_core": False},
-  "packed": {"packed": True, "sparse_core": False},
-  "SparseCores": {"packed": True, "sparse_core": True},
-  "host": {"memory": "host", "strategy": "div", "exchange": "all_to_all"},
-}
+WAYS = {"plain": "rows", "packed": "packed", "SparseCores": "sparse_core"}  # storages
 
 
 def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[Any, Any, Any]:
   """The compiled step of a table of `rows` rows on a device, its layer and the layer's stack."""
   mesh = aot.topology_mesh(topology)
-  if way == "host":  # with the shardings in its types, JAX says which argument an output replaces
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
   table = embed.TableConfig(
     rows * mesh.size, dim, dtype=dtype, name="table", stochastic_rounding=False
   )
   features = embed.FeatureConfig(table)
   batch = embed.Padded(jax.ShapeDtypeStruct((BAGS * mesh.size, LENGTH), jnp.int32))
   plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=hosts.AXIS)
-  for field, value in ({"strategy": "mod"} | WAYS[way]).items():
-    setattr(plan["table"], field, value)
+  plan["table"].strategy, plan["table"].storage = "mod", WAYS[way]
   make = lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   layer = aot.place(nnx.eval_shape(make), mesh)
   shapes = nnx.eval_shape(lambda: embed.Optimizer(make(), optax.sgd(0.1)))
@@ -65,8 +54,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     optimizer.update(layer, grads)
     return loss
 
-  with jax.set_mesh(mesh) if way == "host" else contextlib.nullcontext():
-    traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
+  traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
   return traced.lower(lowering_platforms=("tpu",)).compile(), layer, plan.stacks()["table"]
 
 
@@ -82,9 +70,7 @@ def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
   return {
     "tables and slots": held,
     "arguments": memory.argument_size_in_bytes,
-    "aliased": memory.alias_size_in_bytes + memory.host_alias_size_in_bytes,
-    "arguments in the host": memory.host_argument_size_in_bytes,
-    "temporaries in the host": memory.host_temp_size_in_bytes,
+    "aliased": memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
     "temporaries of twice the rows": twice.temp_size_in_bytes,
     "made": [str(x) for x in made],
@@ -94,8 +80,7 @@ def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
 def ways_of(topology: str, dtype: str, dim: int) -> list[str]:
   """The ways to store rows that differ here."""
   with_sparse_cores = dtype == "float32" and not topology.startswith("v5e")
-  ways = [*(["plain"] if dim % 128 else []), "packed", *(["SparseCores"] * with_sparse_cores)]
-  return [*ways, *(["host"] if dim == 128 else [])]
+  return [*(["plain"] if dim % 128 else []), "packed", *(["SparseCores"] * with_sparse_cores)]
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ def main(argv: Sequence[str]) -> int:
     "check",
     help="compare lookups, row gradients and optimizers with NumPy, on these devices",
     description="Compares lookups, row gradients and every optimizer with NumPy, on one device and "
-    "on all local ones, and some optimizers by other shardings and in the memory of the host. "
-    "Prints a line for each. Takes half a minute on one device and some minutes on many, mostly "
-    "for compilation. Exits with 1 if any result differs.",
+    "on all local ones, and some optimizers by other shardings. Prints a line for each. Takes half "
+    "a minute on one device and some minutes on many, mostly for compilation. Exits with 1 if any "
+    "result differs.",
   )
   inspecting = commands.add_parser("inspect", help="print the tables of a checkpoint, or a profile")
   inspecting.add_argument(

@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from embed.engine.rows import HostRows
-
 ROWS_AT_A_TIME = 1 << 14
 _THREEFRY = "threefry2x32"
 
@@ -109,18 +107,18 @@ No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt
 
 
 def fill(
-  rows: Any,
+  rows: jax.Array,
   start: int,
   end: int,
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   at_a_time: int = ROWS_AT_A_TIME,
-) -> Any:
+) -> jax.Array:
   """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
 
   A chunk of rows at a time: the random bits of a whole table would be as large as the table.
 
   Args:
-    rows: where to, an array or a `HostRows`.
+    rows: where to.
     start, end: the first row to write, and the one after the last.
     draw: `f(indices) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
     at_a_time: the rows of a chunk.
@@ -130,14 +128,10 @@ def fill(
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
-    indices = first + jnp.arange(chunk, dtype=jnp.int32)
-    is_in_host = isinstance(rows, HostRows)
-    values, is_drawn = draw(indices)
-    old = rows.take(indices) if is_in_host else jax.lax.dynamic_slice_in_dim(rows, first, chunk)
+    values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
+    old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)
     is_drawn = is_drawn if is_drawn.ndim == 2 else is_drawn[:, None]
     new = jnp.where(is_drawn, values, old)
-    if is_in_host:
-      return rows.put(indices, new)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
   return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)

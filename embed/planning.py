@@ -30,7 +30,7 @@ from embed.kernels import sparse_core
 from embed.optimizers import OPTIMIZERS, RowOptimizer
 from embed.storage import tables as stored_tables
 
-STORAGES = ("auto", "rows", "packed", "host", "sparse_core")
+STORAGES = ("auto", "rows", "packed", "sparse_core")
 STRATEGIES = ("mod", "div", "column", "replicated")
 ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
 REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
@@ -57,11 +57,6 @@ class TablePlan:
       - "rows": an array of rows.
       - "packed": side by side in lines of 128 columns, as 8, 16, 32, 64 or a multiple of 128
         columns each. TPUs would copy a table of other widths in every step.
-      - "host": in the memory of the host, with the slots: only rows of the batch cross to the
-        device and back, and `capacity` does not apply. Such a table is in no stack with others.
-        Reading or loading all of it, as a checkpoint does, needs no memory of the device on one
-        device, or with the strategy "div" and rows that divide by the shards. `embed.plan` chooses
-        it where tables do not fit `hbm_bytes`.
       - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed where
         rows are no multiple of 128 columns wide. The kernels are compiled for these chips and
         checked by emulation, but no TPU has run them.
@@ -88,7 +83,7 @@ class TablePlan:
   storage: str = "auto"
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if name in ("memory", "packed", "sparse_core"):
+    if name in ("packed", "sparse_core"):
       raise AttributeError(f"TablePlan has no {name}: write storage= one of {STORAGES}.")
     choices = {"strategy": STRATEGIES, "exchange": (*EXCHANGES, None), "storage": STORAGES}
     if name in choices and value not in choices[name]:
@@ -111,7 +106,6 @@ class StackCost:
     slots: bytes of the optimizer's state.
     buffers: bytes of the exchange's buffers.
     moved: bytes that the device receives per step.
-    memory: "device" or "host", where rows and slots are.
     keys: bytes of the raw ids, scores and sightings of tables with a `DynamicVocabulary`.
 
   >>> plan = embed.plan(embed.FeatureConfig(embed.TableConfig(1000, 8)), None, np.zeros(64, int))
@@ -127,7 +121,6 @@ class StackCost:
   slots: int
   buffers: int
   moved: int
-  memory: str = "device"
   keys: int = 0
 
 
@@ -212,7 +205,6 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
     *stored_tables.stored_bytes(stack),
     cost.buffer_bytes(stack, demand, chosen),
     cost.moved_bytes(stack, demand, chosen),
-    "host" if stack.is_in_host else "device",
   )
 
 
@@ -420,7 +412,6 @@ class Plan:
       entry.capacity,
       sparse_core=storage == "sparse_core",
       is_packed=is_packed,
-      is_in_host=storage == "host",
     )
 
   def _width(self, name: str, entry: TablePlan) -> int:
@@ -428,11 +419,8 @@ class Plan:
     return -(-self.tables[name].dim // self._placement(entry).column_shards)
 
   def _storage(self, name: str, entry: TablePlan) -> str:
-    """How a table is stored: "rows", "packed", "host" or "sparse_core"."""
-    reason = self._unsupported_reason(name, entry, entry.storage)
-    if entry.storage == "host" and reason is not None:
-      raise ValueError(f'Table {name!r} cannot have storage="host": {reason}')
-    if entry.storage != "auto" and reason is None:
+    """How a table is stored: "rows", "packed" or "sparse_core"."""
+    if entry.storage != "auto" and self._unsupported_reason(name, entry, entry.storage) is None:
       return entry.storage
     tried = []
     if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
@@ -448,16 +436,6 @@ class Plan:
     optimizer = self.optimizers[name]
     moves_every_row = optimizer is not None and not optimizer.lazy
     is_narrow = width % stack_lib.LANES > 0
-    if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
-      return (
-        f'it is for TPUs and CPUs, and these devices are of the platform "{placement.platform}". '
-        f'Write plan["{name}"].storage = "auto", and spread the table over more devices.'
-      )
-    if storage == "host" and moves_every_row:
-      return (
-        "its optimizer moves every row in a step, which would bring all of them to the device. "
-        "Take an optimizer that steps the rows of the batch."
-      )
     if storage == "packed" and not is_narrow:
       return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
     if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
@@ -471,8 +449,7 @@ class Plan:
     groups: dict[Any, list[str]] = {}
     for name in names:
       decided = dataclasses.replace(entries[name], storage=self._storage(name, entries[name]))
-      kind = name if decided.storage == "host" else self._kind(name)
-      groups.setdefault((kind, dataclasses.astuple(decided)), []).append(name)
+      groups.setdefault((self._kind(name), dataclasses.astuple(decided)), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
       entry = entries[group[0]]
@@ -522,13 +499,8 @@ class Plan:
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes of rows, slots and buffers on each device, for the example batch.
-
-    Rows and slots in the memory of the host do not count.
-    """
-    costs = self.costs()
-    stored = sum(c.rows + c.slots for c in costs if c.memory == "device")
-    return stored + sum(c.buffers + c.keys for c in costs)
+    """Bytes of rows, slots and buffers on each device, for the example batch."""
+    return sum(c.rows + c.slots + c.buffers + c.keys for c in self.costs())
 
   @property
   def fits(self) -> bool | None:
@@ -557,21 +529,16 @@ class Plan:
     moved = f"{cost.readable(sum(c.moved for c in every))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
     limit = "" if self.hbm_bytes is None else f"{fits} {cost.readable(self.hbm_bytes)}"
-    in_host = sum(c.rows + c.slots for c in every if c.memory == "host")
-    if in_host:
-      total += f", {cost.readable(in_host)} of each in the memory of its host"
     notes = self._about_storage() + self._warning()
     return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
   def _about_storage(self) -> str:
-    """Lines on the tables that are in the host's memory, packed or on SparseCores, or why not."""
+    """Lines on the tables that are packed or on SparseCores, or why not."""
     lines = ""
     for stack in self.stacks().values():
-      notes = ["in the memory of the host"] if stack.is_in_host else []
+      notes = []
       if keys := self._key_bytes(stack):
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
-      if stack.is_in_host and stack.placement.platform == "tpu" and stack.placement.devices > 1:
-        notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:
         notes.append(stack_lib.describe_packing(stack.width))
       if stack.sparse_core:
@@ -638,40 +605,6 @@ class Plan:
       for k in tried
     ]
 
-  def _move_to_host(self) -> None:
-    """Keeps tables in the memory of the host until the others fit; none if that is in vain.
-
-    Those with most rows for each id of the batch go first, and come back if they are not needed. On
-    several devices their rows are split into consecutive ones, which is how they are saved.
-    """
-    assert self.hbm_bytes is not None
-    before = {name: dataclasses.replace(entry) for name, entry in self.entries.items()}
-    ids = {
-      name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in self._example().items()
-    }
-    rows_per_id = lambda name: self.tables[name].vocabulary_size / max(ids[name], 1)
-    stored: dict[str, float] = {}  # bytes of a device, by table
-    for of_stack in self.costs():
-      rows = sum(self.tables[name].vocabulary_size for name in of_stack.tables)
-      for name in of_stack.tables:
-        share = self.tables[name].vocabulary_size / rows
-        stored[name] = share * (of_stack.rows + of_stack.slots)
-    excess: float = self.bytes_per_device - self.hbm_bytes
-    moved: list[str] = []
-    for name in sorted(self, key=rows_per_id, reverse=True):
-      if excess > 0 and self._unsupported_reason(name, self[name], "host") is None:
-        moved.append(name)
-        excess -= stored[name]
-    for name in reversed(list(moved)):
-      if excess + stored[name] <= 0:
-        moved.remove(name)
-        excess += stored[name]
-    for name in moved:
-      self[name].storage = "host"
-      self[name].strategy = "mod" if self.mesh is None else "div"
-    if not self.fits:
-      self.entries.update(before)
-
   # --- as text -----------------------------------------------------------------------------------
 
   def to_json(self) -> str:
@@ -701,7 +634,7 @@ class Plan:
     mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axis = read["batch_axis"]
     result = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
-    result._decide({name: _entry(decided) for name, decided in read["tables"].items()})
+    result._decide({name: TablePlan(**decided) for name, decided in read["tables"].items()})
     return result
 
   def _decide(self, entries: Mapping[str, TablePlan]) -> None:
@@ -712,18 +645,6 @@ class Plan:
         f"{sorted(self.tables)}."
       )
     self.entries.update(entries)
-
-
-def _entry(decided: dict[str, Any]) -> TablePlan:
-  """The entry of a table from JSON; plans of 0.1.0 had three fields for the storage."""
-  old = {key: decided.pop(key, None) for key in ("memory", "sparse_core", "packed")}
-  if old["memory"] == "host":
-    decided["storage"] = "host"
-  elif old["sparse_core"]:
-    decided["storage"] = "sparse_core"
-  elif old["packed"] is not None:
-    decided["storage"] = "packed" if old["packed"] else "rows"
-  return TablePlan(**decided)
 
 
 _HEADER = (
@@ -746,8 +667,7 @@ def plan(
   Tables that can be stored together are decided together. Their rows are split, with two
   exceptions that apply where they move fewer bytes: small tables are replicated, and tables so wide
   that a device keeps 128 columns are split by columns. If they do not fit `hbm_bytes`, no table is
-  replicated, and if they still do not, tables stay in the memory of the host, those with most rows
-  for each id of the batch first. Nothing is allocated.
+  replicated, and `Plan.fits` says whether they do then. Nothing is allocated.
 
   Args:
     features: the feature config.
@@ -786,8 +706,6 @@ def plan(
   if result.fits is False:
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
-  if result.fits is False:
-    result._move_to_host()
   return result
 
 

@@ -167,8 +167,7 @@ def make_variables(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
 ) -> nnx.Dict:
   """The Variables of a stack, each with its place on a mesh."""
-  memory = {"memory_kind": mesh_lib.HOST} if stack.is_in_host else {}
-  of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim) | memory
+  of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim)
   kind = lambda key: Table if key == "parameters" else SlotVariable
   arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
   large_pages.use(arrays.values())

@@ -116,6 +116,14 @@ def test_no_other_strategy_moves_less():
     assert moved[strategy] == min(moved.values())
 
 
+def test_tables_that_do_not_fit_are_not_replicated():
+  table = embed.TableConfig(3, 4, name="t")
+  features, ids = embed.FeatureConfig(table), embed.Padded(np.zeros((1024, 1), np.int32))
+  plan = embed.plan(features, make_mesh(), ids, hbm_bytes=100)
+  assert (plan["t"].strategy, plan.fits) == ("mod", False)
+  assert "does not fit 100" in repr(plan)
+
+
 def test_the_axis_is_that_of_the_mesh_or_the_one_given():
   table = embed.TableConfig(64, 4, name="t")
   mesh = make_mesh(shape=(4, 2), names=("data", "model"))
@@ -175,6 +183,7 @@ def test_a_plan_is_a_mapping_that_can_be_changed():
   [
     ("strategy", "rows", r"strategy must be one of .*'mod'.*Got 'rows'"),
     ("exchange", "ring", r"exchange must be one of .*'gather'.*Got 'ring'"),
+    ("storage", "disk", r"storage must be one of .*'packed'.*Got 'disk'"),
     ("capacity", 0, "`capacity` must be an int and must be >= 1. Got 0"),
     ("capacity", 1.5, "`capacity` must be an int and must be >= 1. Got 1.5"),
   ],
@@ -188,12 +197,12 @@ def test_mistakes_are_named(name, value, message):
     plan["z"]
 
 
-@pytest.mark.parametrize("name", ["stategy", "memory", "packed", "sparse_core"])
+@pytest.mark.parametrize("name", ["stategy", "packed", "sparse_core"])
 def test_a_field_that_is_not_there(name):
   """Misspelt, or of earlier plans, which names the new one."""
   message = "stategy" if name == "stategy" else "write storage="
   with pytest.raises(AttributeError, match=message):
-    setattr(embed.TablePlan(), name, "host")
+    setattr(embed.TablePlan(), name, True)
 
 
 @pytest.mark.parametrize(
@@ -241,25 +250,6 @@ def test_from_json():
   heights = lambda plan: [stack.layout.shard_rows for stack in plan.stacks().values()]
   assert heights(fewer)[0] == 100
   assert heights(read)[0] == 38
-
-
-@pytest.mark.parametrize(
-  ("memory", "sparse_core", "packed", "storage"),
-  [
-    ("device", None, None, "auto"),
-    ("host", None, True, "host"),
-    ("device", True, False, "sparse_core"),
-    ("device", False, True, "packed"),
-    ("device", None, False, "rows"),
-  ],
-)
-def test_a_saved_plan_of_an_earlier_version(memory, sparse_core, packed, storage):
-  """Three fields said how a table is stored."""
-  entry = {"strategy": "div", "axis": ["data"], "column_axis": [], "exchange": None, "capacity": 3}
-  entry |= {"memory": memory, "sparse_core": sparse_core, "packed": packed}
-  text = json.dumps({"batch_axis": ["data"], "tables": {"t": entry}})
-  read = embed.Plan.from_json(text, embed.FeatureConfig(embed.TableConfig(9, 2, name="t")))
-  assert read["t"] == embed.TablePlan("div", "data", capacity=3, storage=storage)
 
 
 def test_a_plan_for_other_tables():

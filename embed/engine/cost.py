@@ -86,8 +86,6 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
   if not ids or must_gather or stack.exchange == "gather":
     return Exchange("gather")
   capacity = min(stack.capacity or default_capacity(stack, demand), ids, layout.shard_rows)
-  if stack.is_in_host:  # one round: TPUs copy what is in the host's memory into a loop of rounds
-    capacity = min(ids, layout.shard_rows)
   is_free = stack.exchange is None and stack.capacity is None
   if is_free and gather_bytes(stack, demand) < all_to_all_bytes(stack, capacity):
     return Exchange("gather")

@@ -1,7 +1,4 @@
-"""Meshes: which axes a table is split over, and how arrays get there.
-
-An array says in its type whether it is in the memory of the device or of the host.
-"""
+"""Meshes: which axes a table is split over, and how arrays get there."""
 
 import contextlib
 import dataclasses
@@ -12,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compute_on import compute_on
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,39 +72,6 @@ class Columns(NamedTuple):
 WHOLE_ROWS = Columns((), 0)
 
 
-# --- the memory of the host ----------------------------------------------------------------------
-
-HOST = "pinned_host"  # the kind of memory, as shardings name it
-HOST_PLATFORMS = ("cpu", "tpu")  # for GPUs JAX 0.10.2 forgets in which memory an argument is
-
-
-def is_in_host(x: Any) -> bool:
-  """Whether an array, traced or not, is in the memory of the host."""
-  return isinstance(x, jax.Array) and getattr(jax.typeof(x), "memory_space", None) == _HOST
-
-
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-
-
-def to_device(x: jax.Array) -> jax.Array:
-  """An array, or all of it that a device has, in the memory of the device."""
-  return jax.device_put(x, _DEVICE) if is_in_host(x) else x
-
-
-def to_host(x: jax.Array) -> jax.Array:
-  """The inverse of `to_device`."""
-  return jax.device_put(x, _HOST)
-
-
-def full_in_host(shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
-  """An array of one value in the memory of the host, inside a jitted function.
-
-  TPUs make it on the device first. Outside of jitted functions NumPy's arrays avoid that.
-  """
-  spread = compute_on("device_host")(jax.jit(lambda x: jnp.broadcast_to(x, shape)))
-  return spread(to_host(jnp.asarray(value, dtype)))
-
-
 # --- axes and their types ------------------------------------------------------------------------
 
 
@@ -156,13 +119,12 @@ def is_explicit(tree: Any) -> bool:
 
 
 def _move(x: Any, where: NamedSharding) -> Any:
-  """An array with another sharding, traced or not, in the memory where it is."""
-  traced = jax_internals.is_traced(x)
-  if traced and AxisType.Explicit in where.mesh.axis_types:
+  """An array with another sharding, traced or not."""
+  if not jax_internals.is_traced(x):
+    return jax.device_put(x, where)
+  if AxisType.Explicit in where.mesh.axis_types:
     return jax.sharding.reshard(x, where)
-  if is_in_host(x):
-    where = where.with_memory_kind(HOST)
-  return jax.lax.with_sharding_constraint(x, where) if traced else jax.device_put(x, where)
+  return jax.lax.with_sharding_constraint(x, where)
 
 
 def without_types(tree: Any) -> Any:
@@ -294,20 +256,10 @@ class Placement:
 
   @property
   def device_kind(self) -> str:
-    """The kind of the devices, such as "TPU v6 lite"."""
-    return self._device.device_kind
-
-  @property
-  def platform(self) -> str:
-    """The platform of the devices: "cpu", "tpu", "gpu" and so on."""
-    return self._device.platform
-
-  @property
-  def _device(self) -> jax.Device:
-    """One of the devices; an abstract mesh counts as this process's."""
+    """The kind of the devices, such as "TPU v6 lite"; an abstract mesh counts as this process's."""
     if isinstance(self.mesh, Mesh):
-      return self.mesh.devices.flat[0]
-    return jax_internals.default_device()
+      return self.mesh.devices.flat[0].device_kind
+    return jax_internals.default_device().device_kind
 
   # --- meshes and shardings --------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Reads and writes the rows that a device stores, in each of the ways to store them.
 
-Rows are stored as an array `[V, D]`, in lines of 128 columns or in the memory of the host, and
-SparseCores may read and write them. Code between a read and a write, such as an optimizer's
-equation, is the same for all of these.
+Rows are stored as an array `[V, D]` or in lines of 128 columns, and SparseCores may read and write
+them. Code between a read and a write, such as an optimizer's equation, is the same for all of
+these.
 """
 
 import dataclasses
@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.compute_on import compute_on
 
 from embed.engine import backends
-from embed.engine.bags import Bags, is_row
-from embed.engine.mesh import to_device, to_host
+from embed.engine.bags import Bags
 from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_line
 
 # --- lines of 128 columns -------------------------------------------------------------------------
@@ -135,58 +133,7 @@ class Lines:
     return jnp.stack([ids // each, ids % each * row_width(self.width)], axis=-1)
 
 
-# --- the memory of the host -----------------------------------------------------------------------
-
-_CLIP: Any = {"mode": "clip", "wrap_negative_indices": False}
-
-_DROP: Any = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": True}
-
-_take_in_host = compute_on("device_host")(jax.jit(lambda rows, ids: rows.at[ids].get(**_CLIP)))
-
-_put_in_host = compute_on("device_host")(
-  jax.jit(lambda rows, ids, new: rows.at[ids].set(new, **_DROP))
-)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HostRows:
-  """Rows `[V, D]` or `[V]` that stay in the memory of the host.
-
-  Attributes:
-    array: the rows.
-  """
-
-  array: jax.Array
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.array.shape
-
-  @property
-  def dtype(self) -> Any:
-    return self.array.dtype
-
-  @property
-  def ndim(self) -> int:
-    return self.array.ndim
-
-  def take(self, ids: jax.Array) -> jax.Array:
-    """The rows `[N, ...]` of ids int32 `[N]`, on the device; undefined for ids outside."""
-    return to_device(_take_in_host(self.array, to_host(ids)))
-
-  def of_bags(self, bags: Bags) -> tuple[jax.Array, Bags]:
-    """The rows `[N, D]` of all ids in one transfer, and bags of their positions in it."""
-    ids, size = bags.ids.reshape(-1), self.shape[0]
-    position = jnp.where(is_row(ids, size), jnp.arange(ids.size, dtype=jnp.int32), ids.size)
-    return self.take(ids), bags.with_ids(position.reshape(bags.ids.shape))
-
-  def put(self, ids: jax.Array, rows: jax.Array) -> "HostRows":
-    """Replaces the rows at distinct ids; ids outside are skipped."""
-    return HostRows(_put_in_host(self.array, to_host(ids), to_host(rows.astype(self.dtype))))
-
-
-Rows = jax.Array | Lines | HostRows  # `[V, D]`
+Rows = jax.Array | Lines  # `[V, D]`
 
 
 # --- from what is stored to rows, and back --------------------------------------------------------
@@ -196,8 +143,6 @@ def opened(stack: StackSpec, stored: Any) -> Any:
   """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
 
   def rows_of(x: jax.Array) -> Rows:
-    if stack.is_in_host:
-      return HostRows(x)
     if not (stack.is_packed and x.ndim == 2):
       return x
     in_lines = has_lines(stack.placement.device_kind)
@@ -210,23 +155,21 @@ def closed(stack: StackSpec, rows: Any) -> Any:
   """The inverse of `opened`."""
 
   def stored(x: Rows) -> jax.Array:
-    if isinstance(x, (Lines, HostRows)):
+    if isinstance(x, Lines):
       return x.array
     return pack(x) if stack.is_packed and x.ndim == 2 else x
 
-  return jax.tree.map(stored, rows, is_leaf=lambda x: isinstance(x, (Lines, HostRows)))
+  return jax.tree.map(stored, rows, is_leaf=lambda x: isinstance(x, Lines))
 
 
 def unpacked(rows: Rows) -> jax.Array:
-  """Rows as an array on the device, for what reads all of them."""
-  if isinstance(rows, HostRows):
-    return to_device(rows.array)
+  """Rows as an array, for what reads all of them."""
   return unpack_in_chunks(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
   """Whether rows must be read and written by the functions below, and by no other formulation."""
-  return stack.sparse_core or isinstance(table, (Lines, HostRows))
+  return stack.sparse_core or isinstance(table, Lines)
 
 
 # --- some rows ------------------------------------------------------------------------------------
@@ -236,7 +179,7 @@ def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
   """The rows `[N, ...]` of ids int32 `[N]`; undefined for ids outside the table."""
   if _is_by_kernel(stack, table):
     return backends.backend("sparse_core").take(_linear(table), ids)[:, : stack.width]
-  if isinstance(table, (Lines, HostRows)):
+  if isinstance(table, Lines):
     return table.take(ids)
   return table.at[ids].get(mode="clip", wrap_negative_indices=False)
 
@@ -247,8 +190,6 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
     return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
       ..., : stack.width
     ]
-  if isinstance(table, HostRows):
-    table, bags = table.of_bags(bags)
   return backends.backend("cpu").gather_and_combine(table, bags, stack.quantization, jnp.float32)
 
 
@@ -268,7 +209,7 @@ def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Array
 
 
 def _put(x: Rows, at: jax.Array, new: jax.Array) -> Rows:
-  if isinstance(x, (Lines, HostRows)):
+  if isinstance(x, Lines):
     return x.put(at, new)
   return x.at[at].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 

@@ -176,7 +176,6 @@ class StackSpec:
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
     sparse_core: whether SparseCores read and write the rows.
     is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
-    is_in_host: whether rows and slots are in the memory of the host: see `rows.HostRows`.
   """
 
   name: str
@@ -192,7 +191,6 @@ class StackSpec:
   capacity: int | None = None
   sparse_core: bool = False
   is_packed: bool = False
-  is_in_host: bool = False
 
   @functools.cached_property
   def indices(self) -> dict[str, int]:

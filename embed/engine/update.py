@@ -406,7 +406,7 @@ def _step_by_xla(
   parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
   by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
-  if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
+  if _is_plain_sum(optimizer, table) and not by_kernels:
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
   if not optimizer.use_gradient_accumulation:
     return _step_in_order(stack, row_step, arrays, *grads_lib.expand_rows(parts, size))

@@ -16,8 +16,6 @@ from embed import structure
 from embed.engine import bags as bags_lib
 from embed.engine import jax_internals
 from embed.engine import lookup as lookup_lib
-from embed.engine import mesh as mesh_lib
-from embed.engine import rows as rows_lib
 from embed.engine.bags import Bags
 
 
@@ -189,8 +187,4 @@ def _positive(bags: Bags, vocabulary_size: int) -> Bags:
 
 
 # Compiled once per shape in eager calls; within somebody's jit it is a part of that.
-@functools.partial(jax.jit, static_argnames=("quantization",))
-def _look_up(rows: jax.Array, bags: Bags, quantization: Any) -> jax.Array:
-  if mesh_lib.is_in_host(rows):
-    rows, bags = rows_lib.HostRows(rows).of_bags(bags)
-  return lookup_lib.gather_and_combine(rows, bags, quantization)
+_look_up = jax.jit(lookup_lib.gather_and_combine, static_argnames=("quantization",))

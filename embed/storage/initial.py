@@ -1,6 +1,5 @@
 """Initial rows and slots of stacks; each device makes its own."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from embed.config import TableConfig
 from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
-from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
 from embed.optimizers import Slot
 from embed.storage import tables as stored_tables
@@ -53,8 +51,8 @@ def _does_not_fit(stack: StackSpec) -> str:
     f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
     f"take {cost.readable(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
     "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
-    'them over the mesh so that they fit, or plan[table].storage = "host" keeps them off it. '
-    "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
+    "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
+    "as embed.rowwise_adagrad, take less."
   )
 
 
@@ -75,52 +73,9 @@ def _make_rows(
       if np.shape(rows) != shape:
         raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
       whole[name] = rows
-  if stack.is_in_host and not is_traced(keys):
-    rows = _drawn_in_host(stack, row_wise, keys)
-  else:
-    makers = tuple(row_wise.items())
-    rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
+  makers = tuple(row_wise.items())
+  rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
-
-
-def _drawn_in_host(
-  stack: StackSpec, makers: Mapping[str, initializers.RowWise], keys: Mapping[str, jax.Array]
-) -> jax.Array:
-  """The initial rows of the one table of a stack, chunk by chunk into the memory of the host.
-
-  A program that made all of them would hold them on the device, which has no room for them.
-  """
-  layout, (name,) = stack.layout, stack.tables
-  columns = stack.width * stack.placement.column_shards
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def draw(maker, key, ids):
-    rows = maker.rows(key[None], jnp.zeros_like(ids), ids, stack.dim, stack.dtype)
-    return jnp.pad(rows, ((0, 0), (0, columns - stack.dim)))
-
-  def part(index: Any) -> np.ndarray:
-    shard, of_device = (index[0].start or 0) // layout.shard_rows, index[1]
-    rows = np.zeros((layout.shard_rows, columns), stack.dtype)[:, of_device]
-    chunk = min(layout.shard_rows, initializers.ROWS_AT_A_TIME)
-    for start in range(0, layout.shard_rows if name in makers else 0, chunk):
-      first = min(start, layout.shard_rows - chunk)
-      ids = np.asarray(layout.ids(0, shard, first + jnp.arange(chunk, dtype=jnp.int32)))
-      new = np.asarray(draw(makers[name], keys[name], ids))[:, of_device]
-      is_row = ids < layout.sizes[0]
-      rows[first : first + chunk][is_row] = new[is_row]
-    return rows
-
-  return _from_parts(stack, (layout.shard_rows * layout.shards, columns), part)
-
-
-def _from_parts(
-  stack: StackSpec, shape: tuple[int, ...], part: Callable[[Any], np.ndarray]
-) -> jax.Array:
-  """An array in the memory of the host, from a function of the index of each device's part."""
-  where = stored_tables.in_host(stack.placement, stack.specs[len(shape)])
-  if stack.placement.is_local:  # from a callback it would be in the memory of the device
-    return jax.device_put(part((slice(None),) * len(shape)), where)
-  return jax.make_array_from_callback(shape, where, part)
 
 
 def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
@@ -131,14 +86,10 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
     # Beyond the numbers of rows, whose keys are folded from the same one.
     seeds = {name: jax.random.fold_in(key, 2**32 - 1 - i) for name, key in keys.items()}
     if isinstance(init, initializers.RowWise) and not slot.per_row:
-      if stack.is_in_host and not is_traced(keys):
-        same_dtype = dataclasses.replace(stack, dtype=np.dtype(slot.dtype))
-        made[slot_name] = _drawn_in_host(same_dtype, dict.fromkeys(stack.tables, init), seeds)
-        continue
       makers = tuple((name, init) for name in stack.tables)
       made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
       continue
-    value = _filled(stack, slot, keys)
+    value = _filling(stack, slot)()
     if init is not None:
       whole = {}
       for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
@@ -212,17 +163,6 @@ def reset(
   return stack.placement.run(per_device, (specs, P(), P(), P()), specs)(arrays, key, new, ids)
 
 
-def _filled(stack: StackSpec, slot: Slot, keys: Any) -> jax.Array:
-  """A slot as it is stored, full of its initial value."""
-  if not stack.is_in_host or is_traced(keys):
-    return _filling(stack, slot)()
-  placement, ndim = stack.placement, 1 if slot.per_row else 2
-  columns = stack.width * placement.column_shards
-  shape = (stack.layout.shard_rows * stack.layout.shards, columns)[:ndim]
-  same = np.broadcast_to(np.asarray(slot.initial, slot.dtype), shape)
-  return _from_parts(stack, shape, lambda index: same[index])
-
-
 # Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
 # the last few programs are kept.
 
@@ -257,8 +197,7 @@ def _drawing(
 
   def per_device(keys):
     shard = mesh_lib.device_index(stack.placement.row_axes)
-    rows: Any = _full(stack, stack.stored_shape, 0, dtype)
-    rows = rows_lib.HostRows(rows) if stack.is_in_host else rows
+    rows = jnp.zeros(stack.stored_shape, dtype)
     # One loop for all tables of an initializer, which takes most of the time to compile.
     for maker, names in by_maker.items():
       indices = [stack.indices[name] for name in names]
@@ -270,7 +209,7 @@ def _drawing(
       unit = layout.unit
       at_a_time = initializers.ROWS_AT_A_TIME // unit
       rows = initializers.fill(rows, start // unit, -(-end // unit), drawing, at_a_time)
-    return rows.array if stack.is_in_host else rows
+    return rows
 
   return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
 
@@ -279,11 +218,5 @@ def _drawing(
 def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
   shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
-  make = lambda: _full(stack, shape, slot.initial, slot.dtype)
+  make = lambda: jnp.full(shape, slot.initial, slot.dtype)
   return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
-
-
-def _full(stack: StackSpec, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
-  """A stored array of one value, in a jitted function."""
-  make = mesh_lib.full_in_host if stack.is_in_host else jnp.full
-  return make(shape, value, dtype)

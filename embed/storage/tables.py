@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import jax_internals
-from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
 from embed.engine.jax_internals import is_traced
 from embed.engine.mesh import Columns, Names, Placement, current_mesh, settled
@@ -67,11 +66,6 @@ def choose_view(
   if ndim == 2 and (parts == n or (compact and parts > 1)):
     return make("columns", (), (*kept, *placement.row_axes), parts)
   return make("whole", (), kept)
-
-
-def is_stored_so(layout: Layout, view: View) -> bool:
-  """Whether a device's part of a view is what it stores: nothing is moved nor computed."""
-  return view.kind == "rows" and layout.contiguous and view.column_axes == view.kept
 
 
 def read_view(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> jax.Array:
@@ -189,20 +183,17 @@ def converts(x: Any, dtype: Any) -> bool:
 
 
 def copied_like(value: Any, old: jax.Array) -> jax.Array:
-  """A copy of a value, in the memory and on the devices of the array that it replaces."""
-  in_host = mesh_lib.is_in_host(old)
+  """A copy of a value, on the devices of the array that it replaces."""
   if jax_internals.is_traced((value, old)):
-    new = jnp.array(mesh_lib.to_device(value), old.dtype, copy=True)
-    return mesh_lib.to_host(new) if in_host else new
+    return jnp.array(value, old.dtype, copy=True)
   if isinstance(value, jax.Array) and value.is_fully_addressable:
     # What Orbax restores is committed to its device, and a step on a mesh refuses it.
     is_elsewhere = value.sharding != old.sharding or (value.committed and not old.committed)
     value = np.asarray(value) if is_elsewhere else value
-  # To the host not by way of the device, which may have no room for it; and NumPy arrays by an
-  # explicit transfer, which jax_transfer_guard allows.
-  is_numpy = in_host or not isinstance(value, jax.Array)
-  copied = np.array(value, old.dtype) if is_numpy else jnp.array(value, old.dtype, copy=True)
-  return jax.device_put(copied, old.sharding if old.committed or in_host else None)
+  # NumPy arrays by an explicit transfer, which jax_transfer_guard allows.
+  copy = jnp.array if isinstance(value, jax.Array) else np.array
+  copied = copy(value, old.dtype, copy=True)
+  return jax.device_put(copied, old.sharding if old.committed else None)
 
 
 def same_parts(
@@ -215,13 +206,6 @@ def same_parts(
   sharding = _on_devices(placement, where)
   parts = [shard.data for shard in x.addressable_shards]
   return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
-
-
-def in_host(placement: Placement, spec: P) -> Any:
-  """The sharding of an array in the memory of the host; outside of jitted functions."""
-  if placement.mesh is None:
-    return SingleDeviceSharding(jax_internals.default_device(), memory_kind=mesh_lib.HOST)
-  return _on_devices(placement, spec).with_memory_kind(mesh_lib.HOST)
 
 
 def compact_sharding(placement: Placement, columns: Names, parts: int) -> NamedSharding:
@@ -272,11 +256,7 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
   chosen = view(stack, table, stored.ndim, compact)
 
   def per_device(stored):
-    rows = block(stack, stored, index)
-    if not stack.is_in_host or is_stored_so(stack.layout, chosen):
-      return read_view(stack.layout, index, stack.dim, chosen, rows)
-    rows = read_view(stack.layout, index, stack.dim, chosen, mesh_lib.to_device(rows))
-    return mesh_lib.to_host(rows)
+    return read_view(stack.layout, index, stack.dim, chosen, block(stack, stored, index))
 
   return stack.placement.run(per_device, (stack.specs[stored.ndim],), chosen.spec)(stored)
 
@@ -310,12 +290,8 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 @jax.named_scope("lookup")
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
-  rows = (_read_compiled if stack.is_in_host else read)(stack, stored, table)
-  return settled(stack.placement.put(mesh_lib.to_device(settled(rows)), P()))
-
-
-# Eager code cannot move a device's part of an array from one memory to the other.
-_read_compiled = jax.jit(read, static_argnums=(0, 2))
+  rows = settled(read(stack, stored, table))
+  return settled(stack.placement.put(rows, P()))
 
 
 def _store(
@@ -331,11 +307,8 @@ def _store(
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
 
     def per_device(stored, value, index=index, chosen=chosen):
-      is_moved = stack.is_in_host and not is_stored_so(stack.layout, chosen)
-      value = mesh_lib.to_device(value) if is_moved else value
       rows = write_view(stack.layout, index, stack.dim, chosen, value)
-      new = with_block(stack, stored, index, rows)
-      return mesh_lib.to_host(new) if stack.is_in_host else new
+      return with_block(stack, stored, index, rows)
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
@@ -360,9 +333,7 @@ def shapes(
     where: Any = getattr(stored, "sharding", None)
     if not stack.placement.is_local:
       where = _where(stack, view(stack, table, stored.ndim, compact))
-      if isinstance(where, P):
-        where = stack.placement.sharding(where)
-        where = where.with_memory_kind(mesh_lib.HOST) if stack.is_in_host else where
+      where = stack.placement.sharding(where) if isinstance(where, P) else where
     dims = (stack.size(table), stack.dim)[: stored.ndim]
     return jax.ShapeDtypeStruct(dims, stored.dtype, sharding=where)
 
@@ -371,7 +342,6 @@ def shapes(
 
 def view(stack: StackSpec, table: str, ndim: int, compact: bool = False) -> View:
   """How a table, or a slot of one value per row, is split where users see it."""
-  compact = compact and not stack.is_in_host
   return choose_view(stack.layout, stack.indices[table], stack.dim, ndim, stack.placement, compact)
 
 
@@ -392,8 +362,6 @@ def _place(stack: StackSpec, value: Any, table: str, stored: jax.Array, compact:
   """A table or slot as `_store` takes it."""
   chosen = view(stack, table, stored.ndim, compact)
   where = _where(stack, chosen)
-  if stack.is_in_host and not is_traced(value):
-    return place_whole(stack.placement, value, stored.dtype, in_host(stack.placement, where))
   value = place_whole(stack.placement, value, stored.dtype, where)
   if isinstance(where, P):
     return value

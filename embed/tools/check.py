@@ -1,8 +1,7 @@
 """`python -m embed check`: compares this installation on these devices with the NumPy reference.
 
 Lookups, row gradients and every registered optimizer, compiled as in a training step, on one device
-and on all local devices: everything by "mod", and what differs there by the other strategies and
-for tables in the memory of the host.
+and on all local devices: everything by "mod", and what differs there by the other strategies.
 
 Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
 order: only divisions, roots and powers are rounded. An error is the largest difference in an array
@@ -36,7 +35,6 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed.engine import backends
-from embed.engine import mesh as mesh_lib
 from embed.kernels import sparse_core
 from embed.optimizers import OPTIMIZERS, named
 from embed.planning import Plan
@@ -104,15 +102,11 @@ class Result:
     return self.error <= self.tolerance
 
 
-def main(where: Mapping[str, dict[str, Any]] | None = None) -> int:
-  """Prints a line for each check; returns the exit status, 1 if any of them fails.
-
-  Args:
-    where: some of `places()`; None is all of them.
-  """
+def main() -> int:
+  """Prints a line for each check; returns the exit status, 1 if any of them fails."""
   print(header(), flush=True)
   start, results = time.time(), []
-  for result in run(where):
+  for result in run():
     results.append(result)
     verdict = "ok" if result.ok else f"FAILED {result.note}".rstrip()
     print(f"{result.what:<25}  {result.where:<22}  {result.error:8.1e}  {verdict}", flush=True)
@@ -152,45 +146,39 @@ def _version(package: str) -> str:
     return embed.__version__ if package == "sparse-embed" else "?"
 
 
-def run(where: Mapping[str, dict[str, Any]] | None = None) -> Iterator[Result]:
-  """Checks everything in some of `places()`, or in all of them, one result after the other.
+def run() -> Iterator[Result]:
+  """Checks everything in all of `places()`, one result after the other.
 
   A check that raises is a failed result, with the error as its note.
   """
-  for name, place in (places() if where is None else where).items():
+  for name, place in places().items():
     yield from _guarded("lookups", name, _check_lookups, place)
     yield from _guarded("optimizers", name, _check_optimizers, place)
 
 
 def places() -> dict[str, dict[str, Any]]:
-  """Arguments of `_make` by name: of one device, of all local ones, and of the host's memory."""
+  """Arguments of `_make` by name: of one device, and of all local ones."""
   arguments: dict[str, dict[str, Any]] = {"one device": {}}
   if backends.is_on(sparse_core.SWITCH, default=False):
     arguments["one device, 128 columns"] = {"dim": 128}  # a kernel of its own
-  devices, on_all = jax.local_devices(), {}
+  devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    on_all = {"mesh": mesh, "sharding": "mod"}
     for strategy in ("mod", "div", "column", "replicated"):
-      arguments[f"{len(devices)} devices, {strategy}"] = on_all | {"sharding": strategy}
-  if jax.default_backend() in mesh_lib.HOST_PLATFORMS:
-    arguments["memory of the host"] = on_all | {"storage": "host"}
+      arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
   return arguments
 
 
 def _make(features: Any, place: Mapping[str, Any], optimizer: Any = None) -> embed.SparseEmbed:
   mesh, strategy = place.get("mesh"), place.get("sharding", "mod")
-  plan = Plan.uniform(features, optimizer, mesh, "data", strategy)
-  for name in plan:
-    plan[name].storage = place.get("storage", "auto")
-  return embed.SparseEmbed(features, optimizer, plan=plan, rngs=nnx.Rngs(0))
+  return embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), mesh=mesh, sharding=strategy)
 
 
 Check = Callable[[dict[str, Any]], Iterator[Result]]
 
 
 def _is_brief(place: Mapping[str, Any]) -> bool:
-  return place.get("sharding", "mod") != "mod" or "storage" in place
+  return place.get("sharding", "mod") != "mod"
 
 
 def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iterator[Result]:
@@ -335,12 +323,6 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   cases = optimizers()
   if _is_brief(place):
     cases = {name: cases[name] for name in OTHER_WAYS}
-  if "storage" in place:  # tables in the host's memory refuse optimizers that move every row
-    cases = {
-      name: (kind, config)
-      for name, (kind, config) in cases.items()
-      if config.get("lazy_adam", True)
-    }
   draw, dim = np.random.default_rng(1), place.get("dim", DIM)
   rates = np.array(RATES, np.float32)
   schedule = lambda step: jnp.asarray(rates)[step]

@@ -266,7 +266,7 @@ def place(node: nnx.Module, mesh: Mesh) -> nnx.Module:
   def put(_, variable):
     # A Variable that holds a tree has no spec of its own; a spec is None there.
     spec = nnx.get_partition_spec([variable])[0].get_value() or PartitionSpec()
-    sharding = NamedSharding(mesh, spec, memory_kind=variable.get_metadata().get("memory_kind"))
+    sharding = NamedSharding(mesh, spec)
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return variable.replace(jax.tree.map(shape, variable.get_value()))
 

@@ -53,9 +53,6 @@ def memory(analysis: Any, available: int) -> dict[str, int]:
     "output": analysis.output_size_in_bytes,
     "aliased": analysis.alias_size_in_bytes,
     "code": analysis.generated_code_size_in_bytes,
-    "host_arguments": analysis.host_argument_size_in_bytes,
-    "host_aliased": analysis.host_alias_size_in_bytes,
-    "host_temporaries": analysis.host_temp_size_in_bytes,
   }
   need = sizes["arguments"] + sizes["temporaries"] + sizes["code"]
   need += sizes["output"] - sizes["aliased"]
@@ -147,12 +144,9 @@ def problems(report: dict[str, Any], state: State) -> list[str]:
   need, evaluated = report["memory"], report["evaluation"]
   if need["needed"] > need["available"]:
     reasons.append(f"needs {need['needed']:,} bytes of a device that has {need['available']:,}")
-  in_place = need["aliased"] + need["host_aliased"]
-  if in_place < report["tables"]["sharded"] + report["tables"]["replicated"]:
+  if need["aliased"] < report["tables"]["sharded"] + report["tables"]["replicated"]:
     reasons.append("tables and slots are not updated in place: less is aliased than they take")
   largest = max((_shard(leaf).nbytes for leaf in _leaves(state)), default=math.inf)
-  if need["host_temporaries"] >= largest:
-    reasons.append("as much as a table is copied in the memory of the host")
   if evaluated["memory"]["output"] >= largest:
     reasons.append("evaluation returns as much as a table: it returns the model")
   made = "an array of a table's size"

@@ -257,7 +257,7 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
 def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
   """Returns `old[index]`, and the own rows where the index is -1."""
   is_taken = (index >= 0).reshape(-1, *[1] * (own.ndim - 1))
-  return jnp.where(is_taken, old[index], _on_device(own))
+  return jnp.where(is_taken, old[index], own)
 
 
 def _dense(model: nnx.Module, own: Arrays, other: _Other) -> dict[str, Any]:
@@ -283,13 +283,8 @@ def _with_rows(x: Any, ids: np.ndarray, rows: np.ndarray) -> Any:
     x[ids] = rows
     return x
   put = jax.jit(
-    lambda x, ids, rows: _on_device(x).at[ids].set(rows),
+    lambda x, ids, rows: x.at[ids].set(rows),
     out_shardings=x.sharding,
     donate_argnums=0,
   )
   return put(x, ids, rows)
-
-
-def _on_device(x: jax.Array) -> jax.Array:
-  """An array that may be in the memory of the host."""
-  return jax.device_put(x, jax.memory.Space.Device)

@@ -136,8 +136,7 @@ def make_recommend(
     if isinstance(model, tiger.Tiger):
       return tiger.top_k(model, query, k, seen)[1]
     if mesh is None:
-      items = jax.device_put(model.embed.tables[model_lib.ITEM], jax.memory.Space.Device)
-      items = model.candidates(items)
+      items = model.candidates(model.embed.tables[model_lib.ITEM])
       return retrieval.top_k(query, items, k, seen)[1]
     rows = lambda ids: model.candidates(model.embed({model_lib.ITEM: ids})[model_lib.ITEM])
     return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]

@@ -103,7 +103,7 @@ def tables(
 
   `config.table.sharding` is a strategy for all tables, or a dict of strategies by table; a table
   that it leaves out is as the plan has it, or "mod". With `config.hbm_bytes`, `embed.plan` chooses
-  in place of one strategy for all, and keeps tables that do not fit in the memory of the host.
+  in place of one strategy for all.
 
   Args:
     optimizer: of tables that have none of their own.

@@ -20,7 +20,7 @@ from embed.engine import stack as stack_lib
 from embed.engine.rows import Lines
 
 V = 61  # no multiple of the rows of a line
-SETUP = TwoTables(V, below=V, drops=True)
+SETUP = TwoTables(V)
 features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
 
 

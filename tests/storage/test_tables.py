@@ -150,6 +150,35 @@ def test_load_tables_takes_any_array():
     load(model, numbered())
 
 
+ENTRIES = {
+  "load_tables": lambda source, target: target.load_tables(source.tables),
+  "load_variables": lambda source, target: target.load_variables(source.variables),
+  "from_tree": lambda source, target: embed.checkpoint.from_tree(
+    embed.checkpoint.to_tree(model=source), model=target
+  ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_loaded_arrays_are_where_those_before_were(entry, dtype):
+  """A table kept the devices of the array that it was loaded from."""
+  optimizer = embed.rowwise_adagrad(0.5)
+  features = embed.FeatureConfig(embed.TableConfig(6, 2, name="t", dtype=dtype))
+  make = lambda mesh: embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), mesh=mesh)
+  stored = lambda layer: nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))
+  rows = {"parameters": np.arange(12.0).reshape(6, 2), "accumulators": np.arange(6.0)}
+  for where in ("mesh", "other"):
+    source, target = make(make_mesh() if where == "mesh" else None), make(None)
+    source.load_variables({"t": rows})
+    if where == "other":
+      nnx.update(source, jax.device_put(stored(source), jax.devices()[1]))
+    before = [x.sharding for x in jax.tree.leaves(stored(target))]
+    ENTRIES[entry](source, target)
+    assert [x.sharding for x in jax.tree.leaves(stored(target))] == before
+    assert target(np.array([5, 0])).tolist() == [[10, 11], [0, 1]]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "specs"),

@@ -10,7 +10,6 @@ import optax
 from flax import nnx
 
 import embed
-from embed.engine import mesh as mesh_lib
 
 
 def two_tables():
@@ -22,14 +21,6 @@ def two_tables():
     "seen": embed.FeatureConfig(movie),
     "user": embed.FeatureConfig(user),
   }
-
-
-def stored(layer):
-  return jax.tree.leaves(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)))
-
-
-def assert_in_host(layer):
-  assert {x.sharding.memory_kind for x in stored(layer)} == {mesh_lib.HOST}
 
 
 def fetched(tree):
@@ -51,13 +42,10 @@ def train_step(layer, optimizer, ids):
 class TwoTables:
   """Tables "a" of `rows` rows and "b" of twice as many, and batches for them.
 
-  Ids of "a" are smaller than `below`; `drops`: a batch has one that is dropped, so that it can be
-  looked up in jitted functions alone.
+  A batch has an id that is dropped, so that it can be looked up in jitted functions alone.
   """
 
   rows: int
-  below: int
-  drops: bool = False
 
   def features(self, optimizer, dim=16, **settings):
     table = lambda name, size: embed.TableConfig(
@@ -70,13 +58,12 @@ class TwoTables:
     """Bags with repeated ids and padding; one feature is ragged."""
     draw = np.random.default_rng(step)
     x = draw.integers(-1, 13, (size, 3)).astype(np.int32)
-    if self.drops:
-      x[0, 0] = self.rows  # the first that is no row
+    x[0, 0] = self.rows  # the first that is no row
     splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
     return {
       "x": embed.Padded(x),
       "y": embed.Padded(draw.integers(-1, 2 * self.rows, (size, 4)).astype(np.int32)),
-      "z": embed.Ragged(draw.integers(0, self.below, 20).astype(np.int32), splits),
+      "z": embed.Ragged(draw.integers(0, self.rows, 20).astype(np.int32), splits),
     }
 
   def made(self, given, mesh=None, **settings):

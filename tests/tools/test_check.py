@@ -56,7 +56,6 @@ def test_nothing_is_left_out():
     "8 devices, div",
     "8 devices, column",
     "8 devices, replicated",
-    "memory of the host",
   ]
 
 

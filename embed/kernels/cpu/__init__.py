@@ -106,7 +106,7 @@ def looks_up(stack: StackSpec) -> bool:
 
   Bags of symbolic sizes, as in exported programs, are left out: no update follows them.
   """
-  is_plain = not (stack.is_packed or stack.is_in_host or stack.sparse_core)
+  is_plain = not (stack.is_packed or stack.sparse_core)
   return is_plain and _has_bag_sum(stack.dtype, stack.quantization)
 
 

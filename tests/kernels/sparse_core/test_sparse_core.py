@@ -43,7 +43,7 @@ def used(monkeypatch):
     yield names
 
 
-SETUP = TwoTables(V, below=V, drops=True)
+SETUP = TwoTables(V)
 batch = SETUP.batch
 
 
