@@ -736,8 +736,8 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
     hash(optimizer)
   except TypeError as error:
     raise ValueError(
-      f"Table {name!r}: {optimizer!r} has an argument that cannot be hashed ({error}), and compiled "
-      "steps are found by it. For a schedule, write `lambda step: schedule(step)`."
+      f"Table {name!r}: {optimizer!r} has an argument by which no compiled step can be found "
+      f"({error}). For a schedule, write `lambda step: schedule(step)`."
     ) from None
   return optimizer
 
