@@ -1,5 +1,6 @@
 """Initial values of tables, drawn row by row, so that a shard can make its own rows alone."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -71,8 +72,10 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Makes an initializer draw every row from a key of its own.
 
   The key of a row is folded from the table's and the row's number. The values then do not depend
-  on how a table is sharded, and each device makes the rows that it owns and no others. An
-  initializer that is not marked is called once with the whole table's shape, on every host.
+  on how a table is sharded, but for a last bit that XLA rounds by the size of a shard, and each
+  device makes the rows that it owns and no others. JAX's
+  `zeros`, `ones`, `constant`, `normal`, `uniform` and `truncated_normal` are drawn so without
+  `row_wise`. Any other initializer is called once with the whole table's shape, on every host.
 
   Args:
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
@@ -92,6 +95,35 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   if not callable(initializer):
     raise ValueError(f"row_wise takes an initializer f(key, shape, dtype). Got {initializer!r}.")
   return initializer if isinstance(initializer, RowWise) else RowWise(initializer)
+
+
+_BY_ROW = jax.nn.initializers
+# Closures of one function share its code, whatever their arguments.
+_CODES_BY_ROW = {
+  initializer.__code__
+  for initializer in (
+    _BY_ROW.zeros,
+    _BY_ROW.ones,
+    _BY_ROW.constant(0.0),
+    _BY_ROW.normal(),
+    _BY_ROW.uniform(),
+    _BY_ROW.truncated_normal(),
+  )
+}
+
+
+def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | None:
+  """The initializer as one that draws row by row; None for one that may look at the whole table."""
+  if initializer is None:
+    return truncated_normal_rows
+  if isinstance(initializer, RowWise):
+    return initializer
+  if getattr(initializer, "__code__", None) not in _CODES_BY_ROW:
+    return None
+  with contextlib.suppress(ValueError, TypeError):  # a constant may be an array of all rows
+    jax.eval_shape(lambda: initializer(jax.random.key(0), (1, dim), jnp.float32))
+    return RowWise(initializer)
+  return None
 
 
 def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:

@@ -681,9 +681,7 @@ class SparseEmbed(nnx.Module):
       }
       for stack in stacks
     ]
-    new = stored_tables.store_all(
-      stacks, [_arrays(self, stack) for stack in stacks], replacements
-    )
+    new = stored_tables.store_all(stacks, [_arrays(self, stack) for stack in stacks], replacements)
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)

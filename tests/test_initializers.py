@@ -11,6 +11,7 @@ from flax import nnx
 
 import embed
 from embed import initializers
+from embed.storage import initial
 
 D = 3
 
@@ -40,7 +41,8 @@ def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
 
   alone = rows()
   assert len(np.unique(alone, axis=0)) == 803
-  np.testing.assert_array_equal(rows(mesh=meshes.make_mesh(), axis="data"), alone)
+  # XLA vectorizes loops of another length differently: two units in the last place (JAX 0.12).
+  np.testing.assert_allclose(rows(mesh=meshes.make_mesh(), axis="data"), alone, rtol=3e-7)
 
 
 @pytest.mark.parametrize("row_wise", [False, True], ids=["whole", "row by row"])
@@ -55,3 +57,52 @@ def test_a_slot_draws_nothing_that_a_row_has_drawn(row_wise):
   assert len(set(every.tolist())) == 3 * 5 * 3
   wanted = [-0.57478017, 0.79983664, -0.25960687]
   np.testing.assert_allclose(layer.tables["t"][0], wanted, rtol=1e-6)
+
+
+INITIALIZERS = {
+  "zeros": nnx.initializers.zeros_init(),
+  "ones": jax.nn.initializers.ones,
+  "constant": jax.nn.initializers.constant(0.5),
+  "normal": nnx.initializers.normal(0.1),
+  "uniform": jax.nn.initializers.uniform(0.1),
+  "truncated_normal": jax.nn.initializers.truncated_normal(0.1),
+}
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_known_initializers_draw_row_by_row_unasked(name):
+  """In chunks: no array of the table's size is made beside it."""
+
+  def rows(initializer):
+    table = embed.TableConfig(50, D, initializer, name="t")
+    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0)).tables["t"]
+
+  initializer = INITIALIZERS[name]
+  assert initializers.as_row_wise(initializer, D) == embed.row_wise(initializer)
+  np.testing.assert_array_equal(rows(initializer), rows(embed.row_wise(initializer)))
+
+
+def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
+  every = np.arange(12.0, dtype=np.float32).reshape(4, D)
+  of_rows = jax.nn.initializers.constant(every)
+  for whole in (of_rows, jax.nn.initializers.lecun_normal(), lambda key, shape, dtype: every):
+    assert initializers.as_row_wise(whole, D) is None
+  table = embed.TableConfig(4, D, of_rows, name="t")
+  make = lambda: embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  np.testing.assert_array_equal(make().tables["t"], every)
+  monkeypatch.setattr(initial, "_LARGE", 4 * D * 4)
+  with pytest.warns(UserWarning, match=r"'t'.*embed\.row_wise"):
+    make()
+
+
+@pytest.mark.parametrize("slot", ["accumulators", "momenta"])
+def test_a_slot_of_another_shape_is_refused(slot):
+  """One row for four would set row 0 alone."""
+  wrong = lambda key, shape, dtype: np.ones((1, *shape[1:]), dtype)
+  per_row, per_element = embed.Slot(per_row=True), embed.Slot()
+  slots = {"accumulators": per_row, "momenta": per_element}
+  keep = lambda g, w, s, lr: (w, s)
+  rule = embed.custom_optimizer(keep, slots, slot_init={slot: wrong})
+  table = embed.TableConfig(4, 2, name="t", optimizer=rule)
+  with pytest.raises(ValueError, match=f"'{slot}' of table 't'"):
+    embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))

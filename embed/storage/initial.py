@@ -1,6 +1,8 @@
 """Initial rows and slots of stacks; each device makes its own."""
 
 import functools
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,8 @@ from embed.engine import rows as rows_lib
 from embed.engine.stack import Arrays, StackSpec
 from embed.optimizers import Slot
 from embed.storage import tables as stored_tables
+
+_LARGE = 1 << 26  # bytes of a table above which the memory that making it takes is worth a warning
 
 Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 
@@ -63,19 +67,35 @@ def _make_rows(
   whole = {}
   for name in stack.tables:
     table = tables[name]
-    if table.initializer is None:
-      row_wise[name] = initializers.truncated_normal_rows
-    elif isinstance(table.initializer, initializers.RowWise):
-      row_wise[name] = table.initializer
+    maker = initializers.as_row_wise(table.initializer, table.dim)
+    if maker is not None:
+      row_wise[name] = maker
     else:
-      shape = (table.vocabulary_size, table.dim)
-      rows = table.initializer(keys[name], shape, table.dtype)
-      if np.shape(rows) != shape:
-        raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
-      whole[name] = rows
+      whole[name] = _drawn_whole(
+        f"Table {name!r}", table.initializer, keys[name], (table.vocabulary_size, table.dim),
+        stack.dtype,
+      )  # fmt: skip
   makers = tuple(row_wise.items())
   rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
+
+
+def _drawn_whole(
+  what: str, initializer: Any, key: jax.Array, shape: tuple[int, ...], dtype: Any
+) -> Any:
+  """All rows of a table or slot at once, in the dtype that the initializer returns."""
+  size = math.prod(shape) * np.dtype(dtype).itemsize
+  if size >= _LARGE:
+    warnings.warn(
+      f"{what}: its initializer makes all {size >> 20} MiB at once in every process, which "
+      "takes several times the memory. If rows are drawn alike, write embed.row_wise(initializer); "
+      "for rows that exist, leave the initializer out and call layer.load_tables.",
+      stacklevel=2,
+    )
+  rows = initializer(key, shape, dtype)
+  if np.shape(rows) != shape:
+    raise ValueError(f"{what}: its initializer returned {np.shape(rows)}, not {shape}.")
+  return rows
 
 
 def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
@@ -83,20 +103,24 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
   inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
   for i, (slot_name, slot) in enumerate(stack.slots.items()):
     init = inits.get(slot_name)
+    if init is None:
+      made[slot_name] = _filling(stack, slot)()
+      continue
     # Beyond the numbers of rows, whose keys are folded from the same one.
     seeds = {name: jax.random.fold_in(key, 2**32 - 1 - i) for name, key in keys.items()}
-    if isinstance(init, initializers.RowWise) and not slot.per_row:
-      makers = tuple((name, init) for name in stack.tables)
+    maker = None if slot.per_row else initializers.as_row_wise(init, stack.dim)
+    if maker is not None:
+      makers = tuple((name, maker) for name in stack.tables)
       made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
       continue
     value = _filling(stack, slot)()
-    if init is not None:
-      whole = {}
-      for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
-        shape = (size,) if slot.per_row else (size, stack.dim)
-        whole[name] = jnp.asarray(init(seeds[name], shape, slot.dtype), slot.dtype)
-      value = stored_tables.store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
-    made[slot_name] = value
+    whole = {}
+    for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
+      what, shape = f"Slot {slot_name!r} of table {name!r}", (size, stack.dim)[: value.ndim]
+      whole[name] = jnp.asarray(
+        _drawn_whole(what, init, seeds[name], shape, slot.dtype), slot.dtype
+      )
+    made[slot_name] = stored_tables.store_all([stack], [{"s": value}], [{"s": whole}])[0]["s"]
   return made
 
 

@@ -175,7 +175,9 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   step = lambda: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(arrays, ids, grads)
   at_once = step()
   in_chunks_of(64, monkeypatch)
-  jax.tree.map(np.testing.assert_array_equal, step(), at_once)
+  # To a unit in the last place: XLA vectorizes loops of another length differently (JAX 0.12).
+  once = functools.partial(np.testing.assert_array_max_ulp, maxulp=1)
+  jax.tree.map(lambda a, b: once(np.asarray(a), np.asarray(b)), step(), at_once)
   assert (np.asarray(at_once["parameters"]) != arrays["parameters"]).any()
 
 
