@@ -1,10 +1,16 @@
 """The shape of the library: imports point one way, and each kind of knowledge has one place."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import pathlib
+import re
+import tomllib
+import warnings
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -166,3 +172,32 @@ def test_everything_public_is_exported_and_documented():
   for name in embed.__all__:
     assert getattr(embed, name).__doc__, name
   assert sorted(embed.__all__) == list(embed.__all__)
+
+
+def pinned(name):
+  """The versions by package in a file of `package==version` lines."""
+  lines = (ROOT / "tests" / name).read_text().splitlines()
+  return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+@pytest.mark.filterwarnings("default")  # a version that appeared since is no failure
+def test_the_versions_that_are_tested():
+  """README and CI name those of pyproject.toml, oldest.txt and newest.txt."""
+  oldest, newest = pinned("oldest.txt"), pinned("newest.txt")
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  requirements = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+  for name in ("jax", "flax"):
+    assert str(requirements[name]).split(",")[-1] == f">={oldest[name]}"
+    assert newest[name] in requirements[name]
+  prefix = "Programming Language :: Python :: 3."
+  pythons = [c.removeprefix(prefix[:-2]) for c in project["classifiers"] if c.startswith(prefix)]
+  readme = " ".join((ROOT / "README.md").read_text().split())
+  assert f"Python {pythons[0]} to {pythons[-1]}" in readme
+  assert f"JAX {oldest['jax']} to {newest['jax']}" in readme
+  assert f"Flax {oldest['flax']} to {newest['flax']}" in readme
+  workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+  assert set(re.findall(r'python: "([\d.]+)"', workflow)) == set(pythons)
+  for name in newest:
+    installed = importlib.metadata.version(name)
+    if Version(installed) > Version(newest[name]):
+      warnings.warn(f"{name} {installed} is newer than {newest[name]}, of newest.txt", stacklevel=1)
