@@ -24,7 +24,7 @@ ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2, cpu=True)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["packed", "host"])
+@pytest.mark.parametrize("way", [pytest.param("packed", marks=pytest.mark.slow), "host"])
 def test_steps_are_timed(device, way, monkeypatch, capsys):
   compared = []
   monkeypatch.setattr(check, "main", lambda where: compared.extend(where))

@@ -19,7 +19,7 @@ SETUP = TwoTables(V, below=V, drops=True)
 features, made, train = SETUP.features, SETUP.made, SETUP.train
 
 
-@pytest.fixture(params=["host", "lines", pytest.param("packed", marks=pytest.mark.full)])
+@pytest.fixture(params=["host", "lines", pytest.param("packed", marks=pytest.mark.slow)])
 def storage(request, monkeypatch):
   """In host memory, and packed: in parts of lines as on TPUs, or as plain rows."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
@@ -38,8 +38,8 @@ SETTINGS = {
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   slow_unless(
-    list(itertools.product(SETTINGS, ["auto", "explicit"])),
-    lambda strategy, kind: (strategy in ("mod", "column")) == (kind == "auto"),
+    itertools.product(SETTINGS, ["auto", "explicit"]),
+    lambda *case: case in (("mod", "auto"), ("column", "auto")),
   ),
 )
 def test_steps_on_a_mesh(storage, strategy, kind):
@@ -55,7 +55,7 @@ def test_steps_on_a_mesh(storage, strategy, kind):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "strategy", slow_unless([(None,), ("div",), ("mod",), ("column",)], (None, "mod").__contains__)
+  "strategy", slow_unless([None, "div", "mod", "column"], lambda name: name == "mod")
 )
 def test_checkpoints_and_deltas_go_both_ways(storage, strategy, tmp_path):
   settings = {"strategy": strategy} if strategy else {}
