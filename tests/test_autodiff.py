@@ -1,5 +1,6 @@
 """Row gradients come out of a loss exactly, wherever the layer is called, or an error says why."""
 
+import itertools
 import warnings
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from nested_model import A, B, D, Model, V, dense, twice
+from suites import slow_unless
 
 import embed
 
@@ -116,9 +118,13 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(
-  "compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "jit"]
+  ("loss", "compiled"),
+  slow_unless(
+    itertools.product(LOSSES, [False, True]),
+    lambda loss, compiled: not compiled or loss in (remat, cond_in_both_branches),
+    lambda loss, compiled: not compiled,
+  ),
 )
-@pytest.mark.parametrize("loss", LOSSES)
 def test_row_gradients_equal_the_dense_gradient(loss, compiled):
   model = Model()
   f = embed.value_and_grad(loss)

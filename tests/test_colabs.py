@@ -12,7 +12,6 @@ import matplotlib
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
-from suites import slow_unless
 
 import recipes
 from colabs import address, execute
@@ -21,8 +20,6 @@ from recipes import style
 PATHS = sorted(execute.HERE.glob("*.ipynb"))
 IDS = [path.stem for path in PATHS]
 each = pytest.mark.parametrize("path", PATHS, ids=IDS)
-# What new users open first. Each notebook takes one or two minutes.
-FULL = ("quickstart", "dlrm_clicks", "from_tpu_embedding", "your_own_table")
 
 
 def read(path):
@@ -88,10 +85,8 @@ def test_what_a_notebook_takes_from_the_library_is_there(path):
       assert module is None or hasattr(module, node.attr), f"{node.value.id}.{node.attr}"
 
 
-@pytest.mark.parametrize(
-  "path", slow_unless([(path,) for path in PATHS], lambda path: path.stem in FULL), ids=IDS
-)
-@pytest.mark.full
+@pytest.mark.slow  # each takes one or two minutes
+@each
 def test_it_runs(path, tmp_path):
   """On a machine with one device, as most are. It shows and says what is committed."""
   ran, committed = execute.execute(path, tmp_path), read(path)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import conformance
 import jax
@@ -13,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from hypothesis import given
+from suites import slow_unless
 
 import embed
 from embed.tools import check
@@ -79,6 +81,9 @@ def test_user_weights_multiply_the_rows():
   np.testing.assert_array_equal(found, [[7 + 6 * 4, 7.5 + 6 * 5], [0, 0], [6, 7]])
 
 
+LEVELS = ("lookup", "value_and_grad")
+
+
 def step(model, inputs, level):
   """One step of the loss sum(activations), at either level."""
   if level == "lookup":
@@ -91,8 +96,13 @@ def step(model, inputs, level):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("level", ["lookup", "value_and_grad"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  ("kind", "level"),
+  slow_unless(
+    itertools.product(KINDS, LEVELS),
+    lambda *case: case in (("padded", "value_and_grad"), ("ragged", "lookup")),
+  ),
+)
 def test_rows_and_learned_weights_train(kind, level):
   """Row 7 at place 1, row 2 at place 2, row 3 at place 1; weight i gets the sum of its rows."""
   model = make(learnt())
@@ -169,14 +179,13 @@ def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   meshes.assert_close(*found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "kind"),
-  [
-    pytest.param("mod", "explicit", marks=pytest.mark.full),
-    pytest.param("column", "auto", marks=pytest.mark.full),
-    pytest.param("mod", "auto", marks=pytest.mark.slow),
-    pytest.param("column", "explicit", marks=pytest.mark.slow),
-  ],
+  slow_unless(
+    itertools.product(["mod", "column"], meshes.KINDS),
+    lambda *case: case == ("mod", "explicit"),
+  ),
 )
 def test_sharded_equals_unsharded(strategy, kind):
   draw = np.random.default_rng(0)
@@ -212,15 +221,13 @@ def test_sharded_equals_unsharded(strategy, kind):
   meshes.assert_close(*outcomes)
 
 
-@pytest.mark.parametrize("level", ["lookup", "value_and_grad"])
+@pytest.mark.full
 @pytest.mark.parametrize(
-  ("kind", "is_set"),
-  [
-    pytest.param("explicit", False, marks=pytest.mark.full),
-    pytest.param("explicit", True, marks=pytest.mark.slow),
-    pytest.param("auto", False, marks=pytest.mark.slow),
-    pytest.param("auto", True, marks=pytest.mark.slow),
-  ],
+  ("kind", "is_set", "level"),
+  slow_unless(
+    itertools.product(meshes.KINDS, [False, True], LEVELS),
+    lambda *case: case == ("explicit", False, "value_and_grad"),
+  ),
 )
 def test_eagerly_on_a_mesh(kind, is_set, level):
   """Any operation may be in a combiner, also on a mesh whose types have to agree."""
@@ -433,7 +440,7 @@ def test_serving_counts_positions_as_training():
   np.testing.assert_array_equal(found["x"], model(ids, weights)["x"])
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_outside_of_jit_compile_a_combiner_once(devices):
   """A computation with a loop: JAX compiles loops for each new function object."""
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, is_plain, optimizer_id
-from suites import full_unless, slow_unless
+from suites import slow_unless
 
 import embed
 
@@ -128,7 +128,7 @@ CASES = {
 QUICK = [optimizer_id(i) for i in LAZY if is_plain(i)]
 
 
-@pytest.mark.parametrize("case", slow_unless([(case,) for case in CASES], QUICK.__contains__))
+@pytest.mark.parametrize("case", slow_unless(CASES, QUICK.__contains__))
 def test_the_next_owner_of_a_row_starts_anew(case):
   """One bucket of 4 rows: ids 5 to 8 take the rows of 1 to 4."""
   optimizer = CASES[case]()
@@ -171,7 +171,7 @@ def on(devices, explicit):
       for mesh in ((8, True), (8, False), (2, True))
       for way in ("mod", "div", "column")
     ],
-    lambda *case: case in ((8, True, "mod"), (8, False, "column"), (2, True, "div")),
+    lambda *case: case in ((8, True, "mod"), (8, False, "column")),
   ),
 )
 def test_a_stream_gives_the_same_table_on_every_mesh(devices, explicit, sharding):
@@ -282,10 +282,8 @@ def copied(tree):
   return jax.tree.map(np.array, tree)
 
 
-@pytest.mark.parametrize(
-  "policy", full_unless([{}, {"eviction": "lfu", "sightings": 2, "half_life": 3}], bool)
-)
-def test_a_resumed_run_is_the_same_to_the_bit(policy):
+def test_a_resumed_run_is_the_same_to_the_bit():
+  policy = {"eviction": "lfu", "sightings": 2, "half_life": 3}
   expected, optimizer = trained(table(48, **policy), steps=8)
   model, _ = trained(table(48, **policy), steps=5)
   saved = copied(embed.checkpoint.to_tree(model=model))
@@ -298,7 +296,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(policy):
   assert_equal(resumed.vocabulary_report, expected.vocabulary_report)
 
 
-@pytest.mark.parametrize("capacity", full_unless([24, 48, 96], (24).__eq__))
+@pytest.mark.parametrize("capacity", slow_unless([24, 48, 96], (24).__eq__))
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_another_geometry_keeps_the_most_valuable_rows(capacity, eviction):
   """All of them where each bucket has room: the last used first."""
@@ -322,11 +320,10 @@ def test_another_geometry_keeps_the_most_valuable_rows(capacity, eviction):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [2, 8])
-def test_a_checkpoint_moves_to_a_mesh_and_back(devices):
+def test_a_checkpoint_moves_to_a_mesh_and_back():
   model, _ = trained(table(60, sightings=2))  # 15 buckets
   saved = copied(embed.checkpoint.to_tree(model=model))
-  with jax.set_mesh(on(devices, explicit=True)):
+  with jax.set_mesh(on(8, explicit=True)):
     other, _ = make({"id": embed.FeatureConfig(table(60, sightings=2))})
     embed.checkpoint.from_tree(saved, model=other)
     assert_equal(embed.checkpoint.to_tree(model=other)["model"], saved["model"])

@@ -1189,22 +1189,15 @@ def refusal(way, error, model, before):
   return "refused"
 
 
-# Where lookups, gradients and updates differ most, in seconds.
-FEW = {
-  (name, False)
-  for name in (
-    "three_calls", "nnx_switch", "jax_vmap_over_a_lookup", "a_closure_over_the_layer",
-    "tree_map_times_two", "attend_to_candidates",
-  )
-} | {("nnx_switch", True)}  # fmt: skip
 CASES = [
-  pytest.param(way, mesh, marks=pytest.mark.full if (way.name, mesh) in FEW else pytest.mark.slow)
+  (way, mesh)
   for mesh in (False, True)
   for way in (*WAYS.values(), *map(composed, range(COMPOSED)))
   if way.on_mesh or not mesh
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "on_mesh"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_a_way(way, on_mesh):
   """On one device, or on eight with Explicit axes."""
@@ -1212,7 +1205,7 @@ def test_a_way(way, on_mesh):
   assert found in ALLOWED[way.allowed], f"{way.name}: {found}; allowed: {way.allowed}"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three_calls", "jax_vmap_over_a_lookup"])
 def test_the_runner_tells_right_from_wrong(name):
   way = WAYS[name]

@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from suites import slow_unless
 
 import embed
 from embed.tools import reference
@@ -883,7 +882,7 @@ def test_a_small_fault_is_seen():
       assert compare(dataclasses.replace(exact, tables=tables), exact, low, high)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reference_differentiates_rightly(seed):
   """Its gradients, of rows and of dense parameters, are the slope of its loss in any direction."""
@@ -906,13 +905,9 @@ def test_the_reference_differentiates_rightly(seed):
   np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
 
 
-FEW = ((0, 1), (1, 1), (3, 8), (46, 8))  # small; all on Explicit axes, (46, 8) on eight devices
-MODELS = [(seed, devices) for devices in (1, 8) for seed in range(300)]
-
-
-@pytest.mark.parametrize(
-  ("seed", "devices"), slow_unless(MODELS, lambda *model: model in FEW, lambda *model: False)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("devices", [1, 8])
 def test_a_random_model(seed, devices):
   case = make_case(seed, devices)
   problems = problems_of(case)

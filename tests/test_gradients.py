@@ -56,13 +56,12 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", [embed.adagrad(0.1), embed.adam(0.1), embed.sgd(0.1)])
-def test_clipped_gradients_train(optimizer):
+def test_clipped_gradients_train():
   """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""
   ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)
 
   def step(grads_of):
-    layer = one_table(V, D, optimizer)
+    layer = one_table(V, D, embed.adagrad(0.1))
     updater = embed.Optimizer(layer, optax.sgd(0.1))
     nnx.jit(lambda m, o: o.update(m, grads_of(m)))(layer, updater)
     return layer.variables["t"]

@@ -3,8 +3,6 @@
 Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 from compiled import assert_in_place, compile_step, stored
 from flax import nnx
 from step_ways import WAYS, Model, batch_of
-from suites import full_unless, slow_unless
+from suites import slow_unless
 
 import embed
 
@@ -22,6 +20,16 @@ QUICK = [
   WAYS[name] for name in ("a_sum", "another_lookup_as_aux", "accumulate", "fori_loop_of_steps")
 ]
 is_sum = lambda step: step is WAYS["a_sum"]
+# One of each kind of thing that may come between a table and its update.
+FULL = [
+  WAYS[name]
+  for name in (
+    "a_sum", "half_precision", "a_lookup_in_a_branch", "remat", "nested_jit",
+    "candidates_of_attend", "a_prediction_before_the_step", "two_models_that_share_the_layer",
+    "apply_gradients_of_activations", "row_gradients_by_hand", "accumulate", "look_ahead",
+    "cond_around_the_update", "scan_of_steps",
+  )
+]  # fmt: skip
 IDS = np.arange(96, dtype=np.int32).reshape(32, 3)
 
 
@@ -37,11 +45,7 @@ def on_eight_devices(step, sharding="mod"):
   check(step, 400_000, jax.make_mesh((8,), ("data",)), sharding)
 
 
-# XLA's operations meet every way on eight devices below, whose programs hold those of one device.
-# Compiled kernels meet the quick ways: all of them on one device take five minutes, and are slow.
-each_way = pytest.mark.parametrize(
-  "step", slow_unless([(step,) for step in WAYS.values()], QUICK.__contains__), ids=WAYS
-)
+each_way = pytest.mark.parametrize("step", slow_unless(WAYS.values(), QUICK.__contains__), ids=WAYS)
 
 
 @each_way
@@ -54,28 +58,20 @@ def test_by_kernels(step, kernels):
   check(step, 100_000)
 
 
-@pytest.mark.parametrize("step", full_unless(WAYS.values(), is_sum), ids=WAYS)
+@pytest.mark.parametrize("step", slow_unless(WAYS.values(), FULL.__contains__, is_sum), ids=WAYS)
 def test_on_eight_devices(step):
   on_eight_devices(step)
 
 
-@pytest.mark.parametrize(  # the exchange is that of the test above, the kernels those of the other
-  "step",
-  slow_unless([(step,) for step in WAYS.values()], QUICK.__contains__, is_sum),
-  ids=WAYS,
-)
+# The exchange is that of the test above, the kernels those of the other.
+@pytest.mark.parametrize("step", slow_unless(WAYS.values(), is_sum), ids=WAYS)
 def test_by_kernels_on_eight_devices(step, kernels):
   on_eight_devices(step)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-  ("sharding", "step"),
-  slow_unless(
-    list(itertools.product(["div", "column", "replicated"], QUICK)),
-    lambda sharding, step: is_sum(step),
-  ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", QUICK)
+@pytest.mark.parametrize("sharding", ["div", "column", "replicated"])
 def test_by_other_strategies(sharding, step):
   on_eight_devices(step, sharding)
 
@@ -93,19 +89,16 @@ def admit_and_train(model, optimizer, batch):
   return loss
 
 
-POLICIES = [
-  {},
-  pytest.param({"eviction": "lfu", "half_life": 10, "sightings": 2}, marks=pytest.mark.full),
-]
+LFU = {"eviction": "lfu", "half_life": 10, "sightings": 2}
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["lru", "lfu_sightings"])
-@pytest.mark.parametrize("devices", full_unless([1, 8], (8).__eq__))
-def test_rows_change_hands_in_place(devices, policy):
+@pytest.mark.parametrize(
+  "policy", [{}, pytest.param(LFU, marks=pytest.mark.full)], ids=["lru", "lfu_sightings"]
+)
+def test_rows_change_hands_in_place(policy):
   """Nothing of the size of the table, of its slots, or of its raw ids is copied."""
-  capacity = 100_000 * devices
-  table = embed.TableConfig(embed.DynamicVocabulary(capacity, **policy), DIM, name="user")
-  mesh = jax.make_mesh((devices,), ("data",)) if devices > 1 else None
+  table = embed.TableConfig(embed.DynamicVocabulary(800_000, **policy), DIM, name="user")
+  mesh = jax.make_mesh((8,), ("data",))
   model = embed.SparseEmbed(
     {"bag": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh
   )

@@ -1,5 +1,7 @@
 """A layer at its edges: nothing to look up, eager calls, settings that contradict, refusals."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import meshes
@@ -10,6 +12,7 @@ from flax import nnx
 from nested_model import D, Model, V, dense
 from recorded_calls import FC, SE, f32
 from recorded_calls import dense as ids_of
+from suites import slow_unless
 
 import embed
 
@@ -38,24 +41,18 @@ def step(batch, mesh):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+  ("batch", "kind"),
+  slow_unless(
+    itertools.product(BATCHES, ["auto", "explicit"]),
+    lambda *case: case in (("one", "explicit"), ("all", "auto")),
+  ),
+)
 def test_nothing_to_look_up(batch, kind):
   wanted, _ = step(BATCHES[batch], None)
   found, report = step(BATCHES[batch], meshes.make_mesh(kind))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
   assert int(report["exchange_rounds"]) == (batch != "all")
-
-
-@pytest.mark.full
-def test_the_report_is_of_the_last_call():
-  mesh = meshes.make_mesh("auto")
-  layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
-  layer({"u": np.arange(8)})
-  assert int(layer.report["exchange_rounds"]) == 1
-  layer({"t": NOTHING})
-  assert int(layer.report["exchange_rounds"]) == 0
-  assert float(layer.report["buffer_fill"]) == 0
 
 
 def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():

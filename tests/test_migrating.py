@@ -52,7 +52,7 @@ def test_every_row_names_tests_that_exist():
     assert function in functions(name), f"{name}::{function}"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

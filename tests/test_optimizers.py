@@ -54,14 +54,8 @@ def test_equal_hyperparameters_are_equal_optimizers():
 @pytest.mark.full
 @pytest.mark.parametrize(
   "tx",
-  [
-    optax.adam(0.1),
-    optax.sgd(0.1, momentum=0.9),
-    optax.adagrad(0.1),
-    optax.rprop(0.1),  # its state is not in alphabetical order
-    optax.adan(0.1),
-  ],
-  ids=["adam", "momentum", "adagrad", "rprop", "adan"],
+  [optax.adam(0.1), optax.rprop(0.1)],  # the state of rprop is not in alphabetical order
+  ids=["adam", "rprop"],
 )
 def test_from_optax_is_optax_where_every_row_is_touched(tx):
   layer = make(embed.from_optax(tx))

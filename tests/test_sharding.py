@@ -1,8 +1,8 @@
 """Tables over eight devices give what one device gives: lookups, gradients, three steps, values.
 
 Nothing here divides by eight unless it says so: not the rows, the columns or the batch. The whole
-matrix is behind the marker `slow`; `full` covers every strategy, every optimizer and both kinds of
-mesh, and the quick suite every strategy.
+matrix is behind the marker `slow`. The quick suite covers every strategy, and `full` equations that
+look across a row where it is cut, and what only one case can show.
 """
 
 import functools
@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths
-from optimizer_cases import EACH, FIRST, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
-from suites import full_unless, slow_unless
+from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from suites import slow_unless
 
 import embed
 from embed.tools import reference
@@ -99,23 +99,25 @@ def expected(name, initial, three):
   return found[1:]
 
 
-def optimizer_cases():
-  for i, name in enumerate(NAMES):
-    for j, strategy in enumerate(STRATEGIES):
-      for k, kind in enumerate(KINDS):
-        label = name if name in EXTRA else optimizer_id(name)
-        # Those that look across a row also where it is cut.
-        first = i % 4 == j or (strategy == "column" and name in EXTRA)
-        quick = i < len(STRATEGIES)
-        in_suites = quick or name in FIRST or name in EXTRA
-        default = in_suites and first and (i // 4 + j) % 2 == k
-        yield pytest.param(
-          name, strategy, kind, id=f"{label}-{strategy}-{kind}",
-          marks=pytest.mark.slow if not default else () if quick else pytest.mark.full,
-        )  # fmt: skip
+MATRIX = [(strategy, kind) for strategy in STRATEGIES for kind in KINDS]
+QUICK = [(0, "mod", "auto"), (1, "div", "explicit"), (2, "column", "auto")]
+QUICK += [(3, "replicated", "explicit")]
+# Those that look across a row, where it is cut.
+ACROSS = [
+  (OPTIMIZERS.index(("rowwise_adagrad", {})), "column", "auto"),
+  ("custom_optimizer", "column", "explicit"),
+]
 
 
-@pytest.mark.parametrize(("name", "strategy", "kind"), list(optimizer_cases()))
+@pytest.mark.parametrize(
+  ("name", "strategy", "kind"),
+  slow_unless(
+    [(name, *where) for name in NAMES for where in MATRIX],
+    lambda *case: case in QUICK + ACROSS,
+    lambda *case: case in QUICK,
+  ),
+  ids=lambda x: optimizer_id(x) if isinstance(x, int) else x,
+)
 def test_every_optimizer(name, strategy, kind):
   """Three steps; rows that were not looked up keep every bit."""
   world = make_world(one_bag(make_optimizer(name)), mesh=make_mesh(kind), sharding=strategy)
@@ -218,16 +220,9 @@ def kinds_on_one_device():
   return make_world(every_kind(), embed.adagrad(0.5), rows=True)
 
 
-MATRIX = [(strategy, kind) for strategy in STRATEGIES for kind in KINDS]
-
-
-def two_of_them(strategy, kind):
-  return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
-  ("strategy", "kind"), slow_unless(MATRIX, two_of_them, lambda strategy, _: strategy == "mod")
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_every_kind_of_input(strategy, kind):
   """Activations, the row gradients of every table, and three steps."""
@@ -247,11 +242,9 @@ def test_every_kind_of_input(strategy, kind):
     check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-  ("strategy", "kind"),
-  slow_unless(
-    MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")), lambda *_: False
-  ),
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_features_without_ids(strategy, kind):
   """They neither fail nor move a row, beside a feature that has ids."""
@@ -343,7 +336,7 @@ def even_batches():
   return st.tuples(values.map(embed.Padded), st.none(), cotangents)
 
 
-@pytest.mark.parametrize("strategy", full_unless(STRATEGIES, lambda strategy: strategy == "mod"))
+@pytest.mark.parametrize("strategy", slow_unless(STRATEGIES, "mod".__eq__))
 def test_exact_values_are_exact(strategy):
   """Where no sum rounds, its order is all that a mesh changes: nothing is left to tolerate."""
   one, world = even_world(), even_world(strategy)
@@ -429,11 +422,10 @@ PLANE_OPTIMIZERS = {
   "dense_adam": lambda: embed.adam(0.5, epsilon=1e-2, lazy_adam=False),
   "custom_optimizer": lambda: EXTRA["custom_optimizer"](0.5),
 }
-PLANE_DEFAULT = {
-  "replicas_round_by_round": "auto",
-  "rows_and_columns_round_by_round": "explicit",
-  "columns_and_replicas": "auto",
-}
+PLANE_FULL = [
+  ("rows_and_columns_round_by_round", "rowwise_adagrad", "explicit"),
+  ("columns_and_replicas", "rowwise_adagrad", "auto"),
+]
 
 
 def plane_features(optimizer):
@@ -458,12 +450,12 @@ def plane_on_one_device(optimizer):
   return world.run(map(plane_batch, range(3)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("name", "optimizer", "kind"),
   slow_unless(
     [(name, o, kind) for name in PLANES for o in PLANE_OPTIMIZERS for kind in KINDS],
-    lambda name, o, kind: o == "rowwise_adagrad" and PLANE_DEFAULT.get(name) == kind,
-    lambda name, *_: name == "rows_and_columns",
+    lambda *case: case in PLANE_FULL,
   ),
 )
 def test_two_axes(name, optimizer, kind):
@@ -594,14 +586,11 @@ WAYS = {
   "made_by_hand": made_by_hand,
   "clip": clipped,
 }
-WAYS_DEFAULT = {
-  "cond": ("mod", "explicit"),
-  "attend": ("mod", "auto"),
-  "candidates": ("div", "explicit"),
-  "accumulate": ("mod", "auto"),
-  "map_by_hand": ("mod", "explicit"),
-  "clip": ("replicated", "auto"),
-}
+WAYS_FULL = [
+  ("attend", "mod", "auto"),
+  ("candidates", "div", "explicit"),
+  ("clip", "replicated", "auto"),
+]
 
 
 @functools.cache
@@ -614,11 +603,7 @@ def ways_on_one_device(way):
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("way", "strategy", "kind"),
-  slow_unless(
-    [(way, strategy, kind) for way in WAYS for strategy, kind in MATRIX],
-    lambda way, strategy, kind: WAYS_DEFAULT.get(way) == (strategy, kind),
-    lambda way, *_: way == "candidates",
-  ),
+  slow_unless([(way, *where) for way in WAYS for where in MATRIX], lambda *case: case in WAYS_FULL),
 )
 def test_every_way_through_a_loss(way, strategy, kind):
   world = make_world(
@@ -635,12 +620,12 @@ def test_every_way_through_a_loss(way, strategy, kind):
 # --- without value_and_grad, without jit ----------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "kind", "jit"),
   slow_unless(
     [(*case, jit) for case in MATRIX for jit in (False, True)],
     lambda *case: case == ("mod", "auto", False),
-    lambda *_: False,
   ),
 )
 def test_mid_level(strategy, kind, jit):
@@ -662,9 +647,9 @@ def test_mid_level(strategy, kind, jit):
   meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-  ("strategy", "kind"),
-  slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"), lambda *_: False),
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_eagerly(strategy, kind):
   """The whole step without jit; rows are there to look at."""
@@ -701,9 +686,14 @@ def test_inputs_of_any_sharding(kind):
     assert found["bag"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full
-@pytest.mark.parametrize("form", ["segments", "max_valency", "sequence"])
+@pytest.mark.parametrize(
+  ("form", "kind"),
+  slow_unless(
+    [(form, kind) for form in ("segments", "max_valency", "sequence") for kind in KINDS],
+    lambda *case: case in (("segments", "auto"), ("max_valency", "explicit")),
+  ),
+)
 def test_row_splits_on_some_of_the_axes(form, kind):
   """XLA's partitioner adds wrong elements where splits are split over one of two axes."""
   features = embed.FeatureConfig(

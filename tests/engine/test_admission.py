@@ -115,8 +115,8 @@ def test_a_drifting_stream(policy):
 @pytest.mark.parametrize(
   ("policy", "stream"),
   slow_unless(
-    list(itertools.product(POLICIES, streams(steps=0))),
-    lambda policy, stream: policy == "everything" or stream == "drifting",
+    itertools.product(POLICIES, streams(steps=0)),
+    lambda *case: case in (("everything", "one_bucket"), ("everything", "padding")),
   ),
 )
 def test_200_batches(policy, stream):
@@ -125,7 +125,7 @@ def test_200_batches(policy, stream):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", ["lru", "expiring"])
+@pytest.mark.parametrize("policy", slow_unless(["lru", "expiring"], "lru".__eq__))
 def test_the_kernel_finds_the_same_rows(policy, kernels):
   vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
   batches = streams(steps=12)
@@ -150,8 +150,8 @@ def test_empty_batches():
 @pytest.mark.parametrize(
   ("policy", "devices", "kind"),
   slow_unless(
-    list(itertools.product(["lru", "everything"], [2, 8], ["auto", "explicit"])),
-    lambda *case: case in (("lru", 2, "explicit"), ("everything", 8, "auto")),
+    itertools.product(["lru", "everything"], [2, 8], ["auto", "explicit"]),
+    lambda *case: case == ("everything", 8, "auto"),
   ),
 )
 def test_on_meshes(policy, devices, kind):
@@ -185,13 +185,6 @@ def random_case(number):
   ids = lambda: draw.integers(0, of, size).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
   empty = lambda x: np.where(draw.random(size) < 0.1, np.uint64(EMPTY), x)
   return vocabulary, [empty(ids()) for _ in range(6)], bool(pick(False, True))
-
-
-@pytest.mark.full
-def test_ten_random_cases():
-  for number in range(10):
-    vocabulary, batches, keeps_previous = random_case(number)
-    check(vocabulary, batches, keeps_previous=keeps_previous)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Packed tables: where rows are in lines, and that nobody sees it but the memory."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,9 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import assert_close, assert_equal, make_mesh
-from optimizer_cases import EXTRA, FIRST, OPTIMIZERS, optimizer_id
+from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
 from stored_tables import TwoTables
+from suites import slow_unless
 
 import embed
 from embed.engine import mesh as mesh_lib
@@ -24,7 +23,7 @@ SETUP = TwoTables(V)
 features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
 
 
-@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.full), "lines"])
+@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.slow), "lines"])
 def as_on(request, monkeypatch):
   """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
@@ -86,32 +85,23 @@ def test_lines_equal_rows(width, units, data):
 # --- steps ----------------------------------------------------------------------------------------
 
 
-ALL = [getattr(embed, name)(0.125, **config) for name, config in OPTIMIZERS]
-ALL += [make() for make in EXTRA.values()]
-NAMES = [*map(optimizer_id, range(len(OPTIMIZERS))), *EXTRA]
-COMMON = ("adagrad", "adam-epsilon")
-EACH_ONCE = (*map(optimizer_id, FIRST), *EXTRA)
-
-
-def cases(common=COMMON, on_one=EACH_ONCE):
-  """Every optimizer on one device and eight, and on rows that have to be filled up.
-
-  The suites take those of `on_one` on one device, and those of `common` everywhere.
-  """
-  places = [(1, 16), (8, 16), (1, 10), (8, 10)]
-  for (name, optimizer), place in itertools.product(zip(NAMES, ALL, strict=True), places):
-    is_first = place == (1, 16)
-    is_full = name in common or (is_first and name in on_one)
-    marks = pytest.mark.full if is_full else pytest.mark.slow
-    marks = () if is_first and name == "adagrad" else marks
-    yield pytest.param(optimizer, *place, id=f"{name}-{place[0]}-{place[1]}", marks=marks)
+OF_NAME = {
+  optimizer_id(i): getattr(embed, name)(0.125, **config)
+  for i, (name, config) in enumerate(OPTIMIZERS)
+} | {name: make() for name, make in EXTRA.items()}
+# Every optimizer on one device and eight, and on rows that have to be filled up.
+CASES = [(name, *at) for name in OF_NAME for at in ((1, 16), (8, 16), (1, 10), (8, 10))]
+SLOTS = [("adam-epsilon", 1, 16), ("rowwise_adagrad", 1, 16), ("custom_optimizer", 1, 16)]
+QUICK, FILLED = ("adagrad", 1, 16), ("adagrad", 8, 10)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases(("adagrad",), COMMON)))
-def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
+@pytest.mark.parametrize(
+  ("name", "devices", "dim"), slow_unless(CASES, lambda *case: case in (QUICK, FILLED))
+)
+def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(name, devices, dim, monkeypatch):
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
-  mesh = make_mesh() if devices == 8 else None
+  mesh, optimizer = make_mesh() if devices == 8 else None, OF_NAME[name]
   given = features(optimizer, dim)
   layers = [made(given, mesh, storage=way) for way in ("packed", "rows")]
   is_packed = [stack.is_packed for stack in layers[0].spec.stacks.values()]
@@ -120,12 +110,15 @@ def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices,
   assert_equal(packed, plain)
 
 
-@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
-def test_steps_on_lines_equal_those_on_rows(optimizer, devices, dim, monkeypatch):
+@pytest.mark.parametrize(
+  ("name", "devices", "dim"),
+  slow_unless(CASES, lambda *case: case in (QUICK, FILLED, *SLOTS), lambda *case: case == QUICK),
+)
+def test_steps_on_lines_equal_those_on_rows(name, devices, dim, monkeypatch):
   """But for the order of sums, which accelerators choose themselves."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
   mesh = make_mesh() if devices == 8 else None
-  given = features(optimizer, dim)
+  given = features(OF_NAME[name], dim)
   packed, plain = (train(made(given, mesh, storage=way), 3) for way in ("packed", "rows"))
   assert_close(packed, plain, scale=2e-5)
 
@@ -156,9 +149,6 @@ def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
   assert stored.shape == (1, 128)
   assert not stored.reshape(16, 8)[5:].any()
   assert int(layer.report["dropped_ids"]) == 2
-
-
-# --- tables as users see them ---------------------------------------------------------------------
 
 
 # --- plans ----------------------------------------------------------------------------------------

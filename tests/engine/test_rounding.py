@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from suites import slow_unless
 
 import embed
 from embed.engine import update
@@ -155,7 +156,7 @@ def test_a_run_repeats_itself_and_tables_differ():
 @pytest.mark.full
 @pytest.mark.parametrize(
   "strategy",
-  ["mod", "column", *(pytest.param(s, marks=pytest.mark.slow) for s in ("div", "replicated"))],
+  slow_unless(meshes.STRATEGIES, "column".__eq__),
 )
 def test_a_row_is_rounded_alike_on_any_mesh(strategy):
   """Integer gradients, so that sums are exact: bit for bit."""
@@ -203,7 +204,7 @@ def test_a_frozen_table_rounds_nothing():
   model.apply_gradients(jnp.ones(act.shape), residual)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_short_training_run_matches_float32():
   """Factorizing a matrix: float32, and bfloat16 at random, over two seeds; nearest is worse."""
 

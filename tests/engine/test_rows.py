@@ -19,7 +19,7 @@ SETUP = TwoTables(V)
 features, made, train = SETUP.features, SETUP.made, SETUP.train
 
 
-@pytest.fixture(autouse=True, params=["lines", pytest.param("rows", marks=pytest.mark.full)])
+@pytest.fixture(autouse=True, params=["lines", pytest.param("rows", marks=pytest.mark.slow)])
 def as_on(request, monkeypatch):
   """As TPUs do it, which read and write parts of lines, and as CPUs and GPUs do."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
@@ -37,8 +37,8 @@ SETTINGS = {
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   slow_unless(
-    list(itertools.product(SETTINGS, ["auto", "explicit"])),
-    lambda strategy, kind: (strategy in ("mod", "column")) == (kind == "auto"),
+    itertools.product(SETTINGS, ["auto", "explicit"]),
+    lambda *case: case in (("mod", "auto"), ("column", "auto")),
   ),
 )
 def test_steps_on_a_mesh(strategy, kind):
@@ -52,7 +52,7 @@ def test_steps_on_a_mesh(strategy, kind):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "strategy", slow_unless([(None,), ("div",), ("mod",), ("column",)], (None, "mod").__contains__)
+  "strategy", slow_unless([None, "div", "mod", "column"], lambda name: name == "mod")
 )
 def test_checkpoints_and_deltas_go_both_ways(strategy, tmp_path):
   settings = {"strategy": strategy} if strategy else {}

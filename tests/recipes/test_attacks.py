@@ -453,7 +453,7 @@ def test_damaged_manifests_are_named(is_edited, count, checkpoint):
   check_fuzzed(path, lambda: checkpoints.newest(checkpoint.parent), count, is_edited)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("count", FUZZED)
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_damaged_configs_are_named_or_exported(is_edited, count, run, tmp_path):

@@ -293,13 +293,8 @@ def test_a_checkpoint_of_another_vocabulary_is_named(run):
   ("full_every", "best_steps", "kept"),
   [
     (1, {}, [6, 7]),
-    pytest.param(
-      1, {step: min(step, 3) for step in range(1, 8)}, [3, 6, 7], marks=pytest.mark.full
-    ),
     (1, {step: 7 if step == 7 else 2 for step in range(1, 8)}, [2, 6, 7]),  # 2 is the best of 6
-    pytest.param(3, {}, [4, 5, 6, 7], marks=pytest.mark.full),  # 6 is a delta of 5, that of 4
     (3, {step: min(step, 2) for step in range(1, 8)}, [1, 2, 4, 5, 6, 7]),
-    pytest.param(100, {}, [1, 2, 3, 4, 5, 6, 7], marks=pytest.mark.full),
   ],
 )
 def test_the_last_two_and_the_best_are_kept_with_what_they_need(

@@ -36,7 +36,7 @@ def test_a_run_is_measured_again(run, monkeypatch):
   assert evaluate.evaluate(folder / "run") == result["metrics"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_is_measured_on_a_mesh(run, monkeypatch):
   folder, result = run
   monkeypatch.setattr(hosts, "start", lambda: jax.make_mesh((2,), ("data",)))

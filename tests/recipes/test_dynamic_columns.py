@@ -106,7 +106,9 @@ def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [{"accumulate": 2}, {"pipelined": True}])
+@pytest.mark.parametrize(
+  "how", [pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"pipelined": True}]
+)
 def test_every_way_to_step_admits(how, tmp_path):
   result = train.run(
     config_of(write(tmp_path / "rows.csv"), tmp_path, **how), str(tmp_path / "run")

@@ -27,6 +27,7 @@ from served_models import (
   write_clicks,
   write_log,
 )  # fmt: skip
+from suites import slow_unless
 
 import embed
 from recipes import export, hosts, serving
@@ -56,7 +57,7 @@ def clicks(tmp_path_factory):
   "changes",
   [
     {},
-    pytest.param({"model": "dlrm"}, marks=pytest.mark.full),
+    pytest.param({"model": "dlrm"}, marks=pytest.mark.slow),
     pytest.param({"ema": 0.9}, marks=pytest.mark.full),
   ],
   ids=["dcnv2", "dlrm", "averages"],
@@ -97,7 +98,9 @@ def test_tables_are_exported_from_all_devices_as_from_one(clicks, tmp_path, monk
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("query", [(), ("user", "history", "country")])
+@pytest.mark.parametrize(
+  "query", [pytest.param((), marks=pytest.mark.slow), ("user", "history", "country")]
+)
 def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   file = write_log(tmp_path / "log.csv")
   # Names that no file can have, and that a column of the prepared data is called in another way.
@@ -150,7 +153,9 @@ SEQUENCES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(
+  "name", slow_unless(SEQUENCES, ("sasrec", "cosines", "bert4rec").__contains__)
+)
 def test_sequence_models_rank_raw_rows_as_their_run_does(name, tmp_path):
   if (model := SEQUENCES[name]) is None:
     config = sequence_smoke(name, tmp_path)
@@ -238,7 +243,7 @@ def scores(out, file):
   return serving.load(out).predict(read_rows(file)[:3]).tolist()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path, monkeypatch):
   _, run, file = clicks
   monkeypatch.setattr(hosts, "start", lambda: None)  # nothing is compiled, and kept on the disk
@@ -261,9 +266,8 @@ print("steps", next(steps))
 """
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_kill_leaves_the_earlier_export_or_the_new_one(kills, clicks, other, tmp_path):
+@pytest.mark.slow
+def test_a_kill_leaves_the_earlier_export_or_the_new_one(clicks, other, tmp_path):
   _, run, file = clicks
   out = tmp_path / "served"
   environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
@@ -280,7 +284,7 @@ def test_a_kill_leaves_the_earlier_export_or_the_new_one(kills, clicks, other, t
   assert before != after
   # From the last rename on the new export is there; files of the old one are removed in the end.
   found = []
-  for step in np.linspace(0, steps - 1, kills).astype(int):
+  for step in np.linspace(0, steps - 1, 20).astype(int):
     export.export(run, out, platforms=("cpu",))
     assert scores(out, file) == before
     assert export_by_command(step).returncode == -signal.SIGKILL

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from served_models import CLICKS, write_clicks
+from suites import slow_unless
 
 import embed
 from recipes import hosts, pipeline
@@ -300,10 +301,13 @@ def test_two_processes_train_as_one(alone, pair):
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("name", "settings"),
-  [
-    ("two_tower", ["--config.accumulate=2", "--config.clip_norm=0.5"]),
-    ("sequence", ["--config.hbm_bytes=1000000000"]),
-  ],
+  slow_unless(
+    [
+      ("two_tower", ["--config.accumulate=2", "--config.clip_norm=0.5"]),
+      ("sequence", ["--config.hbm_bytes=1000000000"]),
+    ],
+    lambda name, _: name == "two_tower",
+  ),
 )
 def test_the_other_recipes_train_as_one(jobs, folder, name, settings):
   """With parts of batches, clipped gradients and a plan, of which the main process says it."""
@@ -439,7 +443,7 @@ def test_deltas_of_two_processes_are_restored_by_any_number(
   assert_same(outcome(workdir), pair[:2])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_with_deltas, pair):
   workdir = folder / "deltas_damaged"
   shutil.copytree(pair_with_deltas, workdir)

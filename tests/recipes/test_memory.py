@@ -13,6 +13,7 @@ import pytest
 import recipe_runs
 from flax import nnx
 from ml_collections import ConfigDict
+from suites import slow_unless
 
 import embed
 from recipes import pipeline
@@ -54,7 +55,7 @@ def assert_no_table(function, model, *args):
   assert compiled.memory_analysis().output_size_in_bytes < smallest
 
 
-@pytest.fixture(params=[False, True], ids=["one device", "eight"])
+@pytest.fixture(params=slow_unless([False, True], bool), ids=["one device", "eight"])
 def mesh(request):
   return meshes.make_mesh() if request.param else None
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
-from suites import full_unless
+from suites import slow_unless
 
 from recipes import export, predict, serving
 from recipes.errors import UserError
@@ -415,9 +415,7 @@ assert not any(name.endswith(unneeded) for name in sys.modules if "recipes" in n
 """
 
 
-@pytest.mark.parametrize(
-  "recipe", ["clicks", *full_unless(["towers", "sequences"], lambda _: False)]
-)
+@pytest.mark.parametrize("recipe", slow_unless(["clicks", "towers", "sequences"], "clicks".__eq__))
 def test_the_command_needs_no_package_of_training(recipe, request, tmp_path):
   served = request.getfixturevalue(recipe)
   text = f"{HEADER}\n1,4.5,30,c1,s2,t1|t2,test\n" if recipe == "clicks" else "who\nu3\n"

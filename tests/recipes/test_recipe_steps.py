@@ -7,13 +7,13 @@ import pytest
 import recipe_runs
 from flax import nnx
 from parts import prepare
+from suites import slow_unless
 
 import embed
 from recipes.training import train_step
 from recipes.training.train_step import Options
 
 pytestmark = pytest.mark.full
-RECIPES = ("dlrm", "two_tower", "sequence")
 
 
 def prepared(recipe, folder, **changes):
@@ -44,13 +44,16 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
   ("recipe", "changes"),
-  [
-    ("dlrm", {}),
-    ("sequence", {"loss": "softmax"}),
-    ("sequence", {"loss": "gbce", "negatives.shared": True}),
-    ("sequence", {"loss": "sampled_softmax", "negatives.shared": False}),
-    ("sequence", {"model": "bert4rec", "loss": "softmax"}),
-  ],
+  slow_unless(
+    [
+      ("dlrm", {}),
+      ("sequence", {"loss": "softmax"}),
+      ("sequence", {"loss": "gbce", "negatives.shared": True}),
+      ("sequence", {"loss": "sampled_softmax", "negatives.shared": False}),
+      ("sequence", {"model": "bert4rec", "loss": "softmax"}),
+    ],
+    lambda recipe, changes: recipe == "dlrm" or "model" in changes,
+  ),
 )
 def test_four_parts_are_the_whole_batch(recipe, changes, folder):
   """Also where the parts have different numbers of targets, and of rows with a weight."""
@@ -90,7 +93,7 @@ def test_a_query_meets_the_candidates_of_its_part(folder):
   assert_close(state(training)[0], state(other)[0])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_unless(["dlrm", "two_tower", "sequence"], "dlrm".__eq__))
 def test_bfloat16_computes_and_stores_what_it_says(recipe, folder):
   losses = {}
   for dtype in ("float32", "bfloat16"):

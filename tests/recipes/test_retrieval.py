@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from suites import full_unless
+from suites import slow_unless
 
 from recipes import errors, hosts
 from recipes.evaluation import retrieval
@@ -54,7 +54,7 @@ def test_ties_and_chunks(max_scores, excluding):
   check(retrieval.top_k(query, candidates, K, exclude, max_scores=max_scores), wanted)
 
 
-@pytest.mark.parametrize("size", full_unless([8, 83, 96], (83).__eq__))
+@pytest.mark.parametrize("size", slow_unless([8, 83, 96], (83).__eq__))
 @pytest.mark.parametrize("max_scores", [5 * 4, 1 << 20])
 def test_over_a_mesh_and_of_rows_looked_up_is_the_same(size, max_scores):
   mesh = meshes.make_mesh()

@@ -160,7 +160,7 @@ def test_every_part_has_what_is_shared():
   assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -1, -2, 0], -3.0)
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_norm_counts_tables_and_dense_parameters(parts):
   """Gradients of row 1 and of the bias are 3 + 3 and 8: a norm of 10, which is clipped to 5."""
 
@@ -270,14 +270,11 @@ def names(compiled):
   return {tuple(dict.fromkeys(phase)) for phase in phases}
 
 
-@pytest.mark.parametrize(("devices", "parts"), [(1, 1), (8, 1), (8, 2)])
 @pytest.mark.full
-def test_operations_carry_the_names_of_phases(devices, parts):
-  mesh = hosts.start() if devices == 8 else None
-  seen = names(program(Options(clip_norm=1.0, accumulate=parts), 64, mesh))
+def test_operations_carry_the_names_of_phases():
+  seen = names(program(Options(clip_norm=1.0, accumulate=2), 64, hosts.start()))
   assert {("dense",), ("dense", "lookup"), ("update",)} <= seen
-  exchanges = {("dense", "lookup", "exchange"), ("update", "exchange")}
-  assert exchanges & seen == (exchanges if devices == 8 else set())
+  assert {("dense", "lookup", "exchange"), ("update", "exchange")} <= seen
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -298,8 +295,8 @@ def take_profiled(folder, wanted, steps=4, first=0):
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("wanted", "first", "traces"),
-  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), ((), 0, 0)],
-  ids=["within", "until the end", "after going on", "before going on", "none"],
+  [((2, 3), 0, 1), ((2, 12), 10, 1)],
+  ids=["within", "after going on"],
 )
 def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
   files = take_profiled(tmp_path / "profile", wanted, first=first)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 from small_tables import completed
+from suites import slow_unless
 
 import embed
 from recipes import errors
@@ -64,7 +65,7 @@ def dense(training):
   return jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=training.model)["model"]["state"])
 
 
-@pytest.mark.parametrize("recipe", TABLES)
+@pytest.mark.parametrize("recipe", slow_unless(TABLES, "dlrm".__eq__))
 def test_rows_follow_their_raw_ids(recipe, tmp_path, capsys):
   first = write(recipe, tmp_path / "first.csv")
   old = run_of(recipe, {"files": str(first), **TABLES[recipe]}, tmp_path / "run")

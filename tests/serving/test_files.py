@@ -103,7 +103,7 @@ def test_a_first_export_needs_no_links(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
   old, new, newest = version(3), version(5), version(7)
   answers = []
@@ -124,18 +124,17 @@ def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
   assert set(answers) == {None if is_first else 9, 25}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_any_time_leave_one_export(kills, tmp_path):
+@pytest.mark.slow
+def test_kills_at_any_time_leave_one_export(tmp_path):
   old, new = version(3, 1 << 18), version(5, 1 << 18)
   old.save(tmp_path)
-  draw = random.Random(kills)
+  draw = random.Random(20)
 
   def save_again_and_again():
     while True:
       new.save(tmp_path)
       old.save(tmp_path)
 
-  for _ in range(kills):
+  for _ in range(20):
     assert is_killed(save_again_and_again, after=draw.uniform(0, 0.2))
     assert answer(tmp_path) in (9, 25)

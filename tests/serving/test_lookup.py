@@ -15,7 +15,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import fractions, ids
-from suites import full_unless
+from suites import slow_unless
 
 import embed
 from embed.tools import check, reference
@@ -303,7 +303,7 @@ def served_together(group, jit):
   return served([name for name in VALID if lookup_group(name) == group], jit)
 
 
-@pytest.mark.parametrize("jit", full_unless([False, True], bool), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", slow_unless([False, True], bool), ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
 def test_recorded(name, jit):
   case = LOOKUPS[name]

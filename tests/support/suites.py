@@ -9,7 +9,8 @@ def full_unless(cases, is_quick):
 
 
 def slow_unless(cases, is_full, is_quick=lambda *case: True):
-  """Parameters of several arguments: `slow`, `full`, or quick for those that are both."""
+  """Parameters of one argument or tuples of several: `slow`, `full`, or quick if they are both."""
+  cases = [case if isinstance(case, tuple) else (case,) for case in cases]
 
   def marks(case):
     if not is_full(*case):

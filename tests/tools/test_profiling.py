@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from meshes import make_mesh
 from stored_tables import two_tables
+from suites import slow_unless
 
 import embed
 from embed.engine import cost
@@ -59,7 +60,7 @@ PLACES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", slow_unless(PLACES, ("mod", "columns_beside").__contains__))
 def test_load_is_what_the_exchange_reports(place):
   """Also of a batch that does not divide, of several features and of several tables in a stack."""
   features = two_tables()

@@ -9,6 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 from served_models import own_probabilities, run_of
 from small_tables import completed, write_csv
+from suites import slow_unless
 
 import embed
 from recipes import evaluate, export, predict, serving
@@ -352,7 +353,9 @@ def with_lists(rows):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", histories.MODELS)
+@pytest.mark.parametrize(
+  "model", slow_unless(histories.MODELS, ("din", "transformer").__contains__)
+)
 def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
   training, folder, rows = run(model)
   expected, served = own_probabilities(training), serving.load(folder)

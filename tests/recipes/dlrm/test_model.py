@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from suites import slow_unless
 
 import embed
 from recipes.dlrm import model as model_lib
@@ -22,6 +23,7 @@ MODELS = [
   (model_lib.WideDeep, {"deep": (16,), "pairs": 0}, 0),
   (model_lib.WideDeep, {"deep": (16,), "pairs": 3}, 2),
 ]
+FULL = [MODELS[i] for i in (0, 1, 4, 6)]  # all that can be switched on
 
 
 def build(kind, settings, num_dense=2, dropout=0.0):
@@ -99,7 +101,7 @@ def test_mlp_without_sizes_is_the_identity():
 
 @pytest.mark.parametrize(
   ("kind", "settings", "num_dense"),
-  [MODELS[0], *(pytest.param(*model, marks=pytest.mark.full) for model in MODELS[1:])],
+  slow_unless(MODELS, lambda *model: model in FULL, lambda *model: model == MODELS[0]),
 )
 def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, settings, num_dense):
   model, inputs = build(kind, settings, num_dense), batch(num_dense=num_dense)

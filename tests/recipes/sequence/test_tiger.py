@@ -115,9 +115,8 @@ def test_a_wide_beam_ranks_as_the_probabilities_of_all_items(small):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("beam", [1, 2, 5])
-def test_a_narrow_beam_finds_items_only_and_none_twice(small, beam):
-  small.beam = beam
+def test_a_narrow_beam_finds_items_only_and_none_twice(small):
+  small.beam = 2
   query = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
   exclude = np.tile(np.arange(3, dtype=np.int32), (20, 1))
   scores, _ = ranking(small, query, exclude)

@@ -11,6 +11,7 @@ import recipe_runs
 from flax import nnx
 from parts import prepare
 from recipe_runs import recorded_reads, sequence_smoke, slow_but
+from suites import slow_unless
 
 import embed
 from recipes import baselines as command
@@ -64,7 +65,7 @@ SETTINGS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "changes", [SETTINGS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS[1:])]
+  "changes", slow_unless(SETTINGS, lambda changes: changes["model"] == "sasrec")
 )
 def test_eight_devices_follow_one(changes, tmp_path):
   config = sequence_smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
@@ -97,7 +98,7 @@ def test_a_full_softmax_needs_no_samples(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 0.05])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_one_device_and_eight_rank_alike(temperature, tmp_path):
   config = sequence_smoke("synthetic", tmp_path, temperature=temperature)
   loaded, mesh = data.load(config), hosts.start()
@@ -110,7 +111,7 @@ def test_one_device_and_eight_rank_alike(temperature, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("split", ["valid", "test"])
+@pytest.mark.parametrize("split", [pytest.param("valid", marks=pytest.mark.slow), "test"])
 def test_evaluation_against_slow_numpy(split, tmp_path):
   config = sequence_smoke("beauty", tmp_path, positions="end")
   loaded = data.load(config)

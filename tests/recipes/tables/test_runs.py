@@ -61,7 +61,7 @@ def run(recipe, settings, workdir):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "recipe", slow_unless([("dlrm",), ("two_tower",), ("sequence",)], "sequence".__eq__)
+  "recipe", slow_unless(["dlrm", "two_tower", "sequence"], "sequence".__eq__)
 )
 def test_one_declaration_serves_all_recipes(recipe, log, tmp_path):
   result = run(recipe, config(recipe, log, tmp_path), tmp_path / "run")
@@ -95,7 +95,7 @@ def test_a_plain_dict_is_a_config(recipe, tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "recipe", slow_unless([("dlrm",), ("two_tower",), ("sequence",)], "two_tower".__eq__)
+  "recipe", slow_unless(["dlrm", "two_tower", "sequence"], "two_tower".__eq__)
 )
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkeypatch):
   settings = config(recipe, log, tmp_path)

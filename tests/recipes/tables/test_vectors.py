@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from served_models import asked_towers, own_probabilities, own_towers, run_of
 from small_tables import completed
+from suites import slow_unless
 
 import embed
 from recipes import export, serving
@@ -220,7 +221,7 @@ def log(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["dcnv2", "dlrm", "deepfm"])
+@pytest.mark.parametrize("model", slow_unless(["dcnv2", "dlrm", "deepfm"], "dcnv2".__eq__))
 def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path, model):
   training = run_of("dlrm", log | {"model": model}, tmp_path / "run")
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))

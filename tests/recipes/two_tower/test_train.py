@@ -216,11 +216,10 @@ def test_evaluation_is_a_full_ranking(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("examples", ["users", "rows"])
-def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
+def test_baselines_are_ranked_on_the_models_examples(tmp_path):
   """A model that scores as popularity does must get its very numbers."""
   changes = {"candidate": ("item",), "query": ("favourite",), "normalize": False}
-  config = two_tower_smoke("synthetic", tmp_path, examples=examples, **changes)
+  config = two_tower_smoke("synthetic", tmp_path, examples="rows", **changes)
   found = data.load(config)
   model = train.build_model(config, found)
   popular = np.asarray(found.matrix("train").sum(axis=0)).ravel()
@@ -233,14 +232,13 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("weight", [1.0, 0.5])
-def test_scores_without_towers_are_recent_popularity(weight, tmp_path):
+def test_scores_without_towers_are_recent_popularity(tmp_path):
   """With rows of 0 the column of popularity is all: its ranking is the baseline of that name."""
   draw = np.random.default_rng(0)
   lists = lambda size: [draw.permutation(40)[:size].tolist() for _ in range(30)]
   found = lists_of(lists(9), lists(3), lists(3), num_items=40)
   config = two_tower_smoke("synthetic", tmp_path, candidate=("item",), query=("history",), ks=(5,))
-  config.popularity.half_life, config.popularity.weight = 0.1, weight
+  config.popularity.half_life, config.popularity.weight = 0.1, 0.5
   model = train.build_model(config, found)
   tables = {name: np.zeros(table.shape, np.float32) for name, table in model.embed.tables.items()}
   model.embed.load_tables(tables)
@@ -281,7 +279,7 @@ def test_the_towers_learn_what_popularity_leaves(tmp_path):
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_approximate_index_is_measured(tmp_path):
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
   config = two_tower_smoke("synthetic", tmp_path, ann=True)
