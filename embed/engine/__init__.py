@@ -11,8 +11,8 @@
 An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where
 rows are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
 forms of a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new
-rows; `taps` for differentiation. `xla` has what only orders XLA's work, and `jax_internals` what
-JAX and Flax do not promise.
+rows; `taps` for differentiation. `xla` has what only orders XLA's work, `jax_internals` what JAX
+and Flax do not promise, and `compat` what JAX has renamed.
 
 Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
 tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of
