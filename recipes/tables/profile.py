@@ -213,7 +213,8 @@ class Sample:
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
-    rows = pa.table({name: column.codes for name, column in self.columns.items()})
+    codes = [column.codes for column in self.columns.values()]
+    rows = pa.table(codes, [*map(str, range(len(codes)))])  # Arrow takes "a.b" for a path
     return 1 - rows.group_by(rows.column_names).aggregate([]).num_rows / self.num_rows
 
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
+from .formats import free
 from .profile import JOIN, Column, Evidence, Sample, evidence
 from .values import NUMBER, as_numbers, as_text, converted
 
@@ -300,11 +301,16 @@ class _Planner:
       leaks = [each for each in found if each.why.startswith("leak")]
       self.plan.columns[name] = (leaks or found)[0]
     self._set_recipes()
+    self._rename()
     self.plan.notes[:0] = self._oddities()  # the last note says why there is no config
 
-  def _free(self, name: str) -> str:
-    """Returns the name, or a longer one where a column has it."""
-    return next(each for n in itertools.count() if (each := name + n * "_") not in self.columns)
+  def _rename(self) -> None:
+    """Reads columns by another name where their own one means something else."""
+    for name, each in list(self.plan.columns.items()):
+      if each.kind and (name in spec.RESERVED or (name in _INPUTS and "side" in each.options)):
+        other = free(f"{name}_", self.plan.columns)
+        self.plan.columns[other] = each._replace(options={"column": name, **each.options})
+        self.plan.columns[name] = _left_out(f"read as {other}")
 
   def _column(self, name: str) -> Column:
     """Returns the column that a proposal reads."""
@@ -348,7 +354,7 @@ class _Planner:
       self.clock, known[roles.time] = np.append(times, np.nan)[codes], Proposal("time", {})
     elif date := _date_parts(columns):
       names, self.clock = date
-      self.plan.columns[self._free("time")] = Proposal("time", {"columns": names})
+      self.plan.columns[free("time", self.columns)] = Proposal("time", {"columns": names})
       self.plan.notes.append(f"{', '.join(names)} are one time.")
       known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
     return known
@@ -447,10 +453,6 @@ class _Planner:
       elif side and proposal.is_a(spec.Side):
         options = proposal.options | {"side": side}
         plan.columns[name] = Proposal(proposal.kind, options, f"of the {side}")
-        if name in _INPUTS:
-          other = self._free(f"{name}_")
-          plan.columns[other] = Proposal(proposal.kind, {"column": name, **options})
-          plan.columns[name] = _left_out(f"read as {other}")
 
   def _has_rankings(self) -> bool:
     """Returns whether a user has three items, of which two are held out; keeps many repeats."""
@@ -521,10 +523,10 @@ class _Planner:
       hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
       part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
       options = {"column": time.name, "pattern": pattern}
-      plan.columns[self._free(f"{time.name}_{part}")] = Proposal("category", options)
+      plan.columns[free(f"{time.name}_{part}", self.columns)] = Proposal("category", options)
       note = f"Only the time is left to learn from: its {part} is a category."
     else:
-      name = self._free(f"{time.name}_interval")
+      name = free(f"{time.name}_interval", self.columns)
       plan.columns[name] = Proposal("number", {"column": time.name, **buckets})
       note = "Only the time is left to learn from: its intervals get vectors."
     plan.notes.append(note)

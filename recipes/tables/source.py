@@ -28,6 +28,7 @@ from .formats import (
   Format,
   file_format,
   find_delimiter,
+  named,
   other_delimiter,
   quoting,
   records,
@@ -147,11 +148,11 @@ class ParquetFile:
     self.path = path
     with opened(path) as file:
       schema = file.schema_arrow
-    self.names = tuple(schema.names)
+    self.names = named(schema.names)
     if (duplicate := repeated(self.names)) is not None:
       raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
-    self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
-    self.stored_names: Mapping[str, str] = {name: name for name in self.names}
+    self.types: Mapping[str, pa.DataType] = dict(zip(self.names, schema.types, strict=True))
+    self.stored_names: Mapping[str, str] = dict(zip(self.names, schema.names, strict=True))
 
   def stored(self, stage: Stage, limit: int = 0) -> Stored:
     """Returns the file itself."""
@@ -182,12 +183,14 @@ class TextFile:
     self.quote = "" if format.rest or len(self.delimiter) > 1 else format.quote
     try:
       lines = records(sample, self.delimiter, self.quote, strict=not format.names)
-      first = [name.strip() for name in next(lines)]
+      header = next(lines)
     except csv.Error as error:
       raise DamagedFileError(
         f"{path}: the header cannot be read ({error}). Close its quotes, or {_QUOTE}"
       ) from error
-    self.names = self._header(first)
+    self.names = self._header([name.strip() for name in header])
+    # A header that spans lines has to end as those do, or DuckDB skips all rows with it.
+    self._has_lines = not format.names and bool(re.search("[\r\n]", "".join(header)))
     self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
     self.stored_names = {name: f"c{place}" for place, name in enumerate(self.names)}
     self.skip = 0 if format.names else empty_lines + 1
@@ -216,7 +219,7 @@ class TextFile:
       raise DamagedFileError(
         f"{self.path}: the header names no column. Name them, or remove that line and {name_them}"
       )
-    names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
+    names = named(first)
     if (duplicate := repeated(names)) is not None:
       places = [place for place, name in enumerate(names, start=1) if name == duplicate]
       raise DamagedFileError(
@@ -260,10 +263,10 @@ class TextFile:
 
     target, text, share = stage.path("text.parquet"), stage.path("text"), 1.0
     is_text = _codec(self.format.encoding) == "utf-8" and self.path.suffix.lower() != ".gz"
-    if is_text and not (limit or self._is_cut or _has_nul(self.path)):
+    if is_text and not (limit or self._is_cut or self._has_lines or _has_nul(self.path)):
       text.symlink_to(self.path.absolute())  # whose name has no glob characters
     else:
-      share = self._rewrite(text, limit)
+      share = self._rewrite(text, limit, ends=self._has_lines)
     try:
       try:
         self._convert(stage, text, target)

@@ -127,7 +127,6 @@ def test_parquet_gzip_and_python_rows_have_the_same_scores(clicks, tmp_path):
     ("", "is empty"),
     ("price,age,citi,shop,tags\n1,2,3,4,5\n", "no column 'city'.* Did you mean 'citi'"),
     ("price,price,city,shop,tags\n1,2,3,4,5\n", "two columns 'price'"),
-    (f"{HEADER},score\n", "has a column 'score'"),
     (f"{HEADER}\n1,1,30,c,s,t,x\n1,x1,30,c,s,t,x\n", "row 2, column 'price': 'x1' is not a number"),
     (f"{HEADER}\n1,1,30,c,s\n", "row 1 has 5 fields instead of 7"),
     (f'{HEADER}\n1,1,30,"c,s,t,x\n', "a quote is not closed"),
