@@ -153,18 +153,17 @@ def _lengths(values: pa.Array) -> np.ndarray:
   return lengths_of(values) if is_list else bits(values.is_valid()).astype(np.int64)
 
 
-def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
-  """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
+def unseen(fitted: Fitted, name: str, values: Any, ids: Any) -> np.ndarray:
+  """Returns which rows, of N values and their ids, are outside a feature's vocabulary, bool `[N]`.
 
   Numbers and crosses have no vocabulary, and a dynamic one is in the model; a hashed value counts
   only if its pattern does not match.
   """
-  kind, rows = fitted.kinds.get(name), len(values[name])
+  kind = fitted.kinds.get(name)
   if not isinstance(kind, spec.Category) or kind.is_dynamic:
-    return np.zeros(rows, bool)
-  ids = fitted.ids(values, name)
+    return np.zeros(len(values), bool)
   ids = ids[:, None] if ids.ndim == 1 else ids
-  inside = np.arange(ids.shape[1]) < _lengths(values[name])[:, None]
+  inside = np.arange(ids.shape[1]) < _lengths(values)[:, None]
   known = kind.hash or kind.size or len(fitted.vocabulary(name))
   return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
 
