@@ -125,6 +125,13 @@ class Plan:
     """The value of `config.columns`."""
     return {name: each.declaration for name, each in self.columns.items() if each.kind}
 
+  @property
+  def sources(self) -> list[str]:
+    """The columns of the table that are declared."""
+    declared = [(n, each.options) for n, each in self.columns.items() if each.kind]
+    names = (of.get("columns", (of.get("column", name),)) for name, of in declared)
+    return list(dict.fromkeys(itertools.chain(*names)))
+
 
 def tokens(name: str) -> list[str]:
   """Returns the words of a name in lower case.
@@ -475,7 +482,7 @@ class _Planner:
     """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
     plan, y, parts = self.plan, ys[0], np.zeros(len(ys[0]), np.int64)
     known = ~np.isnan(y)
-    if not self.sample.is_all:
+    if not (self.sample.is_all and {*plan.sources} - {self.roles.label, *self.roles.more}):
       return True
     outcomes = lambda y, part: len(np.unique(y[part & ~np.isnan(y)]))
     has_both = lambda parts: all(outcomes(y, parts == n) == 2 for y in ys for n in range(3))
@@ -485,24 +492,28 @@ class _Planner:
       if not has_both(parts):
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
-    if self.clock is None or "split" in plan.settings:
-      tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
-      splits = ((share, seed, self.sample.split(share, seed)) for share, seed in tries)
-      found = next((split for split in splits if has_both(split[2])), None)
-      if found is None:
-        why = "No split by hash has clicks and other rows in each part: too few rows differ."
-        plan.notes.append(why)
-        return False
-      share, seed, parts = found
-      if (seed, share) != (0, 0.1):
-        plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
+    is_hashed, unlearned = self.clock is None or "split" in plan.settings, [""]
+    while unlearned:
+      if is_hashed:  # by the columns that are left
+        tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
+        splits = (
+          (share, seed, self.sample.split(plan.sources, share, seed)) for share, seed in tries
+        )
+        found = next((split for split in splits if has_both(split[2])), None)
+        if found is None:
+          why = "No split by hash has clicks and other rows in each part: too few rows differ."
+          plan.notes.append(why)
+          return False
+        share, seed, parts = found
+      training, embedded = known & (parts == 0), plan.columns.items()
+      is_empty = lambda name, training=training: not (self._column(name).codes[training] >= 0).any()
+      unlearned = [n for n, each in embedded if each.is_a(spec.Embedded) and is_empty(n)]
+      plan.columns |= dict.fromkeys(unlearned, _left_out("no value to train on"))
+    if is_hashed and (seed, share) != (0, 0.1):
+      plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
     if rare < _FEW_CLICKS:
       which = "clicks" if rare == (y == 1).sum() else "rows without a click"
       plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
-    training = known & (parts == 0)
-    for name, each in plan.columns.items():
-      if each.is_a(spec.Embedded) and not (self._column(name).codes[training] >= 0).any():
-        plan.columns[name] = _left_out("no value to train on")
     return True
 
   def _has_vectors(self, y: np.ndarray) -> bool:

@@ -476,7 +476,7 @@ class Chunk(NamedTuple):
   file: Path
   rows: np.ndarray  # int64 [N], their numbers; the first row below the header is row 1
   columns: dict[str, Any]  # by name, as they are stored or as `Reader` was asked for them
-  content: np.ndarray | None = None  # uint32 [N], hashes of all values, if they were asked for
+  content: np.ndarray | None = None  # uint32 [N], hashes of its values, if they were asked for
 
   def take(self, kept: np.ndarray) -> "Chunk":
     """Returns the rows for which a bool [N] holds, or those at integer indices."""
@@ -505,7 +505,7 @@ def batches(
 
   Args:
     dictionaries: columns of text that come as such, which saves the work on repeated values.
-    seed: of the hashes of the rows; None leaves them out.
+    seed: of the hashes of the rows' values in `columns`; None leaves them out.
     limit: of `TextFile.stored`.
 
   Raises:
@@ -515,17 +515,16 @@ def batches(
   left_out = np.array([fault.row for fault in faults], np.int64)
   before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
   start, passed = 0, 0
-  wanted = dict.fromkeys([*columns, *(file.names if seed is not None else ())])
   texts = [file.stored_names[n] for n in dictionaries if pa.types.is_string(file.types[n])]
-  num_rows = min(num_rows, max(2048, _CELLS // len(wanted)))
+  num_rows = min(num_rows, max(2048, _CELLS // len(columns)))
 
   def read() -> Iterator[dict[str, pa.Array]]:
     row = 0
     try:
-      stored = [file.stored_names[name] for name in wanted]
+      stored = [file.stored_names[name] for name in columns]
       for batch in parquet.iter_batches(num_rows, columns=stored, use_threads=False):
         row += len(batch)
-        yield {name: batch.column(file.stored_names[name]) for name in wanted}
+        yield {name: batch.column(file.stored_names[name]) for name in columns}
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{path} is damaged after row {row} ({error}). {_AGAIN}") from error
 
@@ -539,7 +538,7 @@ def batches(
       places = np.arange(start, start := start + count)
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       stop = int(np.searchsorted(left_out, rows[-1]))
-      yield Chunk(file.path, rows, {n: arrays[n] for n in columns}, content), faults[passed:stop]
+      yield Chunk(file.path, rows, arrays, content), faults[passed:stop]
       passed = stop
   if passed < len(faults):
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
