@@ -134,7 +134,8 @@ def side_table(plan: Plan, files: Any, format: Mapping[str, Any]) -> str:
   """Returns the setting that declares a table of users or items in another table's config."""
   key = next(name for name, proposal in plan.columns.items() if proposal.kind == plan.side)
   columns = {name: each for name, each in plan.declared.items() if name != key}
-  settings = {"files": files} | ({"format": format} if format else {}) | {"key": key}
+  settings = {"files": files} | ({"format": format} if format else {})
+  settings["key"] = plan.columns[key].options.get("column", key)
   inner = [*_settings(settings), '    "columns": {', *_columns(columns), "    },"]
   return "\n".join([f'    "{plan.side}_table": {{', *(f"  {line}" for line in inner), "    },"])
 

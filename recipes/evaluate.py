@@ -41,7 +41,6 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
     UserError: the run has not ended, or its data have changed.
   """
   mesh, run = hosts.start(), runs.open_run(workdir)
-  run.train.check(run.config, mesh)
   data = run.load()
   config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import grain
 import numpy as np
+from absl import flags
 
 from .errors import UserError
 
@@ -258,13 +259,14 @@ def batches(
     source: of the batches.
     transform: NumPy to NumPy; picklable where `num_workers > 0`. It runs in a thread or a worker
       process, and must not touch a device.
-    num_workers: worker processes; 0 reads in a thread of this one. Grain's workers need absl's
-      flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.
+    num_workers: worker processes; 0 reads in a thread of this one.
   """
   dataset = grain.MapDataset.source(source).map(transform)
   options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   iterable = dataset.to_iter_dataset(options)
   if num_workers:
+    if not flags.FLAGS.is_parsed():  # a script has no `app.run`, and Grain reads its own flags
+      flags.FLAGS.mark_as_parsed()
     workers = grain.MultiprocessingOptions(num_workers=num_workers)
     iterable = iterable.mp_prefetch(workers, worker_init_fn=_ignore_sigterm)
   return iterable

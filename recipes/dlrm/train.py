@@ -26,7 +26,6 @@ from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
-from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
 from . import histories, tasks
@@ -163,7 +162,7 @@ def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = No
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
-  return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
+  return train_step.decided(config, data.num_examples, mesh)
 
 
 def make_state(

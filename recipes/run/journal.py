@@ -189,15 +189,18 @@ class Journal:
         self._bar.unpause()
 
   def log_train(self, step: int, metrics: dict[str, float]) -> None:
-    """Logs training metrics, with the rate since the last line."""
-    examples = (step - self._clock_step) * self._batch_size
-    rate = examples / max(time.perf_counter() - self._clock, 1e-9)
-    self._write(step, {**metrics, "examples_per_second": rate})
+    """Logs training metrics, with the rate since the last line if steps have been timed."""
     shown = {name: f"{value:.4g}" for name, value in metrics.items() if name not in _UNSAID}
-    self._bar.set_postfix(shown | {"examples": f"{rate:,.0f}/s"}, refresh=False)
-    left = (self._steps - step) * self._batch_size / rate if rate else 0
     said = "  ".join(f"{name} {value}" for name, value in shown.items())
-    self._say(step, f"{said}  {rate:,.0f} examples/s  {_time(left)} left")
+    if steps := step - self._clock_step:
+      rate = steps * self._batch_size / max(time.perf_counter() - self._clock, 1e-9)
+      metrics = {**metrics, "examples_per_second": rate}
+      shown["examples"] = f"{rate:,.0f}/s"
+      left = _time((self._steps - step) * self._batch_size / rate)
+      said += f"  {rate:,.0f} examples/s  {left} left"
+    self._write(step, metrics)
+    self._bar.set_postfix(shown, refresh=False)
+    self._say(step, said)
     self.restart_clock(step)
 
   def log_eval(self, step: int, metrics: dict[str, float]) -> None:

@@ -34,6 +34,8 @@ from ..errors import DivergedError, MissingFileError, Preempted, Stopped, UserEr
 from . import checkpoints, journal, results
 from . import workdir as runs
 
+_COMPILING = 2  # steps that may compile, and are not timed
+
 
 class Run:
   """One training run in its workdir; a context manager.
@@ -173,7 +175,7 @@ class Run:
       contextlib.closing(journal.Journal(workdir, self.step, config, self._writers))
     )
     self._saved_at, self._saved_step = time.perf_counter(), self.step
-    self._began = self._saved_at - self._progress.seconds
+    self._began, self._resumed_at = self._saved_at - self._progress.seconds, self.step
 
   # --- between two steps --------------------------------------------------------------------------
 
@@ -263,6 +265,8 @@ class Run:
       if name not in line:
         self._values.setdefault(name, []).append(value)
         self._latest = value
+    if self.step <= self._resumed_at + _COMPILING:
+      self._journal.restart_clock(self.step)
     if self._writes:
       line = {name: float(f(self.step)) for name, f in line.items()}
       means = {name: float(np.mean(x, dtype=np.float64)) for name, x in self._fetched().items()}

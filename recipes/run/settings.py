@@ -81,6 +81,7 @@ MAY_CHANGE = (
   "cache_dir",
   "num_workers",
   "data_dir",  # the data are compared by their hashes
+  "files",  # of a table, and of its users and items
   "profile_steps",
   "hbm_bytes",
   "writers",
@@ -92,7 +93,7 @@ DECIDED = (
   "query", "candidate", "popularity",
 )  # fmt: skip
 # A run that has ended resumes if one of these has changed.
-LENGTH = ("steps", "epochs", "patience", "test")
+LENGTH = ("steps", "epochs", "patience", "test", "files")
 
 
 _NUMBER = (int, float)

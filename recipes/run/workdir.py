@@ -35,6 +35,7 @@ from typing import Any
 import filelock
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 import embed
@@ -148,15 +149,15 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
 
 
 def _check_config(config, workdir: Path) -> None:
-  wanted, path = plain(config), workdir / "config.json"
+  wanted, path = _fixed(plain(config)), workdir / "config.json"
   # What has failed before its first checkpoint, as by a typo in a setting, binds nobody.
   if not path.exists() or not (has_checkpoint(workdir) or (workdir / "result.json").exists()):
     return
-  stored = arrays.read_json(path, _REMOVE, {})
+  stored = _fixed(arrays.read_json(path, _REMOVE, {}))
   differing = [
     f"{name}: {old!r:.200} there, {new!r:.200} now"
-    for name in sorted((stored.keys() | wanted.keys()) - {*settings.MAY_CHANGE, _DECIDED})
-    for old, new in _differences(stored.get(name), wanted.get(name))
+    for name in sorted(stored.keys() | wanted.keys())
+    if (old := stored.get(name)) != (new := wanted.get(name))
   ]
   if differing:
     raise UserError(
@@ -165,15 +166,14 @@ def _check_config(config, workdir: Path) -> None:
     )
 
 
-def _differences(old: Any, new: Any) -> list[tuple[Any, Any]]:
-  """Returns the pair of values if they differ; of two groups of settings, the parts that do."""
-  if old == new:
-    return []
-  if not isinstance(old, dict) or not isinstance(new, dict):
-    return [(old, new)]
-  differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-  part = lambda group: {name: group[name] for name in differ if name in group}
-  return [(part(old), part(new))]
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the settings that may not change by dotted name; of files, the splits that they are."""
+  is_leaf = lambda path, value: len(path) == 2 or path == ("files",)
+  flat = flatten_dict({**config, _DECIDED: None}, sep=".", is_leaf=is_leaf)
+  files = flat.get("files")
+  flat["splits of files"] = sorted(files) if isinstance(files, dict) else None
+  may_change = {*settings.MAY_CHANGE, "user_table.files", "item_table.files"}
+  return {name: value for name, value in flat.items() if name not in may_change}
 
 
 def _acquire(workdir: Path) -> filelock.BaseFileLock:
@@ -325,7 +325,8 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
   if serve is not None:
     about["transforms"] = row_ids.digest(serve)
   if not is_new:
-    if arrays.read_json(path, schema={}) != about:
+    stored = arrays.read_json(path, schema={})  # by name, and files may have other ones by now
+    if list(stored.values()) != list(about.values()):
       raise UserError(
         f"the data have changed since the run in {workdir} began: choose another --workdir"
       )

@@ -23,7 +23,6 @@ from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
-from ..tables.settings import steps_of_data
 from ..training import build, layers, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
@@ -197,8 +196,7 @@ def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None =
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
   check_select(config.select, [f"valid_{name}" for name in names])
-  units = train_step.units(config, mesh)
-  return steps_of_data(config, data.num_examples, units, smallest_batch=8)
+  return train_step.decided(config, data.num_examples, mesh, smallest_batch=8)
 
 
 def make_state(

@@ -139,7 +139,8 @@ class ClickModel:
     inputs, problems = self.inputs(values, len(bad))
     bad |= rows_lib.refused(problems, len(bad), on_bad_row, source, first_row)
     absent = {name: rows_lib.absent(values[name]) for name in self._wanted}
-    unseen = {name: rows_lib.unseen(self.encoder.fitted, name, values) for name in self._wanted}
+    of_row = lambda name: (name, values[name], inputs["features"].get(name))
+    unseen = {name: rows_lib.unseen(self.encoder.fitted, *of_row(name)) for name in self._wanted}
     for name, side in self.encoder.sides.items():
       unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
     scores = self.scores(inputs)
@@ -275,6 +276,11 @@ class Recommender:
     crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
     needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
     self._wanted |= spec.ways({n: kind for n, kind in of_users.items() if n in needed})
+    self._parts = {  # what the ids of a feature are made of
+      n: kind.columns if isinstance(kind, spec.Cross) else (n,)
+      for n, kind in of_users.items()
+      if n in needed and n not in self._users.vectors
+    }
     self._exact = jax.jit(retrieval.top_k, static_argnames="k")
     self._approximate = None
     if about["ann"]:
@@ -344,8 +350,10 @@ class Recommender:
       bad: bool `[N]`, rows to leave out.
       is_cut: whether ids are cut by the patterns of their columns already.
     """
-    count = len(bad)
-    queries, unknown = self._queries(values, count, is_cut)
+    count, fitted = len(bad), self._users.fitted
+    given = [n for n, parts in self._parts.items() if all(part in values for part in parts)]
+    own = {name: fitted.ids(values, name) for name in given}
+    queries, unknown = self._queries(values, own, count, is_cut)
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
     popular = np.zeros(count, bool)
@@ -356,7 +364,7 @@ class Recommender:
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
     unseen = {
-      name: rows_lib.unseen(self._users.fitted, name, values)
+      name: rows_lib.unseen(fitted, name, values[name], own.get(name))
       if name
       else (queries.users < 0) & ~rows_lib.absent(values[""])
       for name in self._wanted
@@ -379,8 +387,10 @@ class Recommender:
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
     return had & (user >= 0) & (item >= 0)
 
-  def _queries(self, values: Mapping[str, Any], count: int, is_cut: bool) -> tuple[_Queries, int]:
-    """Returns what rows say, and how many items of their histories are unknown."""
+  def _queries(
+    self, values: Mapping[str, Any], ids: Mapping[str, np.ndarray], count: int, is_cut: bool
+  ) -> tuple[_Queries, int]:
+    """Returns what rows with `ids` of features say, and how many items of histories are unknown."""
     users = np.full(count, -1, np.int32)
     if "" in values:
       users = self._find("user", values[""], is_cut)
@@ -397,7 +407,7 @@ class Recommender:
         histories.append(self._history[self._offsets[user] : self._offsets[user + 1]])
       else:
         histories.append(items[:0])
-    features = {name: self._feature(name, users, values) for name in self._features}
+    features = {name: self._feature(name, users, values, ids) for name in self._features}
     return _Queries(users, histories, features), int((items < 0).sum())
 
   def _find(self, side: str, texts: pa.Array, is_cut: bool) -> np.ndarray:
@@ -408,7 +418,9 @@ class Recommender:
       found = np.where(found < 0, codes.find(extracted(texts, pattern)), found)
     return found
 
-  def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
+  def _feature(
+    self, name: str, users: np.ndarray, values: Mapping[str, Any], of_rows: Mapping[str, np.ndarray]
+  ) -> np.ndarray:
     """Returns a feature's ids: of the row where it has one, else of the user, else -1.
 
     Of a vector its numbers, else zeros.
@@ -420,10 +432,8 @@ class Recommender:
     stored = self._users.ids[name]
     known = (users >= 0).reshape(-1, *[1] * (stored.ndim - 1))
     ids = np.where(known, stored[users], -1).astype(np.int32)
-    kind = self._features[name]
-    parts: Sequence[str] = kind.columns if isinstance(kind, spec.Cross) else (name,)
-    if all(part in values for part in parts):
-      row = self._users.fitted.ids(values, name)
+    if name in of_rows:
+      row = of_rows[name]
       # Halves of raw ids may be negative.
       has = (row != -1).reshape(len(row), -1).any(axis=1).reshape(-1, *[1] * (row.ndim - 1))
       ids = np.where(has, row, ids)

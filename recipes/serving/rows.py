@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.encoding import Fitted
-from ..tables.formats import Format, find_delimiter, quoting, repeated
+from ..tables.formats import Format, find_delimiter, free, named, quoting, repeated
 from ..tables.values import Problem, ReadAs, bits, converted, lengths_of, plain, refusal
 
 Wanted = dict[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
@@ -51,9 +51,10 @@ def as_columns(rows: Any) -> dict[str, pa.Array]:
       raise UserError(
         f"rows are {type(rows).__name__}: give a dict of columns, a list of dicts, or a table"
       ) from error
-    if (name := repeated(table.column_names)) is not None:
+    given = named(table.column_names)
+    if (name := repeated(given)) is not None:
       raise UserError(f"the rows have two columns {name!r}: rename one")
-    columns = {name: _array(name, table[name]) for name in table.column_names}
+    columns = {n: _array(n, values) for n, values in zip(given, table.columns, strict=True)}
   lengths = {name: len(array) for name, array in columns.items()}
   if len(set(lengths.values())) > 1:
     raise UserError(f"the columns of the rows are of different lengths: {lengths}")
@@ -152,18 +153,17 @@ def _lengths(values: pa.Array) -> np.ndarray:
   return lengths_of(values) if is_list else bits(values.is_valid()).astype(np.int64)
 
 
-def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
-  """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
+def unseen(fitted: Fitted, name: str, values: Any, ids: Any) -> np.ndarray:
+  """Returns which rows, of N values and their ids, are outside a feature's vocabulary, bool `[N]`.
 
   Numbers and crosses have no vocabulary, and a dynamic one is in the model; a hashed value counts
   only if its pattern does not match.
   """
-  kind, rows = fitted.kinds.get(name), len(values[name])
+  kind = fitted.kinds.get(name)
   if not isinstance(kind, spec.Category) or kind.is_dynamic:
-    return np.zeros(rows, bool)
-  ids = fitted.ids(values, name)
+    return np.zeros(len(values), bool)
   ids = ids[:, None] if ids.ndim == 1 else ids
-  inside = np.arange(ids.shape[1]) < _lengths(values[name])[:, None]
+  inside = np.arange(ids.shape[1]) < _lengths(values)[:, None]
   known = kind.hash or kind.size or len(fitted.vocabulary(name))
   return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
 
@@ -283,7 +283,7 @@ class TextRows:
     if self.has_header:
       lower = {name.lower(): name for name in format.names}
       given = [lower.get(name.lower(), name) for name in given]
-      self.names = tuple(name or f"column {i}" for i, name in enumerate(given, start=1))
+      self.names = named(given)
     else:
       self.names, self._records = format.names, chain([names], self._records)
     if (name := repeated(self.names)) is not None:
@@ -363,7 +363,7 @@ class ParquetRows:
       self._file = pq.ParquetFile(stream)
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{source} is no whole Parquet file ({error})") from error
-    self.names = tuple(self._file.schema_arrow.names)
+    self.names = named(self._file.schema_arrow.names)
     if (name := repeated(self.names)) is not None:
       raise DamagedFileError(f"{source} has two columns {name!r}. Rename one.")
 
@@ -407,16 +407,13 @@ def open_rows(path: str, stdin: Any, format: Format) -> Iterator[TextRows | Parq
 class Writer:
   """Writes rows as they were read, with more columns, in UTF-8.
 
-  Raises:
-    UserError: the rows have a column of such a name.
+  What is added under the name of a column of the rows ends in `_`.
   """
 
   def __init__(
     self, out: IO[str], rows: TextRows | ParquetRows, added: Sequence[str], format: Format
   ):
-    for name in added:
-      if name in rows.names:
-        raise UserError(f"{rows.source} has a column {name!r}, which predictions add: rename it")
+    added = [free(name, rows.names) for name in added]
     # After the rest of a line no column could be told from it.
     self._out, self._delimiter = out, "\t" if format.rest else rows.delimiter
     self._csv = None

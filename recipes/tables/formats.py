@@ -4,9 +4,10 @@ import csv
 import dataclasses
 import glob
 import io
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ class Format:
 def repeated(names: Sequence[str]) -> str | None:
   """Returns the first name that is there twice, or None."""
   return next((name for index, name in enumerate(names) if name in names[:index]), None)
+
+
+def named(names: Sequence[str]) -> tuple[str, ...]:
+  """Returns the names of columns; one without is called by its place, as `column 1`."""
+  return tuple(name or f"column {place}" for place, name in enumerate(names, start=1))
+
+
+def free(name: str, names: Collection[str]) -> str:
+  """Returns the name, or a longer one where a column has it."""
+  return next(each for n in itertools.count() if (each := name + n * "_") not in names)
 
 
 def quoting(delimiter: str, quote: str) -> dict[str, Any]:

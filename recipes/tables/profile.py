@@ -201,19 +201,22 @@ class Sample:
     """Whether all rows were read."""
     return self.num_rows == self.total
 
-  def split(self, share: float, seed: int) -> np.ndarray:
-    """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
+  def split(self, columns: Sequence[str], share: float, seed: int) -> np.ndarray:
+    """Returns the part of each row in a split by hash of columns: 0 train, 1 valid, 2 test."""
     hashes = [
       chunk.content
       for file in self.files
-      for chunk, _ in batches(file, self.stage, (), _ROWS, seed=seed, limit=self.limits[file.path])
+      for chunk, _ in batches(
+        file, self.stage, columns, _ROWS, seed=seed, limit=self.limits[file.path]
+      )
       if chunk.content is not None
     ]
     return by_hash(np.concatenate(hashes), (share, share))
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
-    rows = pa.table({name: column.codes for name, column in self.columns.items()})
+    codes = [column.codes for column in self.columns.values()]
+    rows = pa.table(codes, [*map(str, range(len(codes)))])  # Arrow takes "a.b" for a path
     return 1 - rows.group_by(rows.column_names).aggregate([]).num_rows / self.num_rows
 
 

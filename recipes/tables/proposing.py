@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
+from .formats import free
 from .profile import JOIN, Column, Evidence, Sample, evidence
 from .values import NUMBER, as_numbers, as_text, converted
 
@@ -123,6 +124,13 @@ class Plan:
   def declared(self) -> dict[str, Any]:
     """The value of `config.columns`."""
     return {name: each.declaration for name, each in self.columns.items() if each.kind}
+
+  @property
+  def sources(self) -> list[str]:
+    """The columns of the table that are declared."""
+    declared = [(n, each.options) for n, each in self.columns.items() if each.kind]
+    names = (of.get("columns", (of.get("column", name),)) for name, of in declared)
+    return list(dict.fromkeys(itertools.chain(*names)))
 
 
 def tokens(name: str) -> list[str]:
@@ -300,11 +308,16 @@ class _Planner:
       leaks = [each for each in found if each.why.startswith("leak")]
       self.plan.columns[name] = (leaks or found)[0]
     self._set_recipes()
+    self._rename()
     self.plan.notes[:0] = self._oddities()  # the last note says why there is no config
 
-  def _free(self, name: str) -> str:
-    """Returns the name, or a longer one where a column has it."""
-    return next(each for n in itertools.count() if (each := name + n * "_") not in self.columns)
+  def _rename(self) -> None:
+    """Reads columns by another name where their own one means something else."""
+    for name, each in list(self.plan.columns.items()):
+      if each.kind and (name in spec.RESERVED or (name in _INPUTS and "side" in each.options)):
+        other = free(f"{name}_", self.plan.columns)
+        self.plan.columns[other] = each._replace(options={"column": name, **each.options})
+        self.plan.columns[name] = _left_out(f"read as {other}")
 
   def _column(self, name: str) -> Column:
     """Returns the column that a proposal reads."""
@@ -348,7 +361,7 @@ class _Planner:
       self.clock, known[roles.time] = np.append(times, np.nan)[codes], Proposal("time", {})
     elif date := _date_parts(columns):
       names, self.clock = date
-      self.plan.columns[self._free("time")] = Proposal("time", {"columns": names})
+      self.plan.columns[free("time", self.columns)] = Proposal("time", {"columns": names})
       self.plan.notes.append(f"{', '.join(names)} are one time.")
       known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
     return known
@@ -447,10 +460,6 @@ class _Planner:
       elif side and proposal.is_a(spec.Side):
         options = proposal.options | {"side": side}
         plan.columns[name] = Proposal(proposal.kind, options, f"of the {side}")
-        if name in _INPUTS:
-          other = self._free(f"{name}_")
-          plan.columns[other] = Proposal(proposal.kind, {"column": name, **options})
-          plan.columns[name] = _left_out(f"read as {other}")
 
   def _has_rankings(self) -> bool:
     """Returns whether a user has three items, of which two are held out; keeps many repeats."""
@@ -473,7 +482,7 @@ class _Planner:
     """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
     plan, y, parts = self.plan, ys[0], np.zeros(len(ys[0]), np.int64)
     known = ~np.isnan(y)
-    if not self.sample.is_all:
+    if not (self.sample.is_all and {*plan.sources} - {self.roles.label, *self.roles.more}):
       return True
     outcomes = lambda y, part: len(np.unique(y[part & ~np.isnan(y)]))
     has_both = lambda parts: all(outcomes(y, parts == n) == 2 for y in ys for n in range(3))
@@ -483,24 +492,28 @@ class _Planner:
       if not has_both(parts):
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
-    if self.clock is None or "split" in plan.settings:
-      tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
-      splits = ((share, seed, self.sample.split(share, seed)) for share, seed in tries)
-      found = next((split for split in splits if has_both(split[2])), None)
-      if found is None:
-        why = "No split by hash has clicks and other rows in each part: too few rows differ."
-        plan.notes.append(why)
-        return False
-      share, seed, parts = found
-      if (seed, share) != (0, 0.1):
-        plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
+    is_hashed, unlearned = self.clock is None or "split" in plan.settings, [""]
+    while unlearned:
+      if is_hashed:  # by the columns that are left
+        tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
+        splits = (
+          (share, seed, self.sample.split(plan.sources, share, seed)) for share, seed in tries
+        )
+        found = next((split for split in splits if has_both(split[2])), None)
+        if found is None:
+          why = "No split by hash has clicks and other rows in each part: too few rows differ."
+          plan.notes.append(why)
+          return False
+        share, seed, parts = found
+      training, embedded = known & (parts == 0), plan.columns.items()
+      is_empty = lambda name, training=training: not (self._column(name).codes[training] >= 0).any()
+      unlearned = [n for n, each in embedded if each.is_a(spec.Embedded) and is_empty(n)]
+      plan.columns |= dict.fromkeys(unlearned, _left_out("no value to train on"))
+    if is_hashed and (seed, share) != (0, 0.1):
+      plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
     if rare < _FEW_CLICKS:
       which = "clicks" if rare == (y == 1).sum() else "rows without a click"
       plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
-    training = known & (parts == 0)
-    for name, each in plan.columns.items():
-      if each.is_a(spec.Embedded) and not (self._column(name).codes[training] >= 0).any():
-        plan.columns[name] = _left_out("no value to train on")
     return True
 
   def _has_vectors(self, y: np.ndarray) -> bool:
@@ -521,10 +534,10 @@ class _Planner:
       hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
       part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
       options = {"column": time.name, "pattern": pattern}
-      plan.columns[self._free(f"{time.name}_{part}")] = Proposal("category", options)
+      plan.columns[free(f"{time.name}_{part}", self.columns)] = Proposal("category", options)
       note = f"Only the time is left to learn from: its {part} is a category."
     else:
-      name = self._free(f"{time.name}_interval")
+      name = free(f"{time.name}_interval", self.columns)
       plan.columns[name] = Proposal("number", {"column": time.name, **buckets})
       note = "Only the time is left to learn from: its intervals get vectors."
     plan.notes.append(note)

@@ -82,7 +82,7 @@ class Reader:
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     stage: where text is kept while it is read; None makes one of its own.
     may_be_empty: whether the files may have no rows, as a part of a table.
-    seed: of the hashes of the rows' contents; None leaves them out.
+    seed: of the hashes of the rows' values in the columns that are read; None leaves them out.
 
   Attributes:
     names: all columns of the first file, in order.

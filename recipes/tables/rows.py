@@ -27,9 +27,15 @@ _SAMPLE = 1 << 16  # times that thresholds are taken of, at least half as many
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def open_source(source: Source, on_bad_row: str, **options: Any) -> Reader:
-  """Returns the reader of a source's declared columns, and of its key by the name ""."""
+def open_source(
+  source: Source, on_bad_row: str, hashed: Sequence[str] = (), **options: Any
+) -> Reader:
+  """Returns the reader of a source's declared columns, and of its key by the name "".
+
+  Columns that are only `hashed` are read as they are.
+  """
   wanted = spec.ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
+  wanted |= {name: ((name,), "any") for name in hashed}
   columns = {name: names for name, (names, _) in wanted.items()}
   how = {name: each for name, (_, each) in wanted.items()}
   options |= {"columns": columns, "format": source.format, "on_bad_row": on_bad_row}
@@ -124,7 +130,8 @@ class RowReader:
   @functools.cached_property
   def _reader(self) -> Reader:
     options: dict[str, Any] = {"stage": self._stage, "may_be_empty": self._is_part}
-    return open_source(self._table.rows, self._table.on_bad_row, seed=self._seed, **options)
+    options |= {} if self._seed is None else {"seed": self._seed, "hashed": self._table.hashed}
+    return open_source(self._table.rows, self._table.on_bad_row, **options)
 
   def __iter__(self) -> Iterator[Rows]:
     weight, reader = self._table.name_of(spec.Weight), self._reader

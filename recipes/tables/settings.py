@@ -172,6 +172,7 @@ class Table:
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
   counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
   by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
+  hashed: tuple[str, ...] = ()  # columns that a split by hash covers besides the declared ones
 
   @property
   def _stamps(self) -> dict[Path, list[Any]]:
@@ -243,7 +244,7 @@ def settings(config) -> dict[str, Any]:
   for fault in _faults(config):
     raise UserError(fault)
   about = {
-    "format": 2,
+    "format": 3,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),
@@ -281,14 +282,16 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """Returns the `settings` of a data set whose files and columns are known.
 
   Args:
-    table: `(config) -> settings`, as a user's config has them, and perhaps `counts` and `by_number`
-      of a `Table`. What it leaves out is the config's where it has that, and else the default.
+    table: `(config) -> settings`, as a user's config has them, and perhaps `counts`, `by_number`
+      and `hashed` of a `Table`. What it leaves out is the config's where it has that, and else the
+      default.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
-    given = {"counts": (), "by_number": False, **table(config)}
+    given = {"counts": (), "by_number": False, "hashed": (), **table(config)}
     published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
+    published["hashed"] = list(given.pop("hashed"))
     completed = complete({**own, **given}, {"select": config.select, "init_from": ""})
     return settings(completed) | published
 
@@ -336,6 +339,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     base=Path(settings["base"][0]) if "base" in settings else None,
     counts=tuple(settings.get("counts", ())),
     by_number=settings.get("by_number", False),
+    hashed=tuple(settings.get("hashed", ())),
     **{name: settings[name] for name in _PLAIN},
   )
 

@@ -28,6 +28,7 @@ from .formats import (
   Format,
   file_format,
   find_delimiter,
+  named,
   other_delimiter,
   quoting,
   records,
@@ -147,11 +148,11 @@ class ParquetFile:
     self.path = path
     with opened(path) as file:
       schema = file.schema_arrow
-    self.names = tuple(schema.names)
+    self.names = named(schema.names)
     if (duplicate := repeated(self.names)) is not None:
       raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
-    self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
-    self.stored_names: Mapping[str, str] = {name: name for name in self.names}
+    self.types: Mapping[str, pa.DataType] = dict(zip(self.names, schema.types, strict=True))
+    self.stored_names: Mapping[str, str] = dict(zip(self.names, schema.names, strict=True))
 
   def stored(self, stage: Stage, limit: int = 0) -> Stored:
     """Returns the file itself."""
@@ -182,12 +183,14 @@ class TextFile:
     self.quote = "" if format.rest or len(self.delimiter) > 1 else format.quote
     try:
       lines = records(sample, self.delimiter, self.quote, strict=not format.names)
-      first = [name.strip() for name in next(lines)]
+      header = next(lines)
     except csv.Error as error:
       raise DamagedFileError(
         f"{path}: the header cannot be read ({error}). Close its quotes, or {_QUOTE}"
       ) from error
-    self.names = self._header(first)
+    self.names = self._header([name.strip() for name in header])
+    # A header that spans lines has to end as those do, or DuckDB skips all rows with it.
+    self._has_lines = not format.names and bool(re.search("[\r\n]", "".join(header)))
     self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
     self.stored_names = {name: f"c{place}" for place, name in enumerate(self.names)}
     self.skip = 0 if format.names else empty_lines + 1
@@ -216,7 +219,7 @@ class TextFile:
       raise DamagedFileError(
         f"{self.path}: the header names no column. Name them, or remove that line and {name_them}"
       )
-    names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
+    names = named(first)
     if (duplicate := repeated(names)) is not None:
       places = [place for place, name in enumerate(names, start=1) if name == duplicate]
       raise DamagedFileError(
@@ -260,10 +263,10 @@ class TextFile:
 
     target, text, share = stage.path("text.parquet"), stage.path("text"), 1.0
     is_text = _codec(self.format.encoding) == "utf-8" and self.path.suffix.lower() != ".gz"
-    if is_text and not (limit or self._is_cut or _has_nul(self.path)):
+    if is_text and not (limit or self._is_cut or self._has_lines or _has_nul(self.path)):
       text.symlink_to(self.path.absolute())  # whose name has no glob characters
     else:
-      share = self._rewrite(text, limit)
+      share = self._rewrite(text, limit, ends=self._has_lines)
     try:
       try:
         self._convert(stage, text, target)
@@ -473,7 +476,7 @@ class Chunk(NamedTuple):
   file: Path
   rows: np.ndarray  # int64 [N], their numbers; the first row below the header is row 1
   columns: dict[str, Any]  # by name, as they are stored or as `Reader` was asked for them
-  content: np.ndarray | None = None  # uint32 [N], hashes of all values, if they were asked for
+  content: np.ndarray | None = None  # uint32 [N], hashes of its values, if they were asked for
 
   def take(self, kept: np.ndarray) -> "Chunk":
     """Returns the rows for which a bool [N] holds, or those at integer indices."""
@@ -502,7 +505,7 @@ def batches(
 
   Args:
     dictionaries: columns of text that come as such, which saves the work on repeated values.
-    seed: of the hashes of the rows; None leaves them out.
+    seed: of the hashes of the rows' values in `columns`; None leaves them out.
     limit: of `TextFile.stored`.
 
   Raises:
@@ -512,17 +515,16 @@ def batches(
   left_out = np.array([fault.row for fault in faults], np.int64)
   before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
   start, passed = 0, 0
-  wanted = dict.fromkeys([*columns, *(file.names if seed is not None else ())])
   texts = [file.stored_names[n] for n in dictionaries if pa.types.is_string(file.types[n])]
-  num_rows = min(num_rows, max(2048, _CELLS // len(wanted)))
+  num_rows = min(num_rows, max(2048, _CELLS // len(columns)))
 
   def read() -> Iterator[dict[str, pa.Array]]:
     row = 0
     try:
-      stored = [file.stored_names[name] for name in wanted]
+      stored = [file.stored_names[name] for name in columns]
       for batch in parquet.iter_batches(num_rows, columns=stored, use_threads=False):
         row += len(batch)
-        yield {name: batch.column(file.stored_names[name]) for name in wanted}
+        yield {name: batch.column(file.stored_names[name]) for name in columns}
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{path} is damaged after row {row} ({error}). {_AGAIN}") from error
 
@@ -536,7 +538,7 @@ def batches(
       places = np.arange(start, start := start + count)
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       stop = int(np.searchsorted(left_out, rows[-1]))
-      yield Chunk(file.path, rows, {n: arrays[n] for n in columns}, content), faults[passed:stop]
+      yield Chunk(file.path, rows, arrays, content), faults[passed:stop]
       passed = stop
   if passed < len(faults):
     none = {name: pa.nulls(0, file.types[name]) for name in columns}

@@ -11,8 +11,8 @@ from .values import indices_of
 def by_hash(hashes: np.ndarray, shares: tuple[float, float]) -> np.ndarray:
   """Returns the split of each hash, uint32 `[N]`, as int8 `[N]`.
 
-  A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
-  rows have one: by `hashes`, or `content` of a `Chunk`.
+  A row keeps its split wherever it is, in a file of another name or beside other rows and columns,
+  and rows of equal values have one: by `hashes`, or `content` of a `Chunk`.
 
   Args:
     hashes: of which the lowest ones are test, then valid, then train.

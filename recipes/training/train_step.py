@@ -18,6 +18,8 @@ import embed
 
 from .. import hosts
 from ..errors import UserError
+from ..run import settings
+from ..tables.settings import steps_of_data
 from . import build
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, {name: scalar})
@@ -105,8 +107,18 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
       f"batch_size is {size}, which accumulate={parts} cannot cut into equal parts{where}: choose "
       f"{max(size // pieces, 1) * pieces}"
     )
-  sizes = {"batch_size": size or pieces, "eval_batch_size": config.eval_batch_size}
-  hosts.check_batch_sizes(mesh, **sizes)
+  hosts.check_batch_sizes(mesh, batch_size=size or pieces)
+  settings.at_least(config, {"eval_batch_size": 1})
+
+
+def decided(config, examples: int, mesh: jax.sharding.Mesh | None, **how: int):
+  """Returns the config with what the number of examples decides, and even batches of evaluations.
+
+  `eval_batch_size` is rounded up to what the devices can share; last batches are filled up anyway.
+  """
+  config = steps_of_data(config, examples, units(config, mesh), **how)
+  count, size = 1 if mesh is None else mesh.size, config.eval_batch_size
+  return settings.copied(config, eval_batch_size=-(-size // count) * count)
 
 
 def make_train_step(

@@ -27,7 +27,6 @@ from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
-from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
 from . import losses
@@ -286,8 +285,7 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
   names = ranking_names(config.ks, data.num_items)
   has_valid = len(range(*data.splits["valid"])) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
-  config = steps_of_data(config, data.num_examples, train_step.units(config, mesh))
-  config = with_all_features(config, data)
+  config = with_all_features(train_step.decided(config, data.num_examples, mesh), data)
   if config.popularity.half_life > 0 and not data.ordered:
     raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
   if config.popularity.half_life < 0:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import importlib
+import io
 import os
 import runpy
 
@@ -10,8 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from served_models import run_of
 
-from recipes import describe
+from recipes import describe, export, predict
+from recipes.errors import UserError
 from recipes.run import settings as run_settings
 from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
@@ -93,11 +96,16 @@ def completed(path, recipe, tmp_path):
 
 def built(path, recipe, tmp_path):
   """What the recipe's data set says of the table that a config declares."""
+  return built_of(completed(path, recipe, tmp_path), recipe, tmp_path)
+
+
+def built_of(config, recipe, tmp_path):
+  """The same of a config."""
   module = {"dlrm": "tables.clicks", "two_tower": "two_tower.table", "sequence": "sequence.table"}
   build = importlib.import_module(f"recipes.{module[recipe]}").build
   folder = tmp_path / recipe
   folder.mkdir()
-  return build(settings.settings(completed(path, recipe, tmp_path)), folder)
+  return build(settings.settings(run_settings.completed(recipe, config)), folder)
 
 
 @pytest.mark.parametrize(
@@ -614,6 +622,56 @@ def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
   printed = look(capsys, tmp_path / "a.csv", *arguments, f"--out={out}")
   assert f"recipes.{recipe}" in printed
   built(out, recipe, tmp_path)
+
+
+ODD = [
+  "..ip", "a.b", "a", "A", "a[0]", "x/y", "it's", 'say "x"', "two words", "long" * 125, "цена",
+  "価格", "😀", "مدينة", "back\\slash", "line\nbreak", "--x", "nan", "class", "label", "dense",
+  "weight", "features", "ids", "score", "c0", "items", "train", "__class__", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, capsys, suffix):
+  values = [[f"{value}"[-1] for value in RNG.integers(5, size=ROWS)] for _ in ODD]
+  columns = [RNG.integers(2, size=ROWS).astype(str), *values]
+  path, out = tmp_path / f"a.{suffix}", tmp_path / "my.py"
+  if suffix == "parquet":
+    pq.write_table(pa.table(columns, [".y", *ODD]), path)
+  else:
+    with open(path, "w", newline="") as file:
+      csv.writer(file).writerows([[".y", *ODD], *zip(*columns, strict=True)])
+  look(capsys, path, "--label=.y", f"--out={out}")
+  config = completed(out, "dlrm", tmp_path)
+  assert {each.column or name for name, each in config.columns.items()} == {
+    name or f"column {place}" for place, name in enumerate([".y", *ODD], start=1)
+  }
+  run_of("dlrm", config, tmp_path / "run")
+  served = export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",))
+  predicted = io.StringIO()
+  notes = predict.predict(str(served), str(path), predicted)
+  header, *rows = csv.reader(io.StringIO(predicted.getvalue()))
+  assert notes == [f"{ROWS} rows"]  # nothing is unknown or missing
+  assert (header[-1], len(header), len(rows)) == ("score_", len(ODD) + 2, ROWS)
+
+
+@pytest.mark.parametrize(
+  ("header", "columns", "message"),
+  [
+    ("y,b,b", {"b": "category"}, r"a\.csv.* columns 2 and 3 'b'"),
+    ("y,,column 2", {"column 2": "category"}, r"a\.csv.* columns 2 and 3 'column 2'"),
+    ("y,b,items", {"items": "category"}, r"a\.csv, column 'items'.*'column': 'items'"),
+    ("y,b,__class__", {"__class__": "category"}, "'__class__'.*'column': '__class__'"),
+  ],
+)
+def test_names_that_no_column_can_have_are_refused_before_training(
+  tmp_path, header, columns, message
+):
+  path = tmp_path / "a.csv"
+  path.write_text(f"{header}\n" + "0,a,b\n1,b,a\n" * 50)
+  config = {"files": str(path), "columns": {"y": "label"} | columns}
+  with pytest.raises(UserError, match=message):
+    built_of(config | {"cache_dir": str(tmp_path / "cache")}, "dlrm", tmp_path)
 
 
 def test_nothing_left_to_learn_from_is_no_config(tmp_path, capsys):

@@ -7,6 +7,7 @@ last bit; everything else, the batches, dropout and initial values, is the same.
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from suites import slow_unless
 
 import embed
 from recipes import hosts, pipeline
+from recipes.errors import UserError
 from recipes.run import checkpoints
 from recipes.run import workdir as runs
 
@@ -164,6 +166,12 @@ def test_who_joins(monkeypatch, environment, expected):
 def test_half_an_address_is_an_error(monkeypatch):
   monkeypatch.setenv("JAX_PROCESS_ID", "0")
   with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES is not set"):
+    hosts.start()
+
+
+def test_a_worker_that_begins_the_script_once_more_says_what_to_write(monkeypatch):
+  monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+  with pytest.raises(UserError, match="__main__"):
     hosts.start()
 
 

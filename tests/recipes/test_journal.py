@@ -5,9 +5,13 @@ import json
 import sys
 import types
 
+import grain
 import ml_collections
+import optax
 import pytest
+from flax import nnx
 
+import embed
 from recipes import errors
 from recipes.run import journal, loop, settings
 
@@ -38,6 +42,20 @@ def test_writers_get_what_the_file_gets(tmp_path):
   assert kept.lines[0][1].keys() == {"loss", "examples_per_second"}
   assert kept.lines[1][1] == {"valid_auc": 0.75}
   assert kept.closed == 0  # whoever made it closes it
+
+
+@pytest.mark.parametrize(("log_every", "rates"), [(4, [8.0, 8.0]), (1, [None] * 2 + [8.0] * 6)])
+def test_the_rate_is_without_the_steps_that_compile(tmp_path, monkeypatch, log_every, rates):
+  clock, kept, model = [0.0], Kept(), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+  monkeypatch.setattr(journal, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+  settings_ = {"batch_size": 8, "steps": 8, "log_every": log_every, "patience": 0, "select": ""}
+  config = ml_collections.ConfigDict(settings.RUN | settings_)
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(0.1))}
+  with loop.Run("toy", config, tmp_path / "run", **state, writers=[kept]) as run:
+    for number in run.steps(grain.MapDataset.range(8).to_iter_dataset()):
+      clock[0] += 100 if number < 2 else 1
+      run.log(loss=number)
+  assert [line.get("examples_per_second") for _, line in kept.lines] == rates
 
 
 def test_writers_are_closed_where_a_run_fails(tmp_path):

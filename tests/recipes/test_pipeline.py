@@ -79,12 +79,15 @@ def test_sequential_reads_once_and_fills_up(columns, hosts):
   assert seen == list(range(*ROWS))
 
 
+@pytest.mark.parametrize(
+  ("windows", "num_workers"),
+  [(False, 0), (True, 0), (False, 2), pytest.param(True, 2, marks=pytest.mark.slow)],
+  indirect=["windows"],
+)
 @pytest.mark.usefixtures("windows")
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumes_where_it_was(columns, num_workers, request):
-  if num_workers:
-    flags.FLAGS.mark_as_parsed()  # a program that starts with app.run has done so
-    request.addfinalizer(flags.FLAGS.unparse_flags)
+  assert not flags.FLAGS.is_parsed()  # as in a script
+  request.addfinalizer(flags.FLAGS.unparse_flags)
   dataset = pipeline.batches(shuffled(columns), double, num_workers=num_workers)
   assert isinstance(dataset, grain.IterDataset)
   whole = list(iter(dataset))

@@ -19,6 +19,7 @@ from suites import slow_unless
 from recipes import export, predict, serving
 from recipes.errors import UserError
 from recipes.serving import rows as rows_lib
+from recipes.tables.encoding import Fitted
 from recipes.tables.formats import Format
 
 SMALL = {"batch_size": 64, "dim": 8, "eval_history": 16, "ks": (5,), "select": "valid_ndcg@5"}
@@ -127,7 +128,6 @@ def test_parquet_gzip_and_python_rows_have_the_same_scores(clicks, tmp_path):
     ("", "is empty"),
     ("price,age,citi,shop,tags\n1,2,3,4,5\n", "no column 'city'.* Did you mean 'citi'"),
     ("price,price,city,shop,tags\n1,2,3,4,5\n", "two columns 'price'"),
-    (f"{HEADER},score\n", "has a column 'score'"),
     (f"{HEADER}\n1,1,30,c,s,t,x\n1,x1,30,c,s,t,x\n", "row 2, column 'price': 'x1' is not a number"),
     (f"{HEADER}\n1,1,30,c,s\n", "row 1 has 5 fields instead of 7"),
     (f'{HEADER}\n1,1,30,"c,s,t,x\n', "a quote is not closed"),
@@ -241,6 +241,18 @@ def test_unknown_and_missing_values_are_counted_by_column(clicks, tmp_path):
   _, _, notes = answers(clicks, tmp_path / "rows.csv")
   assert notes[1].endswith("unknown values by column: city 2, shop 1, tags 1")
   assert "missing values by column" in notes[2]
+
+
+@pytest.mark.parametrize("served", ["clicks", "towers"])
+def test_every_feature_is_encoded_once(served, request, monkeypatch):
+  model, encoded, ids = serving.load(request.getfixturevalue(served)), [], Fitted.ids
+  monkeypatch.setattr(Fitted, "ids", lambda *given: encoded.append(given[2]) or ids(*given))
+  if served == "clicks":
+    model.predict({"price": [1.0], "age": [30], "city": ["c1"], "shop": ["s1"], "tags": ["t1"]})
+    assert sorted(encoded) == ["age", "city", "city_shop", "shop", "tags"]
+  else:
+    model.recommend({"who": ["u1"], "country": ["k1"]}, top=1)
+    assert encoded == ["country"]
 
 
 def test_written_scores_are_the_numbers_themselves(clicks, tmp_path):

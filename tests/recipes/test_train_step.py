@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +322,7 @@ def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
     ({"profile_steps": (5, 4)}, r"profile_steps is \(5, 4\): write the first and the last"),
     ({"profile_steps": (0, 4)}, "write the first and the last"),
     ({"profile_steps": (30, 40)}, "the run has 20 steps: choose earlier ones"),
+    ({"eval_batch_size": 0}, "eval_batch_size is 0: choose 1 or more"),
     ({"dtype": "float16"}, "dtype is 'float16': choose float32 or bfloat16"),
     ({"table_dtype": "int8"}, "table_dtype is 'int8': choose float32 or bfloat16"),
   ],
@@ -330,6 +332,14 @@ def test_settings_that_make_no_sense(changes, message):
   mesh = hosts.start()
   with pytest.raises(errors.UserError, match=message):
     check(config(**changes))
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 7, 12])
+def test_any_number_of_devices_shares_an_evaluation(count):
+  mesh, given = types.SimpleNamespace(size=count), config(batch_size=count, eval_batch_size=8192)
+  train_step.check(given, mesh)
+  size = train_step.decided(given, 1000, mesh).eval_batch_size
+  assert size % count == 0 <= size - 8192 < count
 
 
 def test_a_batch_of_a_size_that_the_data_choose_is_checked_when_it_is_known():

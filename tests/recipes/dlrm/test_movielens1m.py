@@ -4,6 +4,7 @@ import hashlib
 import zipfile
 
 import http_server
+import pyarrow.parquet as pq
 import pytest
 import recipe_runs
 from small_data import write_movielens
@@ -49,6 +50,19 @@ def test_dat_and_csv_are_the_same_data(tmp_path):
   dat = data.load(config(write_movielens(tmp_path / "dat"), tmp_path / "cache"))
   csv = data.load(config(write_movielens(tmp_path / "csv", csv=True), tmp_path / "cache"))
   assert rows_of(dat) == rows_of(csv)
+
+
+def test_the_split_is_of_all_that_a_rating_has(tmp_path):
+  """As the recorded results have it, though the time is not declared."""
+  raw = write_movielens(tmp_path / "raw")
+  given = config(raw, tmp_path / "cache")
+  rows = [line.split("::") for line in (raw / "ratings.dat").read_text().splitlines()]
+  split = pq.read_table(data.load(given).serve.parent / "split.parquet").to_pylist()
+  for each in split[:300]:
+    user, movie, rating, time = rows[each["row"] - 1]
+    content = "\x1f".join([str(given.split_seed), movie, rating, time, user])
+    share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
+    assert each["part"] == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
 
 
 def test_a_changed_file_is_prepared_again(tmp_path):

@@ -347,8 +347,8 @@ def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
 def test_a_constant_number_stays_zero_in_spite_of_rounding(tmp_path):
   rows = [(*row[:2], 0.1, f"tag {i}", "") for i, row in enumerate(MANY)]
   columns = {"clicked": "label", "city": "category", "price": "number"}
-  dense = load(tmp_path, rows=rows, columns=columns).columns["dense"]
-  assert abs(dense).max() < 1e-6
+  loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "order"})
+  assert abs(loaded.columns["dense"]).max() < 1e-6
 
 
 def test_files_of_one_name_in_several_folders(tmp_path):
@@ -357,6 +357,7 @@ def test_files_of_one_name_in_several_folders(tmp_path):
     (tmp_path / "parts" / f"day={i}").mkdir(parents=True)
     write_csv(tmp_path / "parts" / f"day={i}" / "part-0.csv", HEADER, MANY[i * 500 : i * 500 + 500])
   config = completed("dlrm", tmp_path / "c", files=str(tmp_path / "parts"), columns=columns)
+  config.split.by = "order"
   loaded = data.load(config)
   assert set(loaded.sha256) == {f"day={i}/part-0.csv" for i in range(4)}
 
@@ -500,11 +501,25 @@ def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
   rows = [(i % 2, f"c{i}", i, "", "") for i in range(300)]
   loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "hash", "seed": 5})
   split = pq.read_table(loaded.serve.parent / "split.parquet")["part"].to_pylist()
-  for (label, city, price, _, _), part in zip(rows, split, strict=True):
-    # The columns in the order of their names; missing values are left out.
-    content = "\x1f".join(["5", city, str(label), str(price)])
+  for (label, city, _, _, _), part in zip(rows, split, strict=True):
+    # The declared columns in the order of their names; missing values are left out.
+    content = "\x1f".join(["5", city, str(label)])
     share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
     assert part == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
+
+
+def test_columns_that_are_not_declared_move_no_row_to_another_split(tmp_path):
+  rows, found = [(i % 2, f"c{i}") for i in range(300)], []
+  for number, header in enumerate((("clicked", "city"), ("new", "city", "clicked"))):
+    values = ({"clicked": label, "city": city, "new": i} for i, (label, city) in enumerate(rows))
+    lines = [tuple(each[name] for name in header) for each in values]
+    path = write_csv(tmp_path / f"{number}.csv", header, lines)
+    given = {"files": str(path), "columns": {"city": "category", "clicked": "label"}}
+    loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
+    split = pq.read_table(loaded.serve.parent / "split.parquet")["part"].to_pylist()
+    found.append(split)
+  assert set(found[0]) == {"train", "valid", "test"}
+  assert found[0] == found[1]
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -520,13 +535,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
 
 def test_ids_are_not_merged_by_their_spelling(tmp_path):
+  given = {"columns": {"clicked": "label", "city": "item"}, "split": {"by": "order"}}
   names = ["1", "1.0", "1.00", "TRUE", "true", "True", "x", "y", "z", "w"]
   rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
-  loaded = load(tmp_path, rows=rows, columns={"clicked": "label", "city": "item"})
+  loaded = load(tmp_path, rows=rows, **given)
   encoder = Encoder.load(loaded.serve)
   assert sorted(encoder.fitted.vocabularies["city"]) == sorted(names)
   rows = [(i % 2, f"{i % 10}.0", i, "", "") for i in range(2000)]  # integers with gaps
-  loaded = load(tmp_path, rows=rows, columns={"clicked": "label", "city": "item"})
+  loaded = load(tmp_path, rows=rows, **given)
   encoder = Encoder.load(loaded.serve)
   assert sorted(encoder.fitted.vocabularies["city"]) == [str(i) for i in range(10)]
   ids = [encoder.encode({"city": pa.array([text])}, 1)["ids"][0, 0] for text in ("3", "3.0")]

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 from suites import slow_unless
 
-from recipes import errors
+from recipes import errors, hosts
 from recipes.run import journal
 
 HEADER = ("who", "what", "when", "liked", "age", "genre")
@@ -113,6 +113,32 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkey
     run(recipe, settings, tmp_path / "run")
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run(recipe, settings, tmp_path / "run")["metrics"] == whole["metrics"]
+
+
+def test_files_may_move_before_a_run_goes_on(log, tmp_path, monkeypatch):
+  def moved(path, text):
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(text)
+    return str(tmp_path / path)
+
+  def go_on(files, items):
+    side = {"files": items, "key": "what", "columns": {"kind": "category"}}
+    given = {"files": files, "item_table": side, "columns": columns, "epochs": 1, "test": False}
+    return run("dlrm", config("dlrm", log, tmp_path, **given), tmp_path / "run")
+
+  columns = {name: COLUMNS[name] for name in ("who", "what", "liked")}
+  rows = log.read_bytes().decode()
+  kinds = "what,kind\n" + "".join(f"i{i},k{i % 3}\n" for i in range(40))
+  monkeypatch.setattr(hosts, "start", lambda: None)
+  first = go_on(str(log), moved("a/items.csv", kinds))
+  where = moved("b/new_log.csv", rows), moved("b/new_items.csv", kinds)
+  second = go_on(*where)
+  assert second["metrics"] == first["metrics"]
+  assert second["config"]["files"] == where[0]
+  with pytest.raises(errors.UserError, match="data have changed"):
+    go_on(moved("c/log.csv", rows.replace("g1", "g2")), where[1])
+  with pytest.raises(errors.UserError, match="splits of files"):
+    go_on({"train": str(log), "test": where[0]}, where[1])
 
 
 def test_the_configs_of_a_run_can_be_read_back(log, tmp_path):
