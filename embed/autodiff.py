@@ -106,8 +106,8 @@ class _Split(NamedTuple):
     of_layers = {
       (path, stack, name): Source(Owner(path, stack), name)
       for path, layer in layers.items()
-      for stack, variables in layer.arrays.items()
-      for name in variables
+      for stack in layer.spec.stacks
+      for name in layer.arrays[stack]
     }
     # An array in no layer, such as an average of a table that a module keeps, is an ordinary one.
     return [of_layers.get(_array_key(path), Source(None, "")) for path, _ in self.stored]

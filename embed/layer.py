@@ -764,7 +764,8 @@ def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
 
 
 def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
-  return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
+  variables = layer.arrays[stack.name]  # to iterate is to see what nnx.tabulate keeps there
+  return {key: variables[key].get_value() for key in ("parameters", *stack.slots)}
 
 
 def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
@@ -965,7 +966,8 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
 
 def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
   """The owners of the rows of a table, by name; nothing if its ids are its rows."""
-  return dynamic_table(layer, name).owners() if name in layer.vocabularies else {}
+  is_dynamic = layer.spec.tables[name].vocabulary is not None
+  return dynamic_table(layer, name).owners() if is_dynamic else {}
 
 
 def variable_shapes(

@@ -69,9 +69,10 @@ class Optimizer(nnx.Module):
       )
     self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
     _refuse_holding_back(self.dense.opt_state)
-    self.rates = nnx.Dict(dict(_rates(model).values()))
-    for rate in self.rates.values():
+    rates = dict(_rates(model).values())
+    for rate in rates.values():
       rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
+    self.rates = nnx.Dict(rates)
 
   @property
   def step(self) -> nnx.Variable:

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -48,13 +47,8 @@ def start() -> Mesh | None:
     The mesh, or None for one process on one device.
 
   Raises:
-    UserError: only some of the three variables are set, or a worker of Grain calls it.
+    ValueError: only some of the three variables are set.
   """
-  if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the script
-    raise UserError(
-      "a worker process has begun the script once more: put what trains under "
-      "`if __name__ == '__main__':`"
-    )
   if not jax.distributed.is_initialized():
     _join()
   if jax.device_count() == 1:

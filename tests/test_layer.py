@@ -249,3 +249,16 @@ def test_the_count_of_dropped_ids_stays_at_its_largest(start, compiled):
     look_up(layer, np.array([10, 3, 11]))
     counts.append(int(layer.report["dropped_ids"]))
   assert counts == [2**31 - 1] * 3
+
+
+@pytest.mark.parametrize("name", ["items", "values", "keys", "a.b", "a/b"])
+def test_a_table_may_have_any_name(name):
+  """Also that of a method of the containers that hold its arrays and its rate."""
+  table = embed.TableConfig(4, 2, name=name, optimizer=embed.sgd(nnx.Variable(0.5)))
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+  before = np.array(layer.tables[name])
+  _, grads = embed.value_and_grad(lambda layer: layer(np.array([1])).sum())(layer)
+  optimizer.update(layer, grads)
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(layer=layer), layer=layer)
+  np.testing.assert_allclose(layer.tables[name][1], before[1] - 0.5)

@@ -190,7 +190,7 @@ def test_equals_training_on_kept_old_tables(name):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless(meshes.KINDS, "explicit".__eq__))
 def test_sharded_equals_unsharded(kind):
   where = {"mesh": meshes.make_mesh(kind), "axis": "data"}

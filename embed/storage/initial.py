@@ -4,7 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
 from embed.engine.stack import Arrays, StackSpec
-from embed.optimizers import Slot
 from embed.storage import tables as stored_tables
+
+if TYPE_CHECKING:
+  from embed.optimizers import Slot
 
 _LARGE = 1 << 26  # bytes of a table above which the memory that making it takes is worth a warning
 
@@ -239,7 +241,7 @@ def _drawing(
 
 
 @functools.lru_cache(maxsize=16)
-def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
+def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
   shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
   make = lambda: jnp.full(shape, slot.initial, slot.dtype)

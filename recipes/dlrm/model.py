@@ -131,7 +131,7 @@ def _projections(widths: Mapping[str, int], dim: int, dtype: Any, rngs: nnx.Rngs
 
 
 def _projected(projections: nnx.Dict, name: str, x: jax.Array) -> jax.Array:
-  return projections[name](x) if name in projections else x
+  return projections[name](x) if name in set(projections) else x  # `in` alone finds methods
 
 
 class DCNV2(Ranker):

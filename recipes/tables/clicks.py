@@ -14,7 +14,7 @@ from . import entities, histories, spec
 from .encoding import Encoder
 from .fitting import fit
 from .rows import RowReader, split_file
-from .settings import SPLITS, Source, Table, parsed, serve_folder
+from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
 from .store import Store
 
@@ -253,8 +253,6 @@ def _check_names(table: Table) -> None:
     if both := [name for name in source.kinds if name in declared]:
       raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
-    _check_reserved(source)
-  _check_reserved(table.rows)
   for name, kind in table.kinds.items():
     if isinstance(kind, spec.Codes):
       if not kind.side:
@@ -265,14 +263,6 @@ def _check_names(table: Table) -> None:
   item = table.name_of(spec.Item)
   if item and table.kinds[item].read_as != "text":
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
-
-
-def _check_reserved(source: Source) -> None:
-  """Raises UserError where a table has a name that the model cannot hold."""
-  for name, kind in source.kinds.items():
-    if spec.has_table(kind) and (own := spec.table_of(name, kind)) in spec.RESERVED:
-      what = f"{source.all_files[0]}, column {name!r} has the table {own!r}"
-      raise UserError(f"{what}, {spec.another_name(own)}")
 
 
 def _id_name(table: Table, side: str) -> str:

@@ -314,7 +314,7 @@ class _Planner:
   def _rename(self) -> None:
     """Reads columns by another name where their own one means something else."""
     for name, each in list(self.plan.columns.items()):
-      if each.kind and (name in spec.RESERVED or (name in _INPUTS and "side" in each.options)):
+      if each.kind and (hasattr(object, name) or (name in _INPUTS and "side" in each.options)):
         other = free(f"{name}_", self.plan.columns)
         self.plan.columns[other] = each._replace(options={"column": name, **each.options})
         self.plan.columns[name] = _left_out(f"read as {other}")

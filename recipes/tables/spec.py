@@ -20,17 +20,12 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from ..errors import UserError
 from .values import ReadAs, as_text
 
-# Attributes of `nnx.Dict`, which holds tables by name; a config takes all but those with `__`.
-RESERVED = {
-  *dir(MutableMapping), "eval", "iter_children", "iter_modules", "perturb", "set_attributes", "sow",
-  "train",
-}  # fmt: skip
 CLICKS, NO_CLICKS = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")  # in lower case
 
 
@@ -435,7 +430,10 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     if not isinstance(name, str):
       raise UserError(f"{setting} declares {name!r}: give the name of a column, as a text")
     if hasattr(object, name):
-      raise UserError(f"{setting} declares {name!r}, {another_name(name)}")
+      raise UserError(
+        f"{setting} declares {name!r}, which Python has a use for. Declare it by another name: "
+        f"{name.strip('_')!r}: {{'kind': ..., 'column': {name!r}}}"
+      )
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
   if setting.endswith("_table.columns"):  # all of them are of that side
     kinds = {
@@ -494,14 +492,6 @@ def _fault_of_part(part: Kind | None, side: str) -> str:
   if side and own != side:
     return f"which has side={own!r}, and has side={side!r} itself: declare both with the same side"
   return ""
-
-
-def another_name(name: str) -> str:
-  """Returns what to write for a column of a name in `RESERVED`."""
-  return (
-    f"a name that programs have a use for: declare it by another one, as {name + '_'!r}: "
-    f"{{'kind': ..., 'column': {name!r}}}"
-  )
 
 
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:

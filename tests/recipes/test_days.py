@@ -105,7 +105,7 @@ def undisturbed(tmp_path_factory):
   return types.SimpleNamespace(data=data, workdir=folder / "run", days=run(folder / "run", data))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tables_grow_and_keep_their_rows(undisturbed):
   ids = [row_ids.read(p / "serve") for p in sorted(undisturbed.workdir.glob("*/"))]
   assert len(ids) == 3
@@ -119,7 +119,7 @@ def test_tables_grow_and_keep_their_rows(undisturbed):
   assert mean("2024-01-03") == mean("2024-01-01")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   with (undisturbed.data / "2024-01-03.csv").open() as file:
     rows = list(csv.DictReader(file))
@@ -138,7 +138,7 @@ def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   assert "2024-01-02   600" in days.table(undisturbed.days, ("auc", "logloss"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_and_its_days_are_measured_by_weight(tmp_path):
   """Rows of weight 0 have the wrong outcome: only metrics that leave them out are good."""
   draw = np.random.default_rng(1)
@@ -157,14 +157,14 @@ def test_a_run_and_its_days_are_measured_by_weight(tmp_path):
   assert result["metrics"]["valid_auc"] > 0.99
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_days_that_are_done_stay_as_they_are(undisturbed, monkeypatch):
   monkeypatch.chdir(undisturbed.workdir.parent)
   monkeypatch.setattr(export, "export", lambda *args: pytest.fail("exported again"))
   assert run(undisturbed.workdir, "data", epochs=5) == undisturbed.days
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_kills_and_days_that_come_later_change_nothing(undisturbed, tmp_path, monkeypatch):
   workdir, data = tmp_path / "run", tmp_path / "data"
   data.mkdir()
@@ -223,7 +223,7 @@ def clicks(path):
   return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("recipe", "exclude_seen"),
   slow_unless([("two_tower", False), ("sequence", True)], lambda recipe, _: recipe == "two_tower"),

@@ -660,7 +660,6 @@ def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, capsys,
   [
     ("y,b,b", {"b": "category"}, r"a\.csv.* columns 2 and 3 'b'"),
     ("y,,column 2", {"column 2": "category"}, r"a\.csv.* columns 2 and 3 'column 2'"),
-    ("y,b,items", {"items": "category"}, r"a\.csv, column 'items'.*'column': 'items'"),
     ("y,b,__class__", {"__class__": "category"}, "'__class__'.*'column': '__class__'"),
   ],
 )

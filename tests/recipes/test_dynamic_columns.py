@@ -105,7 +105,7 @@ def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
   assert not np.isin(row[~is_known], np.flatnonzero(owned)).any()  # there was room
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how", [pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"pipelined": True}]
 )
@@ -133,7 +133,7 @@ def test_options_that_make_no_sense(options, tmp_path):
     data.load(config_of(write(tmp_path / "rows.csv"), tmp_path, columns=columns))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("negatives", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_features_of_towers_get_rows(negatives, tmp_path):
   dynamic = {"vocabulary": "dynamic", "capacity": 16}

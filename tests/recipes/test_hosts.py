@@ -7,7 +7,6 @@ last bit; everything else, the batches, dropout and initial values, is the same.
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -27,7 +26,6 @@ from suites import slow_unless
 
 import embed
 from recipes import hosts, pipeline
-from recipes.errors import UserError
 from recipes.run import checkpoints
 from recipes.run import workdir as runs
 
@@ -169,12 +167,6 @@ def test_half_an_address_is_an_error(monkeypatch):
     hosts.start()
 
 
-def test_a_worker_that_begins_the_script_once_more_says_what_to_write(monkeypatch):
-  monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-  with pytest.raises(UserError, match="__main__"):
-    hosts.start()
-
-
 def test_a_bucket_is_not_a_folder():
   with pytest.raises(ValueError, match="gs://bucket/run is a URL"):
     runs.finished({}, "gs://bucket/run")
@@ -306,7 +298,7 @@ def test_two_processes_train_as_one(alone, pair):
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "settings"),
   slow_unless(
@@ -389,7 +381,7 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_train_on_a_table_as_one(jobs, folder):
   write_clicks(folder / "clicks.csv")
   config = folder / "table.py"

@@ -139,7 +139,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_p
   meshes.assert_equal(saved(tmp_path), saved(whole[1]))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
   """And continues from there on one."""
   for devices in (8, 1):

@@ -88,7 +88,7 @@ def guard_test_rows(recipe, workdir, monkeypatch):
   return splits
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", slow_unless(sorted(SMOKE), "dlrm".__eq__))
 def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   config, workdir = SMOKE[recipe](tmp_path), tmp_path / "sweep"
@@ -110,7 +110,7 @@ def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   assert (workdir / "sweep.md").read_text().count("\n") == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_list_may_be_mended_before_the_choice_and_data_may_not_change(tmp_path, monkeypatch):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
 
@@ -143,7 +143,7 @@ def test_the_best_trial_is_the_one_that_a_run_would_choose(select, best):
   assert sweep.best([of(0.7, 3.0, 0.6), of(0.9, 1.1, 0.8)], select) == best
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_workdir_is_of_one_sweep_and_one_config(tmp_path):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
   about = sweep.run("sequence", config, workdir, {"dropout": [0.1]})
@@ -155,7 +155,7 @@ def test_a_workdir_is_of_one_sweep_and_one_config(tmp_path):
   assert json.loads((workdir / "sweep.json").read_text()) == about
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
   tried = [{"dropout": 0.1}, {"dropout": 0.2}, {"learning_rate": 1e30}]

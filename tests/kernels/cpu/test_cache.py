@@ -101,7 +101,7 @@ def test_without_a_folder_nothing_is_kept(root, monkeypatch, tmp_path, path):
   assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_limit_of_file_sizes_is_no_error(root):
   command = f"ulimit -f 1; exec {sys.executable} -c '{PROGRAM}'"
   done = subprocess.run(
@@ -249,7 +249,7 @@ if {link!r}:
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "attack",
   slow_unless(

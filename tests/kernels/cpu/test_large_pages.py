@@ -44,7 +44,7 @@ def use_or_skip(arrays, use=large_pages.use):
   return moved
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tables_and_slots_are_in_large_pages(monkeypatch):
   monkeypatch.setattr(large_pages, "use", use_or_skip)
   (stack,) = make_layer(embed.adagrad(0.1)).arrays.values()

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[3]
     pytest.param("slots", 40, marks=pytest.mark.slow),
     pytest.param("optimizers", 144, marks=pytest.mark.slow),
     pytest.param("bfloat16", 96, marks=pytest.mark.slow),
-    pytest.param("lookups", 1700, marks=pytest.mark.full),
+    pytest.param("lookups", 1700, marks=pytest.mark.slow),
     ("misfits", 2),
   ],
 )

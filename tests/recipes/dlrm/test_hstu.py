@@ -155,7 +155,7 @@ def test_neighbours_and_padding_never_leak():
   np.testing.assert_allclose(two[1:], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run(tmp_path):
   """It learns its days; the last one has too few targets to tell a ranking from chance."""
   packed = {"targets": 4, "sequences": 2, "width": 24}

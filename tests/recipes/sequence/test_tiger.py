@@ -161,7 +161,7 @@ def test_the_loss_is_that_of_the_codes_of_the_targets(small):
   )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_learns_what_follows_and_resumes(tmp_path, monkeypatch):
   """Three of four items are followed by the next one: hits that no guess reaches."""
   monkeypatch.setattr(hosts, "start", lambda: None)
@@ -194,7 +194,7 @@ def test_a_run_learns_what_follows_and_resumes(tmp_path, monkeypatch):
     export.export(half, tmp_path / "served")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_device_and_eight_rank_alike(tmp_path):
   config, mesh = smoke(tmp_path, **{"table.init_scale": 0.5}), hosts.start()
   loaded, found = data.load(config), []

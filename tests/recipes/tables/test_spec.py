@@ -1,7 +1,6 @@
 """Declarations: shorthand, options with their types, and errors that name the column."""
 
 import pytest
-from flax import nnx
 
 from recipes.errors import UserError
 from recipes.tables import spec
@@ -26,10 +25,6 @@ def test_expanded_declarations_parse_to_the_same():
   assert spec.parse(expanded) == spec.parse(columns)
   assert list(expanded) == list(columns)
   assert expanded["y"]["positive"] == ("4", "5")
-
-
-def test_reserved_names_are_those_of_modules():
-  assert {name for name in dir(nnx.Dict) if not name.startswith("_")} <= spec.RESERVED
 
 
 def test_values_of_a_label_are_written_as_files_are_read():

@@ -282,7 +282,7 @@ def cold_auc(folder, with_codes):
   return train.run(config, str(folder / "run"))["metrics"]["test_auc"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_item_that_is_new_is_scored_by_its_codes(tmp_path):
   """Best is .83; without codes all items that are new have one vector, and one score."""
   auc = {}
