@@ -151,7 +151,12 @@ class RowOptimizer:
 
   @property
   def rate_variable(self) -> nnx.Variable | None:
-    """The Variable that holds the learning rate, or the rate that `bias_corrected` corrects."""
+    """The `nnx.Variable` that is the learning rate, or that `bias_corrected` corrects; else None.
+
+    >>> rate = nnx.Variable(0.1)
+    >>> embed.adam(rate).rate_variable is rate, embed.adam(0.1).rate_variable
+    (True, None)
+    """
     rate = self.learning_rate
     rate = rate.learning_rate if isinstance(rate, _BiasCorrected) else rate
     return rate if isinstance(rate, nnx.Variable) else None
@@ -927,7 +932,8 @@ def bias_corrected(
   >>> [round(float(optimizer.learning_rate_at(step)), 4) for step in (0, 100_000)]
   [0.0316, 0.1]
   """
-  return _BiasCorrected(_rate("bias_corrected", "learning_rate", learning_rate), beta_1, beta_2)
+  what = "bias_corrected", "learning_rate"
+  return _BiasCorrected(_rate(*what, _setting(*what, learning_rate)), beta_1, beta_2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

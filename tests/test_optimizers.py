@@ -454,7 +454,7 @@ def test_a_value_out_of_range_is_refused(argument, values):
       embed.sgd(0.1, **{argument: value})
 
 
-SCALARS = [x(0.25) for x in (jnp.float32, jnp.bfloat16, np.float32, np.float64, np.array)]
+SCALARS = [x(0.25) for x in (jnp.float32, jnp.bfloat16, np.float32, np.float64)]
 SETTINGS = {
   "learning rate": lambda x: embed.sgd(x),
   "multiplier": lambda x: embed.sgd(gradient_multiplier=x),
