@@ -68,6 +68,7 @@ class RowGrads:
   values: jax.Array  # `[N, D]`, the gradients of these rows
   size: int  # of the table, `UNUSED` if it is not known
   stack: StackSpec | None  # in which each entry occurs once, on the devices that store its row
+  trains: bool = True  # False for a frozen table
 
   def __init__(self, ids: Any, values: Any, vocabulary_size: int | None = None):
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
@@ -85,20 +86,22 @@ class RowGrads:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
-    self.__dict__.update(ids=ids, values=values, size=size, stack=None)
+    self.__dict__.update(ids=ids, values=values, size=size, stack=None, trains=True)
 
   @classmethod
-  def of(cls, ids: Any, values: Any, size: int, stack: StackSpec | None) -> "RowGrads":
+  def of(
+    cls, ids: Any, values: Any, size: int, stack: StackSpec | None, trains: bool = True
+  ) -> "RowGrads":
     """Row gradients of arrays that are known to fit."""
     self = object.__new__(cls)
-    self.__dict__.update(ids=ids, values=values, size=size, stack=stack)
+    self.__dict__.update(ids=ids, values=values, size=size, stack=stack, trains=trains)
     return self
 
   def __repr__(self) -> str:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return _leaves((self.ids, self.values)), (self.size, self.stack)
+    return _leaves((self.ids, self.values)), (self.size, self.stack, self.trains)
 
   @classmethod
   def tree_unflatten(cls, static, arrays) -> "RowGrads":
@@ -114,7 +117,7 @@ class RowGrads:
     values = f(self.values)
     if self.stack is not None:  # f of an unused entry is nothing
       values = jnp.where((self.ids < self.size)[:, None], values, 0)
-    return RowGrads.of(self.ids, values, self.size, self.stack)
+    return RowGrads.of(self.ids, values, self.size, self.stack, self.trains)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
@@ -217,7 +220,8 @@ class Rows(Mapping[str, RowGrads]):
     stack_key, table = self._keys()[key]
     stack = self.stacks[stack_key]
     ids, values = _table_rows(stack, self.grads[stack_key], table)
-    return RowGrads.of(ids, values, stack.size(table), stack if stack.accumulates else None)
+    own = stack if stack.accumulates else None
+    return RowGrads.of(ids, values, stack.size(table), own, not _is_frozen(stack))
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._keys())
@@ -360,8 +364,7 @@ def global_norm(grads: Grads) -> jax.Array:
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
   rows = grads.rows
-  is_trained = lambda r: r.stack is None or not _is_frozen(r.stack)
-  each = [rows] if isinstance(rows, Rows) else list(filter(is_trained, rows.values()))
+  each = [rows] if isinstance(rows, Rows) else [r for r in rows.values() if r.trains]
   of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
   return jnp.sqrt(squares + mesh.like(of_rows, squares))
 
@@ -451,4 +454,4 @@ def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
       f"accumulate: row gradients of a table of {min(sizes)} rows, and id {_largest(ids)} of "
       "another one."
     )
-  return RowGrads.of(ids, values, min(sizes), None)
+  return RowGrads.of(ids, values, min(sizes), None, all(r.trains for r in rows))

@@ -1,6 +1,5 @@
 """Initial values of tables, drawn row by row, so that a shard can make its own rows alone."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -53,8 +52,10 @@ class RowWise:
       key = keys[table]
       for word in id.reshape(-1):
         key = jax.random.fold_in(key, word)
-      value = self.initializer(key, (1, dim), jnp.float32)
-      return jnp.asarray(value, jnp.float32).reshape(dim).astype(dtype)
+      value = jnp.asarray(self.initializer(key, (1, dim), jnp.float32), jnp.float32)
+      if value.shape not in ((1, dim), (dim,)):
+        raise ValueError(f"An initializer returned {value.shape} for one row, not (1, {dim}).")
+      return value.reshape(dim).astype(dtype)
 
     with jax.threefry_partitionable(True):  # else a row's bits depend on how many are drawn
       return jax.vmap(row)(tables, ids)
@@ -71,11 +72,11 @@ def threefry(keys: jax.Array) -> jax.Array:
 def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Makes an initializer draw every row from a key of its own.
 
-  The key of a row is folded from the table's and the row's number. The values then do not depend
-  on how a table is sharded, but for a last bit that XLA rounds by the size of a shard, and each
-  device makes the rows that it owns and no others. JAX's
-  `zeros`, `ones`, `constant`, `normal`, `uniform` and `truncated_normal` are drawn so without
-  `row_wise`. Any other initializer is called once with the whole table's shape, on every host.
+  The key of a row is folded from the table's and the row's number. The values do not depend on how
+  a table is sharded, up to the last bits, which XLA may round differently for shards of another
+  size. Each device makes the rows that it owns and no others. JAX's `zeros`, `ones`, `constant`,
+  `normal`, `uniform` and `truncated_normal` are drawn so without `row_wise`. Any other initializer
+  is called once with the whole table's shape, on every host.
 
   Args:
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
@@ -97,33 +98,41 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   return initializer if isinstance(initializer, RowWise) else RowWise(initializer)
 
 
-_BY_ROW = jax.nn.initializers
+_JAX = jax.nn.initializers
+_BY_ROW = (
+  _JAX.zeros,
+  _JAX.ones,
+  _JAX.constant(0.0),
+  _JAX.normal(),
+  _JAX.uniform(),
+  _JAX.truncated_normal(),
+)
 # Closures of one function share its code, whatever their arguments.
-_CODES_BY_ROW = {
-  initializer.__code__
-  for initializer in (
-    _BY_ROW.zeros,
-    _BY_ROW.ones,
-    _BY_ROW.constant(0.0),
-    _BY_ROW.normal(),
-    _BY_ROW.uniform(),
-    _BY_ROW.truncated_normal(),
-  )
-}
+_CODES_BY_ROW = {getattr(initializer, "__code__", initializer) for initializer in _BY_ROW}
+_known: dict[Any, RowWise] = {}
 
 
 def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | None:
-  """The initializer as one that draws row by row; None for one that may look at the whole table."""
+  """The initializer as one that draws row by row; None for one that may look at the whole table.
+
+  Equal ones of JAX, such as two of `normal(0.1)`, are one object here and compiled once.
+  """
   if initializer is None:
     return truncated_normal_rows
   if isinstance(initializer, RowWise):
     return initializer
-  if getattr(initializer, "__code__", None) not in _CODES_BY_ROW:
+  code = getattr(initializer, "__code__", initializer)
+  if code not in _CODES_BY_ROW:
     return None
-  with contextlib.suppress(ValueError, TypeError):  # a constant may be an array of all rows
+  try:
     jax.eval_shape(lambda: initializer(jax.random.key(0), (1, dim), jnp.float32))
+  except (ValueError, TypeError):  # a constant that is an array of all rows
+    return None
+  cells = tuple(cell.cell_contents for cell in getattr(initializer, "__closure__", None) or ())
+  try:
+    return _known.setdefault((code, cells), RowWise(initializer))
+  except TypeError:  # a constant that is an array is no key
     return RowWise(initializer)
-  return None
 
 
 def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:

@@ -37,6 +37,7 @@ from embed.variables import (
   Report,
   Table,
   changing,
+  check_alive,
   check_array,
   make_variables,
   replace,
@@ -771,13 +772,7 @@ def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
 def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   """The rows and slots of a stack; raises ValueError if a step has deleted them."""
   arrays = _arrays(layer, stack)
-  has_memory = lambda x: isinstance(x, jax.Array) and not jax_internals.is_traced(x)
-  if any(has_memory(x) and x.is_deleted() for x in arrays.values()):
-    raise ValueError(
-      f"The rows of table {stack.tables[0]!r} are gone: a step of another model that shares them, "
-      "as nnx.clone(model) does, has deleted them. Write nnx.clone(model, arrays=True), which "
-      "copies them."
-    )
+  check_alive(f"The rows of table {stack.tables[0]!r}", arrays.values())
   return arrays
 
 

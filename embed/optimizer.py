@@ -18,7 +18,7 @@ from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows, by_stack
 from embed.layer import SparseEmbed, moving, step_combiner_weights, step_stacks
 from embed.optimizers import RowOptimizer
-from embed.variables import WRITING, changing
+from embed.variables import WRITING, changing, check_alive
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
@@ -144,7 +144,7 @@ class Optimizer(nnx.Module):
 
 
 def _rates(model: nnx.Module) -> dict[str, tuple[str, nnx.Variable]]:
-  """The learning rates in Variables: of each such table its key in `Optimizer.rates`, and it."""
+  """Maps the tables with rates in Variables to (key in `Optimizer.rates`, Variable)."""
   rates: dict[str, tuple[str, nnx.Variable]] = {}
   first: dict[int, str] = {}
   for key, (layer, name) in autodiff.row_keys(model).items():
@@ -229,11 +229,17 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
 
 
 def _unshare(variables: Sequence[nnx.Variable]) -> None:
-  """Copies arrays that several Variables hold: XLA takes a donated array once."""
+  """Copies arrays that several Variables hold: XLA takes a donated array once.
+
+  Raises:
+    ValueError: if a step of a clone has deleted one.
+  """
   held: set[int] = set()
   for variable in variables:
     value = variable.get_raw_value()
-    ids = {id(x) for x in jax.tree.leaves(value)}
+    leaves = jax.tree.leaves(value)
+    check_alive("Arrays of the model", leaves)
+    ids = {id(x) for x in leaves}
     if held & ids:
       variable.set_raw_value(jax.tree.map(jnp.copy, value))
     held |= ids

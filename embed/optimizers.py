@@ -166,11 +166,13 @@ class RowOptimizer:
 
     Args:
       step: the step.
-      rate: what `rate_variable` holds, if there is one.
+      rate: what `rate_variable` held when the step began; None is what it holds now.
 
     >>> embed.sgd(lambda step: 0.1 / (step + 1)).learning_rate_at(1)
     0.05
     """
+    if rate is None and self.rate_variable is not None:
+      rate = self.rate_variable.get_value()
     if isinstance(self.learning_rate, nnx.Variable):
       return rate
     if isinstance(self.learning_rate, _BiasCorrected):
@@ -276,10 +278,11 @@ def _setting(name: str, key: str, value: Any) -> Any:
     )
     return value
   can_change = isinstance(value, np.ndarray) and not value.ndim and value.flags.writeable
+  instead = ", or nnx.Variable(x) for a rate that changes" if key == "learning_rate" else ""
   require(
     not can_change,
-    f"{name}: {key} is a NumPy array, whose later values no step would see. Write float(x), or for "
-    "a rate that changes while it trains, learning_rate=nnx.Variable(x).",
+    f"{name}: {key} is a NumPy array, whose later values no step would see. Write "
+    f"float(x){instead}.",
   )
   return setting(f"{name}: {key}", value)
 
@@ -332,6 +335,11 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
   multiplier = arguments["gradient_multiplier"]
   if multiplier is not None:
     multiplier = _rate(name, "gradient_multiplier", multiplier)
+    reads_variable = isinstance(getattr(multiplier, "learning_rate", None), nnx.Variable)
+    require(
+      not reads_variable,
+      f"{name}: gradient_multiplier reads an nnx.Variable, which only learning_rate may.",
+    )
   clip = arguments["clipvalue"]
   require(
     arguments["use_gradient_accumulation"] or clip is None,

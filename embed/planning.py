@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from embed import combiners, inputs, structure
 from embed import config as config_lib
@@ -455,7 +456,11 @@ class Plan:
       entry = entries[group[0]]
       for part in self._numbered(group, entry):
         label = part[0] if len(part) == 1 else f"{part[0]}+{len(part) - 1}"
-        while label in stacks or (len(part) > 1 and label in self.tables):
+        while (
+          label in stacks
+          or hasattr(nnx.Dict, label)  # which holds arrays by label, and has methods
+          or (label != part[0] and label in self.tables)
+        ):
           label += "+"
         stacks[label] = self._stack(label, part, entry)
     return stacks
@@ -736,8 +741,9 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
     hash(optimizer)
   except TypeError as error:
     raise ValueError(
-      f"Table {name!r}: {optimizer!r} has an argument by which no compiled step can be found "
-      f"({error}). For a schedule, write `lambda step: schedule(step)`."
+      f"Table {name!r}: {optimizer!r} has an argument that is not hashable, so that its compiled "
+      f"step could not be found again ({error}). Give a function: of a schedule object, "
+      "`lambda step: schedule(step)`."
     ) from None
   return optimizer
 

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -206,6 +206,16 @@ def changing(what: str) -> Iterator[None]:
       "the change would be lost. Pass the model as an argument to nnx.jit: "
       "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
     ) from None
+
+
+def check_alive(what: str, arrays: Iterable[Any]) -> None:
+  """Raises ValueError if one of some arrays was deleted by a step that donated it."""
+  has_memory = lambda x: isinstance(x, jax.Array) and not jax_internals.is_traced(x)
+  if any(has_memory(x) and x.is_deleted() for x in arrays):
+    raise ValueError(
+      f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
+      "deleted them. Write nnx.clone(model, arrays=True), which copies them."
+    )
 
 
 def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:

@@ -119,7 +119,8 @@ def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> s
   written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
-  left = ", ".join(_literal(name) for name, each in plan.columns.items() if not each.kind)
+  unread = [name for name, each in plan.columns.items() if not each.kind]
+  left = ", ".join(_literal(name) for name in unread if name not in plan.sources)
   comment = [_cut(f"      # left out: {left}", _WIDTH, middle=False)] * bool(left)
   for width in range(_WIDTH, 2000, 20):
     body = _settings({"files": files} | ({"format": format} if format else {}), width)

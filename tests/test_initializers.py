@@ -71,14 +71,17 @@ INITIALIZERS = {
 
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_known_initializers_draw_row_by_row_unasked(name):
-  """In chunks: no array of the table's size is made beside it."""
+  """As if `embed.row_wise` were written, and equal ones as one, which is compiled once."""
 
   def rows(initializer):
     table = embed.TableConfig(50, D, initializer, name="t")
     return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0)).tables["t"]
 
   initializer = INITIALIZERS[name]
-  assert initializers.as_row_wise(initializer, D) == embed.row_wise(initializer)
+  again = {"normal": nnx.initializers.normal(0.1)}.get(name, initializer)
+  assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D)
+  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
+  assert initializers.as_row_wise(initializer, D) is not other
   np.testing.assert_array_equal(rows(initializer), rows(embed.row_wise(initializer)))
 
 
@@ -91,8 +94,9 @@ def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
   make = lambda: embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   np.testing.assert_array_equal(make().tables["t"], every)
   monkeypatch.setattr(initial, "_LARGE", 4 * D * 4)
-  with pytest.warns(UserWarning, match=r"'t'.*embed\.row_wise"):
+  with pytest.warns(UserWarning, match=r"'t'.*embed\.row_wise") as told:
     make()
+  assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("slot", ["accumulators", "momenta"])

@@ -175,7 +175,8 @@ def test_a_clone_whose_rows_a_step_deleted_is_told():
   shared, own = nnx.clone(model), nnx.clone(model, arrays=True)
   step()
   np.testing.assert_array_equal(own(np.array([3])), [[0.0, 0.0]])
-  for use in (lambda: shared(np.array([3])), lambda: shared.tables):
+  again = embed.jit_step(lambda model: model(np.array([3])), shared)
+  for use in (lambda: shared(np.array([3])), lambda: shared.tables, again):
     with pytest.raises(ValueError, match="arrays=True"):
       use()
 

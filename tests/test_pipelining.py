@@ -191,7 +191,7 @@ def test_equals_training_on_kept_old_tables(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_unless(meshes.KINDS, "explicit".__eq__))
+@pytest.mark.parametrize("kind", meshes.KINDS)
 def test_sharded_equals_unsharded(kind):
   where = {"mesh": meshes.make_mesh(kind), "axis": "data"}
   model, other = Model(embed.adagrad(0.1), **where), Model(embed.adagrad(0.1))

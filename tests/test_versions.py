@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from suites import slow_unless
 
 import embed
 
@@ -92,8 +91,9 @@ def write(folder):
 PLACES = {"one device": 1, "eight devices": 8}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("place", slow_unless(PLACES, "eight devices".__eq__))
+@pytest.mark.parametrize(
+  "place", ["eight devices", pytest.param("one device", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("version", sorted(path.name for path in VERSIONS.iterdir()))
 def test_a_checkpoint_and_a_delta_restore(version, place):
   where = {} if PLACES[place] == 1 else {"mesh": jax.make_mesh((PLACES[place],), ("data",))}

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from embed.config import TableConfig
 from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
+from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
 from embed.storage import tables as stored_tables
 
@@ -87,12 +89,13 @@ def _drawn_whole(
 ) -> Any:
   """All rows of a table or slot at once, in the dtype that the initializer returns."""
   size = math.prod(shape) * np.dtype(dtype).itemsize
-  if size >= _LARGE:
+  is_by_row = isinstance(initializer, initializers.RowWise)  # of a slot of one value per row
+  if size >= _LARGE and not (is_by_row or is_traced(key)):
     warnings.warn(
       f"{what}: its initializer makes all {size >> 20} MiB at once in every process, which "
-      "takes several times the memory. If rows are drawn alike, write embed.row_wise(initializer); "
-      "for rows that exist, leave the initializer out and call layer.load_tables.",
-      stacklevel=2,
+      "takes several times the memory. If no row depends on the others or on their number, write "
+      "embed.row_wise(initializer); for rows that exist, leave it out and call layer.load_tables.",
+      stacklevel=9 + (sys.version_info < (3, 12)),  # of whom comprehensions are frames
     )
   rows = initializer(key, shape, dtype)
   if np.shape(rows) != shape:

@@ -413,7 +413,10 @@ class Writer:
   def __init__(
     self, out: IO[str], rows: TextRows | ParquetRows, added: Sequence[str], format: Format
   ):
-    added = [free(name, rows.names) for name in added]
+    names = list(rows.names)
+    for name in added:
+      names.append(free(name, names))
+    added = names[len(rows.names) :]
     # After the rest of a line no column could be told from it.
     self._out, self._delimiter = out, "\t" if format.rest else rows.delimiter
     self._csv = None

@@ -431,8 +431,8 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
       raise UserError(f"{setting} declares {name!r}: give the name of a column, as a text")
     if hasattr(object, name):
       raise UserError(
-        f"{setting} declares {name!r}, which Python has a use for. Declare it by another name: "
-        f"{name.strip('_')!r}: {{'kind': ..., 'column': {name!r}}}"
+        f"{setting} declares {name!r}, a name that Python reserves. Declare it under another name: "
+        f"{name + '_'!r}: {{'kind': ..., 'column': {name!r}}}"
       )
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
   if setting.endswith("_table.columns"):  # all of them are of that side

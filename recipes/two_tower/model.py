@@ -58,7 +58,7 @@ class Tower(nnx.Module):
     self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
-    projected = {name: layer(activations[name]) for name, layer in self.projections.items()}
+    projected = {name: self.projections[name](activations[name]) for name in self.projections}
     activations = {**activations, **projected}
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:

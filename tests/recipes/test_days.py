@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from small_tables import completed, write_csv
-from suites import slow_unless
 
 from recipes import days, errors, export, serving
 from recipes.run import journal
@@ -224,10 +223,7 @@ def clicks(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("recipe", "exclude_seen"),
-  slow_unless([("two_tower", False), ("sequence", True)], lambda recipe, _: recipe == "two_tower"),
-)
+@pytest.mark.parametrize(("recipe", "exclude_seen"), [("two_tower", False), ("sequence", True)])
 def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, tmp_path):
   """Recall by hand; ranking asks for all that a user has on a day, and new items are misses."""
   data = write_days(tmp_path / "data", 3, rows=300)

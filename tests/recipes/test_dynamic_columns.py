@@ -106,9 +106,7 @@ def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "how", [pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"pipelined": True}]
-)
+@pytest.mark.parametrize("how", [{"accumulate": 2}, {"pipelined": True}])
 def test_every_way_to_step_admits(how, tmp_path):
   result = train.run(
     config_of(write(tmp_path / "rows.csv"), tmp_path, **how), str(tmp_path / "run")
@@ -134,7 +132,7 @@ def test_options_that_make_no_sense(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("negatives", [pytest.param(0, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("negatives", [0, 8])
 def test_features_of_towers_get_rows(negatives, tmp_path):
   dynamic = {"vocabulary": "dynamic", "capacity": 16}
   columns = LOG | {name: LOG[name] | dynamic for name in ("country", "genre")}

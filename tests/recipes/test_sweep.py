@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import recipe_runs
-from suites import slow_unless
 
 from recipes import errors, sweep
 from recipes.run import checkpoints
@@ -89,7 +88,7 @@ def guard_test_rows(recipe, workdir, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", slow_unless(sorted(SMOKE), "dlrm".__eq__))
+@pytest.mark.parametrize("recipe", sorted(SMOKE))
 def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   config, workdir = SMOKE[recipe](tmp_path), tmp_path / "sweep"
   splits = guard_test_rows(recipe, workdir, monkeypatch)

@@ -151,7 +151,7 @@ ENTRIES = {
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_loaded_arrays_are_where_those_before_were(entry, dtype):
-  """A table kept the devices of the array that it was loaded from."""
+  """Not where the array was that they are loaded from."""
   optimizer = embed.rowwise_adagrad(0.5)
   features = embed.FeatureConfig(embed.TableConfig(6, 2, name="t", dtype=dtype))
   make = lambda mesh: embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), mesh=mesh)

@@ -9,7 +9,6 @@ emulation. Hence they are off, unless a table's `TablePlan.storage` is "sparse_c
 `SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that can.
 """
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from embed.engine import backends
+from embed.engine import backends, compat
 from embed.engine import stack as stack_lib
 from embed.engine.bags import Bags
 from embed.engine.stack import StackSpec
@@ -33,22 +32,13 @@ def unsupported_reason(
   """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
-  if not _are_known_to_jax():
+  if not compat.has_sparse_core_indices():
     return f"JAX {jax.__version__} lacks parts that the kernels need; 0.10.2 has them"
   if width > _kernels().WIDEST:
     return f"its rows have {width} columns on a device, more than {_kernels().WIDEST}"
   if dtype != np.float32:
     return f"its rows are {np.dtype(dtype).name}, not float32"
   return None
-
-
-@functools.cache
-def _are_known_to_jax() -> bool:
-  try:
-    from jax.experimental.pallas import tpu_sc
-  except ImportError:
-    return False
-  return hasattr(tpu_sc, "Indices")
 
 
 def _kernels() -> Any:

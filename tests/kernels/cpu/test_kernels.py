@@ -14,7 +14,7 @@ from compiled import assert_in_place, compile_step, stored
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
-from suites import full_unless, slow_unless
+from suites import full_unless
 
 import embed
 from embed.engine import exchange, lookup, update
@@ -198,9 +198,7 @@ SHAPES = [(20, 5, True), (7, 1, False), (40, 9, False)]
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("index", "dim"),
-  slow_unless(
-    list(itertools.product(ACCUMULATING, DIMS)), lambda index, dim: dim == DIMS[index % len(DIMS)]
-  ),
+  list(itertools.product(ACCUMULATING, DIMS)),
   ids=[f"{optimizer_id(i)}-{dim}" for i, dim in itertools.product(ACCUMULATING, DIMS)],
 )
 def test_every_optimizer_has_a_kernel(monkeypatch, index, dim):

@@ -1,7 +1,5 @@
 """Which tables SparseCores read and write, and steps on them against XLA's; emulated on CPU."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,9 @@ import optax
 import pytest
 from flax import nnx
 from meshes import make_mesh
-from optimizer_cases import EACH, FIRST, OPTIMIZERS, optimizer_id
+from optimizer_cases import EACH, OPTIMIZERS, optimizer_id
 from sparse_cores import CHIPS, emulated
 from stored_tables import TwoTables, fetched, wave
-from suites import full_unless, slow_unless
 
 import embed
 from embed.engine import grads as grads_lib
@@ -87,11 +84,7 @@ OTHER_STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "index",
-  slow_unless([(i,) for i in range(len(OPTIMIZERS))], lambda i: i in FIRST or i in OTHER_STEPS),
-  ids=optimizer_id,
-)
+@pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=optimizer_id)
 def test_three_steps_of_every_optimizer_equal_xlas(used, index):
   name, arguments = OPTIMIZERS[index]
   given = features(getattr(embed, name)(0.125, **arguments))
@@ -159,7 +152,7 @@ def test_columns_of_each_device(used):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", full_unless([16, 8, 10, 64, 100], lambda dim: dim == 16))
+@pytest.mark.parametrize("dim", [16, 8, 10, 64, 100])
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
   given = features(embed.adagrad(0.5), dim=dim)
@@ -182,13 +175,8 @@ def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("chip", "exchange"),
-  slow_unless(
-    list(itertools.product(CHIPS, ["all_to_all", "gather"])),
-    lambda chip, exchange: exchange == "all_to_all" or chip == CHIPS[0],
-  ),
-)
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
+@pytest.mark.parametrize("chip", CHIPS)
 def test_packed_tables_on_a_mesh(used, exchange, chip):
   given, mesh = features(embed.adagrad(0.5), dim=32), make_mesh()
   settings = {"strategy": "mod", "exchange": exchange}
