@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from meshes import make_mesh
-from optimizer_cases import EACH, OPTIMIZERS, optimizer_id
+from optimizer_cases import OPTIMIZERS, optimizer_id
 from sparse_cores import CHIPS, emulated
 from stored_tables import TwoTables, fetched, wave
 
@@ -74,13 +74,6 @@ def trained(given, mesh=None, steps=3, **settings):
 
 def assert_close(x, y):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), x, y)
-
-
-# A step in the order of the batch, and one of every row.
-OTHER_STEPS = [
-  OPTIMIZERS.index(case)
-  for case in (("adagrad", EACH), ("adam", {"epsilon": 1e-3, "lazy_adam": False}))
-]
 
 
 @pytest.mark.slow
