@@ -107,7 +107,7 @@ _BY_ROW = (
   _JAX.uniform(),
   _JAX.truncated_normal(),
 )
-# Closures of one function share its code, whatever their arguments.
+# `normal(0.1)` and `normal(0.2)` are closures with the same code object.
 _CODES_BY_ROW = {getattr(initializer, "__code__", initializer) for initializer in _BY_ROW}
 _known: dict[Any, RowWise] = {}
 
@@ -126,12 +126,12 @@ def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | N
     return None
   try:
     jax.eval_shape(lambda: initializer(jax.random.key(0), (1, dim), jnp.float32))
-  except (ValueError, TypeError):  # a constant that is an array of all rows
+  except (ValueError, TypeError):  # `constant` of an array with all rows
     return None
   cells = tuple(cell.cell_contents for cell in getattr(initializer, "__closure__", None) or ())
   try:
     return _known.setdefault((code, cells), RowWise(initializer))
-  except TypeError:  # a constant that is an array is no key
+  except TypeError:  # an array in a closure is not hashable
     return RowWise(initializer)
 
 

@@ -420,7 +420,7 @@ class Plan:
     return -(-self.tables[name].dim // self._placement(entry).column_shards)
 
   def _storage(self, name: str, entry: TablePlan) -> str:
-    """How a table is stored: "rows", "packed" or "sparse_core"."""
+    """Chooses the storage of a table: "rows", "packed" or "sparse_core"."""
     if entry.storage != "auto" and self._unsupported_reason(name, entry, entry.storage) is None:
       return entry.storage
     tried = []

@@ -172,7 +172,7 @@ class Table:
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
   counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
   by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
-  hashed: tuple[str, ...] = ()  # columns that a split by hash covers besides the declared ones
+  hashed: tuple[str, ...] = ()  # further columns that a split by hash covers
 
   @property
   def _stamps(self) -> dict[Path, list[Any]]:
