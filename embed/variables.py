@@ -214,7 +214,7 @@ def check_alive(what: str, arrays: Iterable[Any]) -> None:
   if any(has_memory(x) and x.is_deleted() for x in arrays):
     raise ValueError(
       f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
-      "deleted them. Write nnx.clone(model, arrays=True), which copies them."
+      "deleted them. Write nnx.clone(model, arrays=True), which copies them (since Flax 0.12.8)."
     )
 
 
