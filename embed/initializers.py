@@ -124,15 +124,18 @@ def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | N
   code = getattr(initializer, "__code__", initializer)
   if code not in _CODES_BY_ROW:
     return None
+  cells = tuple(cell.cell_contents for cell in getattr(initializer, "__closure__", None) or ())
+  try:
+    key: Any = (code, cells, dim)
+    if key in _known:
+      return _known[key]
+  except TypeError:  # an array in a closure is not hashable
+    key = (initializer, dim)
   try:
     jax.eval_shape(lambda: initializer(jax.random.key(0), (1, dim), jnp.float32))
   except (ValueError, TypeError):  # `constant` of an array with all rows
     return None
-  cells = tuple(cell.cell_contents for cell in getattr(initializer, "__closure__", None) or ())
-  try:
-    return _known.setdefault((code, cells), RowWise(initializer))
-  except TypeError:  # an array in a closure is not hashable
-    return RowWise(initializer)
+  return _known.setdefault(key, RowWise(initializer))
 
 
 def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:

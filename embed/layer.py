@@ -5,7 +5,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -297,7 +296,7 @@ class SparseEmbed(nnx.Module):
       )
     stack = self.spec.stack_of[table_name]
     if candidates is None:
-      stored = stored_arrays(self, stack)["parameters"]
+      stored = _stored_rows(self, stack)
       rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       if table.quantization_config is not None:  # as `look_up_stack` does
@@ -360,7 +359,7 @@ class SparseEmbed(nnx.Module):
     count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
     prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
     prepared = placement.prepare(prepare, arrays)
-    stored = stored_arrays(self, stack)["parameters"]
+    stored = _stored_rows(self, stack)
     warn_of_constant(stored, prepared.bags)
     rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
     acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
@@ -553,7 +552,7 @@ class SparseEmbed(nnx.Module):
         "entry may be None for a zero gradient."
       )
     grads, learned = by_stack(self.spec, activation_grads, residual)
-    step_stacks(self, grads, step)
+    step_stacks(self, grads, step, {})
     for table, grad in learned.items():
       step_combiner_weights(self, table, grad)
 
@@ -581,7 +580,7 @@ class SparseEmbed(nnx.Module):
     """
     for name in rows:
       table_config(self, name)
-    step_stacks(self, gradients.by_stack(self.spec.stack_of, rows), step)
+    step_stacks(self, gradients.by_stack(self.spec.stack_of, rows), step, {})
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -769,6 +768,13 @@ def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   return {key: variables[key].get_value() for key in ("parameters", *stack.slots)}
 
 
+def _stored_rows(layer: SparseEmbed, stack: StackSpec) -> jax.Array:
+  """The rows of a stack; raises ValueError if a step has deleted them."""
+  rows = layer.arrays[stack.name]["parameters"].get_value()
+  check_alive(f"The rows of table {stack.tables[0]!r}", [rows])
+  return rows
+
+
 def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   """The rows and slots of a stack; raises ValueError if a step has deleted them."""
   arrays = _arrays(layer, stack)
@@ -874,7 +880,7 @@ def step_stacks(
   layer: SparseEmbed,
   grads: Mapping[str, Sequence[update.StackGrads]],
   step: Any,
-  rates: Mapping[str, Any] = MappingProxyType({}),
+  rates: Mapping[str, Any],
 ) -> None:
   """Steps each stack once, or, where something is missing, none.
 

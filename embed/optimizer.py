@@ -69,7 +69,7 @@ class Optimizer(nnx.Module):
       )
     self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
     _refuse_holding_back(self.dense.opt_state)
-    rates = dict(_rates(model).values())
+    rates = dict(_rates(autodiff.row_keys(model)).values())
     for rate in rates.values():
       rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
     self.rates = nnx.Dict(rates)
@@ -114,7 +114,7 @@ class Optimizer(nnx.Module):
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
-    rate_of = {key: self.rates[of].get_value() for key, (of, _) in _rates(model).items()}
+    rate_of = {key: self.rates[of].get_value() for key, (of, _) in _rates(tables).items()}
     layers: list[tuple[SparseEmbed, Mapping[str, Any], dict[str, Any]]] = []
     for path, module in autodiff.sparse_embeds(model).items():
       own = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
@@ -143,11 +143,13 @@ class Optimizer(nnx.Module):
       step_stacks(module, of_layer, step, rates)
 
 
-def _rates(model: nnx.Module) -> dict[str, tuple[str, nnx.Variable]]:
+def _rates(
+  tables: Mapping[str, tuple[SparseEmbed, str]],
+) -> dict[str, tuple[str, nnx.Variable]]:
   """Maps the tables with rates in Variables to (key in `Optimizer.rates`, Variable)."""
   rates: dict[str, tuple[str, nnx.Variable]] = {}
   first: dict[int, str] = {}
-  for key, (layer, name) in autodiff.row_keys(model).items():
+  for key, (layer, name) in tables.items():
     optimizer = layer.spec.optimizers[name]
     rate = None if optimizer is None else optimizer.rate_variable
     if rate is not None:

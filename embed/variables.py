@@ -210,12 +210,13 @@ def changing(what: str) -> Iterator[None]:
 
 def check_alive(what: str, arrays: Iterable[Any]) -> None:
   """Raises ValueError if one of some arrays was deleted by a step that donated it."""
-  has_memory = lambda x: isinstance(x, jax.Array) and not jax_internals.is_traced(x)
-  if any(has_memory(x) and x.is_deleted() for x in arrays):
-    raise ValueError(
-      f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
-      "deleted them. Write nnx.clone(model, arrays=True), which copies them (since Flax 0.12.8)."
-    )
+  for x in arrays:
+    # Compiled steps ask at every call, which `isinstance(x, jax.Array)` would make slow.
+    if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
+      raise ValueError(
+        f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
+        "deleted them. Write nnx.clone(model, arrays=True), which copies them (since Flax 0.12.8)."
+      )
 
 
 def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:

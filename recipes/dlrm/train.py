@@ -162,7 +162,7 @@ def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = No
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
-  return train_step.decided(config, data.num_examples, mesh)
+  return train_step.with_schedule(config, data.num_examples, mesh)
 
 
 def make_state(

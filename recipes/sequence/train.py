@@ -196,7 +196,7 @@ def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None =
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
   check_select(config.select, [f"valid_{name}" for name in names])
-  return train_step.decided(config, data.num_examples, mesh, smallest_batch=8)
+  return train_step.with_schedule(config, data.num_examples, mesh, smallest_batch=8)
 
 
 def make_state(

@@ -111,7 +111,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   settings.at_least(config, {"eval_batch_size": 1})
 
 
-def decided(config, examples: int, mesh: jax.sharding.Mesh | None, **how: int):
+def with_schedule(config, examples: int, mesh: jax.sharding.Mesh | None, **how: int):
   """Returns the config with what the number of examples decides, and even batches of evaluations.
 
   `eval_batch_size` is rounded up to what the devices can share; last batches are filled up anyway.

@@ -285,7 +285,7 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
   names = ranking_names(config.ks, data.num_items)
   has_valid = len(range(*data.splits["valid"])) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
-  config = with_all_features(train_step.decided(config, data.num_examples, mesh), data)
+  config = with_all_features(train_step.with_schedule(config, data.num_examples, mesh), data)
   if config.popularity.half_life > 0 and not data.ordered:
     raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
   if config.popularity.half_life < 0:

@@ -338,7 +338,7 @@ def test_settings_that_make_no_sense(changes, message):
 def test_any_number_of_devices_shares_an_evaluation(count):
   mesh, given = types.SimpleNamespace(size=count), config(batch_size=count, eval_batch_size=8192)
   train_step.check(given, mesh)
-  size = train_step.decided(given, 1000, mesh).eval_batch_size
+  size = train_step.with_schedule(given, 1000, mesh).eval_batch_size
   assert size % count == 0 <= size - 8192 < count
 
 
