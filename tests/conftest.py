@@ -8,17 +8,20 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
-# Both formulations mean the same; tests of the compiled kernels ask for them, see `kernels`.
+# Both formulations mean the same; tests of the compiled kernels ask for them, see `ways`.
 os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
+
+import shutil  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import ways  # noqa: E402
 
-if os.environ.get("SPARSE_EMBED_PACKED") == "1":  # as on TPUs: parts of lines are read and written
-  from embed.engine import rows as rows_lib
-
-  rows_lib.has_lines = lambda device_kind: True
+HERE = Path(__file__).parent
+COMPILED = Path(os.environ.get("SPARSE_EMBED_COMPILED", HERE.parent / ".compiled"))
+PROGRAMS_OF_A_TEST, PROGRAMS_OF_A_FILE = 15, 60
 
 # deadline=None: the first example of a shape compiles, which takes longer than any deadline.
 _PROFILE = {
@@ -36,41 +39,93 @@ hypothesis.settings.load_profile(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compile_once(tmp_path_factory):
-  """Keeps compiled programs in a folder, where half of a run's programs are found again.
+def compiled_before(tmp_path_factory):
+  """Finds programs of earlier runs in the folder COMPILED, and leaves new ones there.
 
-  Every test makes its own functions, and code outside jit makes new ones wherever it branches or
-  loops. The folder is new in every run and of one process alone, since JAX does not write its files
-  in one piece. What is read back has the text, the memory and the aliases of what was compiled.
+  Each process has a folder of its own, of hard links: JAX writes its files in pieces, and its lock
+  (`jax_compilation_cache_max_size`) reads the age of every program whenever it adds one. What is
+  read back has the text, the memory and the aliases of what was compiled.
   """
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  own = tmp_path_factory.mktemp("compiled")
+  COMPILED.mkdir(parents=True, exist_ok=True)
+  if sum(path.stat().st_size for path in COMPILED.iterdir()) > 2 << 30:
+    shutil.rmtree(COMPILED)
+    COMPILED.mkdir()
+  _link(COMPILED, own)
+  jax.config.update("jax_compilation_cache_dir", str(own))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  yield
+  _link(own, COMPILED)
+  shutil.rmtree(own)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def on_sparse_cores():
-  """With the environment variable for SparseCores, the CPU is a chip that has them, emulated."""
-  if os.environ.get("SPARSE_EMBED_SPARSE_CORES") != "1":
-    yield
-    return
-  from sparse_cores import emulated
-
-  from embed.kernels import sparse_core
-
-  sparse_core.KINDS = (*sparse_core.KINDS, "cpu")
-  assert sparse_core.unsupported_reason("cpu") is None
-  with emulated():
-    yield
+def _link(source, folder):
+  """Links the files of one folder in another one, where they are whole from the beginning."""
+  for path in source.iterdir():
+    try:
+      os.link(path, folder / path.name)
+    except FileExistsError:
+      pass
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-  """XLA:CPU maps each program's code: a whole run's would exceed what Linux maps for a process.
+  """XLA:CPU maps each program's code: a whole run's may exceed what Linux maps for a process.
 
   That is 65,530 mappings (`vm.max_map_count`), past which the compiler crashes.
   """
   yield
-  jax.clear_caches()
+  maps = Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    jax.clear_caches()
+
+
+class Programs:
+  """Counts the programs that are compiled or found, and fails a quick test or file with too many.
+
+  A test marked `programs(number, reason)` has a budget of its own, and does not count for its file.
+  """
+
+  def __init__(self):
+    self.count = 0
+    self.files = {}
+    jax.monitoring.register_event_duration_secs_listener(self.listen)
+
+  def listen(self, event, duration, **kwargs):
+    self.count += event == "/jax/core/compile/backend_compile_duration"
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_runtest_call(self, item):
+    before = self.count
+    outcome = yield
+    if item.get_closest_marker("ci") or item.get_closest_marker("weekly"):
+      return outcome
+    own = item.get_closest_marker("programs")
+    compiled = self.count - before
+    limit = own.args[0] if own else PROGRAMS_OF_A_TEST
+    assert compiled <= limit, f"this quick test compiles {compiled} programs, its budget is {limit}"
+    if own is None:
+      total = self.files[item.path] = self.files.get(item.path, 0) + compiled
+      assert total <= PROGRAMS_OF_A_FILE, f"the quick tests of this file compile {total} programs"
+    return outcome
+
+
+def pytest_configure(config):
+  config.pluginmanager.register(Programs())
+
+
+def pytest_terminal_summary(terminalreporter):
+  """A step of continuous integration skips no more than tests/skips.txt lists for it."""
+  step = os.environ.get("CI_STEP")
+  if step is None:
+    return
+  rows = [line.split() for line in (HERE / "skips.txt").read_text().splitlines()]
+  allowed = tuple(row[1] for row in rows if row and row[0] == step)
+  skipped = [report.nodeid for report in terminalreporter.stats.get("skipped", [])]
+  if unexpected := [name for name in skipped if not name.startswith(allowed)]:
+    terminalreporter.section("skipped, and not in tests/skips.txt")
+    terminalreporter.write_line("\n".join(unexpected))
+    pytest.exit("tests were skipped that run here", returncode=1)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +136,14 @@ def strict():
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def way(request):
+  """A way to store and step rows, for `@pytest.mark.parametrize("way", ways.EACH, indirect=True)`."""
+  with ways.stored(request.param):
+    yield request.param
+
+
+@pytest.fixture
+def kernels():
   """Programs that are traced in the test take the compiled kernels of the CPU."""
-  pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-  monkeypatch.setenv("SPARSE_EMBED_KERNELS", "1")
-  jax.clear_caches()
-  yield
-  jax.clear_caches()
+  with ways.stored("kernels"):
+    yield

@@ -43,7 +43,7 @@ def pair(seed):
   return model, embed.Optimizer(model, optax.adam(0.01))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_goes_on_from_orbax_as_if_it_had_not_stopped(tmp_path):
   model, optimizer = pair(0)
   train(model, optimizer, 2)
@@ -237,7 +237,7 @@ def train_combined(model, optimizer, start):
 
 @pytest.mark.parametrize(
   "where",
-  [{}, pytest.param({"sharding": "column"}, marks=pytest.mark.full)],
+  [{}, pytest.param({"sharding": "column"}, marks=pytest.mark.ci)],
   ids=lambda where: where.get("sharding", "one device"),
 )
 def test_optax_slots_and_a_learned_combiner_go_on_elsewhere(where):

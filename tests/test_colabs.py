@@ -85,7 +85,7 @@ def test_what_a_notebook_takes_from_the_library_is_there(path):
       assert module is None or hasattr(module, node.attr), f"{node.value.id}.{node.attr}"
 
 
-@pytest.mark.slow  # each takes one or two minutes
+@pytest.mark.weekly  # each takes one or two minutes
 @each
 def test_it_runs(path, tmp_path):
   """On a machine with one device, as most are. It shows and says what is committed."""

@@ -65,7 +65,7 @@ KINDS = {
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_those_of_the_ids_given(kind):
   """1 * row 7 + 2 * row 2; nothing; 1 * row 3."""
@@ -95,7 +95,7 @@ def step(model, inputs, level):
   optimizer.update(model, grads)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("kind", "level"),
   slow_unless(
@@ -117,7 +117,7 @@ def test_rows_and_learned_weights_train(kind, level):
   )
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_without_a_rate_the_dense_optimizer_trains_them():
   model = make(learnt(rate=None))
   optimizer = embed.Optimizer(model, optax.sgd(1.0))
@@ -167,7 +167,7 @@ def test_another_shape_is_named():
 # --- properties -----------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(meshes.ids((4, K), V), meshes.fractions((4, D)))
 def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   found = []
@@ -179,7 +179,7 @@ def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   meshes.assert_close(*found)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   slow_unless(
@@ -221,7 +221,7 @@ def test_sharded_equals_unsharded(strategy, kind):
   meshes.assert_close(*outcomes)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("kind", "is_set", "level"),
   slow_unless(
@@ -349,7 +349,7 @@ def recorded(name):
   }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_recorded_gradients_of_weights():
   """Every case is a feature of one layer: one compilation for all."""
   cases = {name: recorded(name) for name in RECORDED}
@@ -440,7 +440,7 @@ def test_serving_counts_positions_as_training():
   np.testing.assert_array_equal(found["x"], model(ids, weights)["x"])
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.weekly)])
 def test_steps_outside_of_jit_compile_a_combiner_once(devices):
   """A computation with a loop: JAX compiles loops for each new function object."""
 

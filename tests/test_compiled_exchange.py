@@ -102,7 +102,7 @@ ROUTED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.weekly)])
 def test_rows_by_all_to_all(kind):
   """Where a round has room for all ids, there is one."""
   program, arrays = train_one_table("mod", kind=kind, capacity=IDS)
@@ -110,7 +110,7 @@ def test_rows_by_all_to_all(kind):
   assert_cost_of_the_batch(program, arrays)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_more_rounds_are_in_loops():
   """What always runs is the first round; what may follow is in loops, and looks the same."""
   program, arrays = train_one_table("div", capacity=8)
@@ -121,14 +121,14 @@ def test_more_rounds_are_in_loops():
   assert_cost_of_the_batch(program, arrays)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_round_has_room_for_all_rows_of_a_shard():
   """Few rows cannot overflow a buffer, however many ids there are."""
   program, _ = train_one_table("mod", rows=64, capacity=8)
   assert sent(program)[1] == {}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_rows_by_gathering_ids():
   program, arrays = train_one_table("mod", exchange="gather")
   always, more = sent(program)
@@ -142,7 +142,7 @@ def test_rows_by_gathering_ids():
   assert_cost_of_the_batch(program, arrays)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_columns():
   program, arrays = train_one_table("column")
   always, more = sent(program)
@@ -155,7 +155,7 @@ def test_columns():
   assert_cost_of_the_batch(program, arrays)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_replicas():
   """Looked up without asking anybody."""
   program, arrays = train_one_table("replicated")
@@ -169,7 +169,7 @@ def test_replicas():
   assert_cost_of_the_batch(program, arrays)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_small_replicas_are_added_up():
   """Where a table has fewer rows than the batch has ids."""
   program, _ = train_one_table("replicated", rows=40)
@@ -179,7 +179,7 @@ def test_small_replicas_are_added_up():
   assert not more
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("strategy", ["mod", "column", "replicated"])
 @pytest.mark.parametrize("name", [*LAZY, *EXTRA])
 def test_no_cost_of_the_vocabulary(name, strategy):

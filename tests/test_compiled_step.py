@@ -58,7 +58,7 @@ def test_no_cost_of_the_vocabulary_for_others(name):
   assert_cost_of_the_batch(EXTRA[name]())
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "index",
   slow_unless(LAZY, lambda index: OPTIMIZERS[index] == ("rowwise_adagrad", {})),
@@ -92,7 +92,7 @@ def test_row_gradients_are_no_larger_than_the_batch():
   assert grads.rows["t"].values.shape == (BATCH * VALENCY, D)
 
 
-@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.full), "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.ci), "tpu"])
 def test_a_training_step_lowers(platform):
   """For platforms that are not here: nothing in a step is written for the CPU alone."""
   tables = [embed.TableConfig(40, 8, name=name) for name in ("a", "b")]

@@ -174,7 +174,7 @@ def test_lookup(name, compiled):
   check_lookup(LOOKUPS[name], *looked_up_together(lookup_group(name), compiled), prefix_of(name))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["grid/mean/sparse/empty/w=neg", "shared/mixed_kinds"])
 def test_lookup_alone(name):
   """As a layer of its own, where no other feature of the array has ids."""
@@ -273,7 +273,7 @@ EAGER_FULL = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", slow_unless(EAGER, EAGER_FULL.__contains__))
 def test_optimizer_mid_level(name):
   """Eager, exact shapes, a None gradient as None, the rate from a schedule of the step."""
@@ -343,9 +343,9 @@ def jitted_optimizers(path):
   return history
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
-  "path", ["value_and_grad", pytest.param("mid_level", marks=pytest.mark.slow)]
+  "path", ["value_and_grad", pytest.param("mid_level", marks=pytest.mark.weekly)]
 )
 def test_optimizer_jit(path):
   for name, history in jitted_optimizers(path).items():
@@ -353,7 +353,7 @@ def test_optimizer_jit(path):
       check_optimizer(OPTIMIZERS[name], step, variables)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_unused_activation_touches_its_rows():
   """A lookup that the loss ignores is a zero gradient for its rows, not a skipped update."""
   case = OPTIMIZERS["none_gradient/adam"]
@@ -411,7 +411,7 @@ def base_batch(replicas):
   }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("name", "compiled"),
   slow_unless(
@@ -467,7 +467,7 @@ def test_variable_learning_rate():
   np.testing.assert_allclose(seen, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("given", "replicas"), [(("friends",), 1), (("watched", "favorited", "friends"), 2)]
 )
@@ -490,7 +490,7 @@ def test_ones_gradients(given, replicas):
     np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_sequence_embeddings():
   replicas = 2
   model = base_model(embed.sgd(learning_rate=0.1), max_sequence_lengths=(2, 2, 3))
@@ -758,7 +758,7 @@ def test_shapes(case):
     assert call().shape == (*case["result"], 3)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_shapes_are_free_per_call():
   table = embed.TableConfig(6, 2, name="t")
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table=table)}, embed.sgd(), rngs=nnx.Rngs(0))

@@ -100,7 +100,7 @@ def assert_same_bits(actual, expected):
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), actual, expected)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("place", slow_unless(PLACES, "mod".__eq__))
 def test_base_and_ten_deltas_are_a_full_save(place, tmp_path):
   nodes = make(place)
@@ -174,7 +174,7 @@ def test_fingerprints_do_not_collide_by_their_form():
   assert len(np.unique(np.stack(lanes), axis=1).T) == 4096
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_delta_of_many_rows_goes_in_pieces(monkeypatch):
   monkeypatch.setattr(changes, "_CHUNK", 16)
   monkeypatch.setattr(changes, "_LEAST", 4)
@@ -189,7 +189,7 @@ def test_a_delta_of_many_rows_goes_in_pieces(monkeypatch):
     assert_same_bits(tree_of({"model": target}), tree_of({"model": source}))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_size_follows_the_changed_rows(tmp_path):
   config = embed.TableConfig(100_000, 16, name="t", optimizer=embed.adagrad(0.1))
   layer = embed.SparseEmbed(embed.FeatureConfig(config), rngs=nnx.Rngs(0))
@@ -209,7 +209,7 @@ def test_the_size_follows_the_changed_rows(tmp_path):
   assert sizes[10_000] < 100_000 * 2 * 16 * 4 / 9
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_server_follows_a_training_run(tmp_path):
   nodes = make("mod")
   served = Model(1, slots=False)
@@ -433,7 +433,7 @@ def under_readers(served, predict, deltas, readers=3):
   return at, error, errors
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("place", ["one device", "mod"])
 @pytest.mark.parametrize("way", WAYS)
 def test_readers_lose_no_delta(way, place):
@@ -447,7 +447,7 @@ def test_readers_lose_no_delta(way, place):
   assert served.head.bias[...].tolist() == [count]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("place", ["one device", "mod"])
 @pytest.mark.parametrize("readers", [1, 3])
 def test_readers_that_write_back_are_told(place, readers):
@@ -488,7 +488,7 @@ def in_flight(model, jitted, meanwhile):
   return errors
 
 
-@pytest.mark.parametrize("place", ["one device", pytest.param("mod", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["one device", pytest.param("mod", marks=pytest.mark.weekly)])
 def test_a_request_in_flight_does_not_undo_the_last_delta(place):
   served, (delta,), rows = served_and_deltas(1, **PLACES[place]())
   apply = lambda: embed.deltas.apply(delta, 0, model=served)
@@ -583,7 +583,7 @@ def test_a_compiled_step_in_flight_does_not_undo_a_delta():
   assert_same_bits(np.array(served.embed.tables["a"])[ids], rows[ids])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_that_is_restored_by_deltas_trains_in_any_thread():
   nodes, restored = make("one device"), make("one device")
   since = embed.deltas.fingerprint(0, **nodes)
@@ -688,7 +688,7 @@ def test_a_delta_of_another_model_is_refused():
     embed.deltas.apply(first, 0, model=flipped)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_digests_are_of_the_rows_wherever_they_are():
   by_place = []
   for place in PLACES:
@@ -883,7 +883,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_killed_write_leaves_the_old_delta_or_the_new_one(tmp_path):
   for value in (1.0, 2.0):
     embed.deltas.write(tmp_path / str(value), of_rows(value))
@@ -911,7 +911,7 @@ def read_or_named(path):
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_bit_of_a_file_is_checked_or_means_nothing(tmp_path):
   delta = of_rows(1.0)
   embed.deltas.write(tmp_path, delta)

@@ -83,7 +83,7 @@ def on_one_device():
   return train()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("way", "kind", "devices"),
   slow_unless(
@@ -105,7 +105,7 @@ def test_trains_as_on_one_device(on_one_device, way, kind, devices):
   meshes.assert_close(outcome, on_one_device, scale=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_inputs_may_be_on_the_mesh(on_one_device):
   mesh = meshes.make_mesh("explicit", (2,))
   put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
@@ -122,7 +122,7 @@ def test_where_jax_needs_a_mesh_the_error_says_what_to_write():
   assert "with jax.set_mesh(mesh):" in "".join(raised.value.__notes__)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_conditionals_on_explicit_axes():
   """The branch not taken returns arrays of the same types as the one that is."""
   mesh = meshes.make_mesh("explicit")

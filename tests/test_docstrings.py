@@ -14,7 +14,7 @@ import pytest
 import embed
 from embed import checkpoint, deltas, importers, transforms
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted(

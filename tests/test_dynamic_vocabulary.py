@@ -87,7 +87,7 @@ def assert_equal(actual, expected):
   jax.tree.map(same, actual, expected)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_rows_of_ids_that_were_not_evicted_are_those_of_a_static_table():
   batches = list(batches_of(4, ids=20))
   model, optimizer = make(features_of(table(), table(name="other")))
@@ -162,7 +162,7 @@ def on(devices, explicit):
   return jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("devices", "explicit", "sharding"),
   slow_unless(
@@ -192,7 +192,7 @@ def test_a_stream_gives_the_same_table_on_every_mesh(devices, explicit, sharding
     assert_equal(model.vocabulary_report["user"], expected.vocabulary_report["user"])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_eager_and_compiled_steps_admit_alike():
   batches = list(batches_of(3, drift=30))
   eager, compiled = make(features_of(table())), make(features_of(table()))
@@ -319,7 +319,7 @@ def test_another_geometry_keeps_the_most_valuable_rows(capacity, eviction):
   other.admit({"id": np.arange(30)})  # and goes on
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_checkpoint_moves_to_a_mesh_and_back():
   model, _ = trained(table(60, sightings=2))  # 15 buckets
   saved = copied(embed.checkpoint.to_tree(model=model))
@@ -329,7 +329,7 @@ def test_a_checkpoint_moves_to_a_mesh_and_back():
     assert_equal(embed.checkpoint.to_tree(model=other)["model"], saved["model"])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_orbax_restores_into_another_capacity(tmp_path):
   ocp = pytest.importorskip("orbax.checkpoint")
   model, _ = trained(table(48))
@@ -343,7 +343,7 @@ def test_orbax_restores_into_another_capacity(tmp_path):
     assert len(kept) > 3 * capacity // 4
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_deltas_follow_rows_that_change_hands(tmp_path):
   config = table(32, optimizer=embed.adagrad(0.1), eviction="lfu", half_life=2)
   model, optimizer = make({"id": embed.FeatureConfig(config)})

@@ -144,7 +144,7 @@ def test_what_the_machine_refuses_is_one_line():
     assert err[1].startswith(f"error: Refused: x/y. {hint}")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_librarys_error_about_a_setting_is_one_line():
   body = "exec('from recipes import errors\\nwith errors.from_settings(): embed.adam(\"x\")')"
   status, _, err = python("-c", PROGRAM.format(body="import embed; " + body, argv=[]))

@@ -254,7 +254,7 @@ def test_without_jit_a_mesh_is_refused_and_one_device_works():
 # --- settings of the compiler ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_fast_math_changes_nothing():
   """XLA reads its flags once, so the scenarios run in a process of their own."""
   code = (
@@ -278,7 +278,7 @@ def test_fast_math_changes_nothing():
         np.testing.assert_allclose(actual[name], before, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_model_that_is_made_with_64_bits():
   """From its making to a checkpoint: int32 ids and float32 rows, and the numbers of 32 bits."""
 

@@ -1197,7 +1197,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("way", "on_mesh"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_a_way(way, on_mesh):
   """On one device, or on eight with Explicit axes."""
@@ -1205,7 +1205,7 @@ def test_a_way(way, on_mesh):
   assert found in ALLOWED[way.allowed], f"{way.name}: {found}; allowed: {way.allowed}"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["three_calls", "jax_vmap_over_a_lookup"])
 def test_the_runner_tells_right_from_wrong(name):
   way = WAYS[name]

@@ -882,7 +882,7 @@ def test_a_small_fault_is_seen():
       assert compare(dataclasses.replace(exact, tables=tables), exact, low, high)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reference_differentiates_rightly(seed):
   """Its gradients, of rows and of dense parameters, are the slope of its loss in any direction."""
@@ -905,7 +905,7 @@ def test_the_reference_differentiates_rightly(seed):
   np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("seed", range(300))
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_random_model(seed, devices):

@@ -17,7 +17,7 @@ def one_table(size, dim, optimizer=None, **config):
   return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
   model = Model()
@@ -55,7 +55,7 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_clipped_gradients_train():
   """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""
   ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)

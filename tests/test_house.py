@@ -70,7 +70,7 @@ def imports(path):
   return names
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_imports_point_one_way():
   """By the contracts of pyproject.toml: no cycle anywhere, and the engine below all others."""
   cli = pytest.importorskip("importlinter.cli", reason="import-linter is not installed")

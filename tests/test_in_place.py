@@ -69,7 +69,7 @@ def test_by_kernels_on_eight_devices(step, kernels):
   on_eight_devices(step)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("step", QUICK)
 @pytest.mark.parametrize("sharding", ["div", "column", "replicated"])
 def test_by_other_strategies(sharding, step):
@@ -93,7 +93,7 @@ LFU = {"eviction": "lfu", "half_life": 10, "sightings": 2}
 
 
 @pytest.mark.parametrize(
-  "policy", [{}, pytest.param(LFU, marks=pytest.mark.full)], ids=["lru", "lfu_sightings"]
+  "policy", [{}, pytest.param(LFU, marks=pytest.mark.ci)], ids=["lru", "lfu_sightings"]
 )
 def test_rows_change_hands_in_place(policy):
   """Nothing of the size of the table, of its slots, or of its raw ids is copied."""

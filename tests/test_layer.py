@@ -40,7 +40,7 @@ def step(batch, mesh):
   return jax.device_get((loss, layer.variables)), layer.report.get_value()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("batch", "kind"),
   slow_unless(
@@ -125,7 +125,7 @@ def test_tables_that_do_not_fit_are_named(where):
   assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_attend_trains_all_rows_or_only_candidates():
   model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
   layer = model.inner["e"]

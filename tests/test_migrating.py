@@ -52,7 +52,7 @@ def test_every_row_names_tests_that_exist():
     assert function in functions(name), f"{name}::{function}"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -60,7 +60,7 @@ def test_the_example_runs_on_one_device():
   subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS / "support", env=environment)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_example_runs():
   scope = pages.run("moving/tpu_embedding.md")
   assert 0 < float(scope["loss"]) < 10
@@ -74,7 +74,7 @@ def test_the_example_runs():
 THEIRS = {"torch": "torch", "torchrec": "torchrec", "keras_rs": "keras_rs"}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.filterwarnings("default")  # theirs
 @pytest.mark.parametrize("page", THEIRS)
 def test_both_sides_of_a_page_train_alike(page, monkeypatch):
@@ -91,7 +91,7 @@ def test_both_sides_of_a_page_train_alike(page, monkeypatch):
   assert abs(ours["table"] - ours["start"]).max() > 0.05
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.filterwarnings("default")
 def test_a_trained_torchrec_collection_is_imported():
   """The state of a real optimizer, by the page's lines."""

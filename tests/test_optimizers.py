@@ -51,7 +51,7 @@ def test_equal_hyperparameters_are_equal_optimizers():
   assert hash(embed.custom_optimizer(f, {"a": 0.0})) == hash(embed.custom_optimizer(f, {"a": 0.0}))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "tx",
   [optax.adam(0.1), optax.rprop(0.1)],  # the state of rprop is not in alphabetical order
@@ -69,7 +69,7 @@ def test_from_optax_is_optax_where_every_row_is_touched(tx):
     np.testing.assert_allclose(layer.tables["t"], table, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_from_optax_is_lazy_row_by_row():
   """A row touched at steps 0 and 2 is where optax is after those two gradients alone."""
   tx = optax.adam(0.1)
@@ -156,7 +156,7 @@ def test_per_row_is_optax_on_each_row(name):
     np.testing.assert_allclose(layer.tables["t"][r], wanted[r], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_custom_optimizer_can_be_row_wise_adagrad():
   def update(g, w, slots, lr):
     a = slots["a"] + jnp.mean(g * g, axis=-1)
@@ -209,7 +209,7 @@ def test_a_schedule_sees_the_step_from_zero():
   assert int(optimizer.step[...]) == 3
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_gradients_are_multiplied_first():
   """Before they are clipped, by the multiplier of this step; rows stay touched where it is 0."""
   optimizer = embed.momentum(
@@ -386,7 +386,7 @@ def test_a_new_optimizer_is_known_by_name(made_up):
     make("halving")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_new_optimizer_is_checked(made_up, monkeypatch):
   """By `python -m embed check`, against its line in the reference; without one it fails."""
   assert check.optimizers()["halving"] == ("halving", {})

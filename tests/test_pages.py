@@ -26,7 +26,7 @@ ELSEWHERE = {"moving/tpu_embedding.md": "test_migrating.py", "serving.md": "serv
 HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("page", HERE)
 def test_the_code_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)

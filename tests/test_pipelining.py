@@ -150,7 +150,7 @@ def test_activations_are_one_update_behind():
   assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_pause_before_every_step_is_no_pipeline():
   """Drained each time, a pipelined run is the ordinary one, bit for bit."""
   found = []
@@ -178,7 +178,7 @@ def stale(model, optimizer, data):
   return losses
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "name", slow_unless(["sgd", "rowwise_adagrad", "adam", "ftrl"], "adam".__eq__)
 )
@@ -190,7 +190,7 @@ def test_equals_training_on_kept_old_tables(name):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("kind", meshes.KINDS)
 def test_sharded_equals_unsharded(kind):
   where = {"mesh": meshes.make_mesh(kind), "axis": "data"}
@@ -203,7 +203,7 @@ def test_sharded_equals_unsharded(kind):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_dropped_ids_are_counted_once():
   data = [{"bag": b["bag"].at[0, 0].set(V), "one": b["one"]} for b in batches(3)]
   model = Model(embed.sgd(0.1))
@@ -216,7 +216,7 @@ def test_dropped_ids_are_counted_once():
   assert int(model.embed.report["dropped_ids"]) == 3
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_candidates_drawn_in_the_loss_are_those_looked_up():
   """Random counters at the look ahead are those of the step that it is for."""
 
@@ -239,7 +239,7 @@ def test_candidates_drawn_in_the_loss_are_those_looked_up():
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
   model = Model(embed.sgd(0.1))
   one, other = batches(2)
@@ -325,7 +325,7 @@ def test_a_lookup_in_a_branch_is_refused():
   "loss",
   [
     pytest.param(jnp.sum, id="constant"),
-    pytest.param(lambda a: jnp.sum(a**2), id="square", marks=pytest.mark.slow),
+    pytest.param(lambda a: jnp.sum(a**2), id="square", marks=pytest.mark.weekly),
   ],
 )
 @pytest.mark.parametrize("name", slow_unless(["sgd", "rowwise_adagrad", "adam"], "adam".__eq__))

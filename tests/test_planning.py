@@ -286,8 +286,8 @@ def pair_batch(seed):
   return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.weekly)])
 def test_stacks_cannot_be_seen(where):
   """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
 
@@ -390,7 +390,7 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
     assert gathered
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["custom combiner", "weights with a gradient"])
 def test_a_plan_knows_what_is_combined_after_the_lookup(how):
   """Every id is looked up on its own, so that more rows than bags are exchanged."""

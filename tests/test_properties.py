@@ -113,7 +113,7 @@ def cotangent_for(shape):
   return ((np.arange(np.prod(shape)) * 5 % 17 - 8) / 8).reshape(shape).astype(np.float32)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
 @settings(max_examples=25)
 def test_any_structure(structure, values, combiner):
@@ -313,7 +313,7 @@ def combiner_world(combiner):
 combiners = st.sampled_from(["sum", "mean", "sqrtn"])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(combiners, batches(), st.tuples(tables, tables))
 def test_jit_equals_eager_equals_reference(combiner, batch, values):
   world = combiner_world(combiner)
@@ -363,7 +363,7 @@ def kinds_world(combiner, sequence, weighted):
   return harness.Model(features, embed.sgd(learning_rate=0.1))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(
   st.sampled_from([("sum", 0), ("mean", 0), ("sqrtn", 0), ("sum", 2), ("sum", 5)]),
   st.booleans(),
@@ -473,7 +473,7 @@ split_batches = st.tuples(
 )
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(split_batches, tables)
 def test_microbatches_add_up_to_the_batch(batch, values):
   """Row gradients of two halves, accumulated, are those of the whole, and so is the update."""

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 STATING = [ROOT / "README.md", *ROOT.glob("recipes/*/README.md"), *ROOT.glob("configs/*/*.py")]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_examples_run(capsys):
   scope = {}
   for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):

@@ -220,7 +220,7 @@ def kinds_on_one_device():
   return make_world(every_kind(), embed.adagrad(0.5), rows=True)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
@@ -242,7 +242,7 @@ def test_every_kind_of_input(strategy, kind):
     check()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
@@ -282,7 +282,7 @@ def one_of_each(strategies):
   return features, {"mesh": mesh, "plan": plan}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_tables_are_spread_in_different_ways():
   """In one model, one of them also with a buffer that is too small."""
   features, where = one_of_each(("mod", "column", "replicated"))
@@ -302,7 +302,7 @@ def test_tables_are_spread_in_different_ways():
   assert found[-1].report["exchange_rounds"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("what", ["bfloat16", "quantized"])
 @pytest.mark.parametrize(("strategy", "kind"), MATRIX)
 def test_other_rows(strategy, kind, what):
@@ -352,7 +352,7 @@ def test_exact_values_are_exact(strategy):
   check()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
@@ -450,7 +450,7 @@ def plane_on_one_device(optimizer):
   return world.run(map(plane_batch, range(3)))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("name", "optimizer", "kind"),
   slow_unless(
@@ -600,7 +600,7 @@ def ways_on_one_device(way):
   return world.run(map(ways_batch, range(3)))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("way", "strategy", "kind"),
   slow_unless([(way, *where) for way in WAYS for where in MATRIX], lambda *case: case in WAYS_FULL),
@@ -620,7 +620,7 @@ def test_every_way_through_a_loss(way, strategy, kind):
 # --- without value_and_grad, without jit ----------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind", "jit"),
   slow_unless(
@@ -647,7 +647,7 @@ def test_mid_level(strategy, kind, jit):
   meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
@@ -664,8 +664,8 @@ def test_eagerly(strategy, kind):
   meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.weekly)])
 def test_inputs_of_any_sharding(kind):
   mesh = make_mesh(kind)
   features = {"bag": embed.FeatureConfig(embed.TableConfig(V, D, sixteenths, name="t"))}
@@ -686,7 +686,7 @@ def test_inputs_of_any_sharding(kind):
     assert found["bag"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("form", "kind"),
   slow_unless(

@@ -92,7 +92,7 @@ PLACES = {"one device": 1, "eight devices": 8}
 
 
 @pytest.mark.parametrize(
-  "place", ["eight devices", pytest.param("one device", marks=pytest.mark.slow)]
+  "place", ["eight devices", pytest.param("one device", marks=pytest.mark.weekly)]
 )
 @pytest.mark.parametrize("version", sorted(path.name for path in VERSIONS.iterdir()))
 def test_a_checkpoint_and_a_delta_restore(version, place):

@@ -65,7 +65,7 @@ def test_a_package_that_is_not_installed_is_one_line(package, module, tmp_path):
   assert (done.returncode, done.stdout, done.stderr) == (1, "", wanted)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_package_that_only_training_needs_is_one_line(tmp_path):
   done = python("-c", WITHOUT, "grain", "recipes.two_tower", cwd=tmp_path)
   assert done.returncode == 1
@@ -96,7 +96,7 @@ def site(tmp_path_factory):
   return site
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_wheel_holds_every_file_and_no_other_top_level_name(site):
   held = {str(path.relative_to(site)) for path in site.rglob("*.*") if path.is_file()}
   rest = {path for path in held if not fnmatch.fnmatch(path, "*.dist-info/*")}
@@ -104,7 +104,7 @@ def test_the_wheel_holds_every_file_and_no_other_top_level_name(site):
   assert rest == wanted | {"embed/py.typed"}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_commands_are_listed_as_they_are_called(site, tmp_path):
   done = python("-m", "embed.recipes", cwd=tmp_path, path=site)
   assert done.returncode == 0, done.stderr
@@ -120,7 +120,7 @@ def test_commands_are_listed_as_they_are_called(site, tmp_path):
   assert all((site / "embed" / path).is_file() for path in paths)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_recipes_run_in_a_folder_of_the_user(site, tmp_path):
   """With workers that import the main module."""
   own = (ROOT / "configs/dlrm/synthetic.py").read_text()
@@ -143,7 +143,7 @@ def test_recipes_run_in_a_folder_of_the_user(site, tmp_path):
   assert (tmp_path / "all.md").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_mistake_is_answered_with_the_installed_name(site, tmp_path):
   for config, hint in (
     ("nosuch.py", "`python -m embed.recipes` lists them"),

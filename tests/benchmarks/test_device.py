@@ -23,7 +23,7 @@ def device(monkeypatch):
 ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2, cpu=True)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_steps_are_timed(device, monkeypatch, capsys):
   monkeypatch.setattr(check, "main", lambda: 0)
   for variable, value in device.WAYS["packed"].items():
@@ -36,7 +36,7 @@ def test_steps_are_timed(device, monkeypatch, capsys):
   assert "16 rowwise_adagrad" in capsys.readouterr().out
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_what_fails_is_reported_and_the_rest_runs(device, monkeypatch, capsys):
   monkeypatch.setattr(check, "main", lambda: 1)
   monkeypatch.setattr(embed.SparseEmbed, "apply_gradients", lambda *_, **__: 1 / 0)

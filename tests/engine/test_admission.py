@@ -111,7 +111,7 @@ def test_a_drifting_stream(policy):
   check(vocabulary, streams(steps=15)["drifting"], every=5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("policy", "stream"),
   slow_unless(
@@ -124,7 +124,7 @@ def test_200_batches(policy, stream):
   check(vocabulary, streams()[stream], every=10)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", slow_unless(["lru", "expiring"], "lru".__eq__))
 def test_the_kernel_finds_the_same_rows(policy, kernels):
   vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
@@ -146,7 +146,7 @@ def test_empty_batches():
   check(embed.DynamicVocabulary(16), [np.full(4, EMPTY, np.uint64)] * 2 + [np.zeros(0, np.uint64)])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("policy", "devices", "kind"),
   slow_unless(
@@ -187,7 +187,7 @@ def random_case(number):
   return vocabulary, [empty(ids()) for _ in range(6)], bool(pick(False, True))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("first", range(0, 10_000, 100))
 def test_ten_thousand_random_cases(first):
   """`pytest -m slow tests/engine/test_admission.py -k ten_thousand`; hours on two cores."""

@@ -117,7 +117,7 @@ def assert_exact(strategy, capacity, optimizer, three):
     assert a.report["buffer_fill"] == most / capacity
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "capacity", "optimizer"),
   slow_unless(CASES, lambda *case: case == ("mod", 1, "adagrad")),
@@ -139,7 +139,7 @@ def test_skewed_ids(strategy, capacity, optimizer):
   check()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_rows_that_nobody_asks_for_reach_nothing():
   """The last local row of the shards that have eight is NaN: unused requests may read it."""
   features, mesh = one_bag(embed.adagrad(0.5)), make_mesh()
@@ -157,7 +157,7 @@ def test_rows_that_nobody_asks_for_reach_nothing():
   assert np.isnan(table[-5:]).all()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_report_by_hand():
   """Of the fullest pair of devices of the last call, over all tables."""
   mesh = make_mesh()
@@ -231,8 +231,8 @@ def everything():
   return st.tuples(features, st.none(), st.fixed_dictionaries(cotangents))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("capacity", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("capacity", [1, pytest.param(3, marks=pytest.mark.weekly)])
 def test_everything_at_once(capacity):
   one = make_world(one_table(embed.adagrad(0.5)), rows=True, gradients=at_once)
   mesh, features = make_mesh(), one_table(embed.adagrad(0.5))

@@ -23,7 +23,7 @@ def make(combiner="mean", **table):
   return embed.SparseEmbed(embed.FeatureConfig(config), embed.adagrad(0.1), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("weighted", "length", "combiner"),
   slow_unless(
@@ -66,7 +66,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", slow_unless(EMPTY, ("no bags", "no ids").__contains__))
 def test_nothing_to_look_up_trains_nothing(name):
   layer, x = make(), EMPTY[name]()
@@ -85,7 +85,7 @@ def custom_mean(valency, vectors, weights):
   return vectors.sum(0) / valency
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("combiner", "settings"),
   slow_unless(
@@ -141,7 +141,7 @@ def test_features_without_ids_beside_one_that_has_some(combiner, settings):
   assert [aval.shape for aval in exported.program.out_avals] == shapes
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_scores_of_no_candidates():
   layer, query = make("sum"), jnp.ones((2, D))
 
@@ -161,7 +161,7 @@ QUANTIZED = conformance.load("quantization")["cases"]
 ROWS = [case for case in QUANTIZED if "x" in case]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "case",
   slow_unless(ROWS, lambda case: case is ROWS[0]),
@@ -196,7 +196,7 @@ def test_quantized_rows_are_combined():
   np.testing.assert_allclose(act, case["expected"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_bfloat16_tables_keep_float32_slots_and_sums():
   layer = make("sum", dtype=jnp.bfloat16)
   assert layer.tables["t"].dtype == jnp.bfloat16
@@ -256,7 +256,7 @@ def refusal(f):
     return None
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(("combiner", "length"), [("mean", 0), ("sum", 3)])
 def test_a_sparse_means_the_same_everywhere(combiner, length):
   """Eagerly, under jit, to_padded, validate and served; padding at the place of an id included."""

@@ -48,7 +48,7 @@ def test_metadata_is_where_the_arrays_are(strategy, kind):
     assert value.sharding.is_equivalent_to(wanted, value.ndim), path
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", slow_unless(KINDS, "explicit".__eq__))
 def test_the_mesh_may_be_set_or_given(kind):
   """`jax.set_mesh`, `mesh=`, or both: one layer; activations come out split over the batch."""

@@ -23,7 +23,7 @@ SETUP = TwoTables(V)
 features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
 
 
-@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.slow), "lines"])
+@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.weekly), "lines"])
 def as_on(request, monkeypatch):
   """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
@@ -95,7 +95,7 @@ SLOTS = [("adam-epsilon", 1, 16), ("rowwise_adagrad", 1, 16), ("custom_optimizer
 QUICK, FILLED = ("adagrad", 1, 16), ("adagrad", 8, 10)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("name", "devices", "dim"), slow_unless(CASES, lambda *case: case in (QUICK, FILLED))
 )
@@ -123,7 +123,7 @@ def test_steps_on_lines_equal_those_on_rows(name, devices, dim, monkeypatch):
   assert_close(packed, plain, scale=2e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_bfloat16_with_stochastic_rounding(as_on):
   given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
   layers = [made(given, storage=way) for way in ("packed", "rows")]

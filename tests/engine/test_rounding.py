@@ -60,7 +60,7 @@ def test_a_quarter_of_the_way_goes_up_a_quarter_of_the_time():
     assert found.tolist() == [sign, sign, sign * (1 + ULP), sign * (1 + ULP)]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(
   st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=20),
   st.integers(0, 2**32 - 1),
@@ -104,7 +104,7 @@ def test_noise_differs_by_row_column_step_and_table():
 # --- tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_steps_below_the_resolution_count():
   """100 steps of 1/64 ulp: to the nearest nothing ever moves, at random it does on average."""
   ids = embed.Padded(np.arange(64)[:, None])
@@ -140,7 +140,7 @@ def test_occurrences_of_a_row_are_rounded_apart():
   assert len(np.unique(rows(model))) > 4
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_repeats_itself_and_tables_differ():
   def run(name):
     model = make(embed.sgd(0.1), name="t") if name == "t" else make(embed.sgd(0.1), name=name)
@@ -153,7 +153,7 @@ def test_a_run_repeats_itself_and_tables_differ():
   assert (run("t") != run("u")).any()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "strategy",
   slow_unless(meshes.STRATEGIES, "column".__eq__),
@@ -204,7 +204,7 @@ def test_a_frozen_table_rounds_nothing():
   model.apply_gradients(jnp.ones(act.shape), residual)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_short_training_run_matches_float32():
   """Factorizing a matrix: float32, and bfloat16 at random, over two seeds; nearest is worse."""
 

@@ -19,7 +19,7 @@ SETUP = TwoTables(V)
 features, made, train = SETUP.features, SETUP.made, SETUP.train
 
 
-@pytest.fixture(autouse=True, params=["lines", pytest.param("rows", marks=pytest.mark.slow)])
+@pytest.fixture(autouse=True, params=["lines", pytest.param("rows", marks=pytest.mark.weekly)])
 def as_on(request, monkeypatch):
   """As TPUs do it, which read and write parts of lines, and as CPUs and GPUs do."""
   monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
@@ -33,7 +33,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   slow_unless(
@@ -50,7 +50,7 @@ def test_steps_on_a_mesh(strategy, kind):
   assert_close(packed, plain, scale=2e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "strategy", slow_unless([None, "div", "mod", "column"], lambda name: name == "mod")
 )

@@ -76,7 +76,7 @@ def test_ids_made_to_collide():
   check("hash", same, 2**31 - 1)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("n", [1, 65, 5000])
 def test_any_length(n):
   for way in WAYS:
@@ -84,7 +84,7 @@ def test_any_length(n):
     check(way, np.arange(n)[::-1] * 3, 2**31 - 1)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_spans_and_chunks_cover_every_row(monkeypatch):
   """More distinct rows than fit a span, and chunks that do not divide it."""
   monkeypatch.setattr(update, "SPAN", 10)
@@ -111,7 +111,7 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_both_formulations_step_alike():
   """What runs on an accelerator, run here, is what runs on CPU."""
   rng = np.random.default_rng(1)
@@ -182,7 +182,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   assert (np.asarray(at_once["parameters"]) != arrays["parameters"]).any()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("number", "error"),
   slow_unless([(100_000, 2e-4), (1_000_000, 1e-2)], lambda number, _: number < 1_000_000),

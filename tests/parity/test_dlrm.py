@@ -91,7 +91,7 @@ def test_its_scores():
   )
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_it_goes_on():
   """Each of 100 losses, in the same order of clicks; far closer than another order would be."""
   model = imported()

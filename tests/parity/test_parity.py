@@ -143,7 +143,7 @@ def test_versions_are_stated():
     assert named == set(of_peer)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(("peer", "name", "kind"), slow_unless(CASES, lambda *case: case in FULL))
 def test_ours_is_theirs(peer, name, kind):
   expected = theirs(peer)[f"{name}/{kind}"]
@@ -164,7 +164,7 @@ def test_a_weighted_mean_that_divides_by_the_count():
   close(act, theirs("fbgemm")["weighted_mean"])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(("peer", "name"), MOVES_UNTOUCHED)
 def test_dense_gradients_move_rows_that_were_not_looked_up(peer, name):
   """The difference that the pages name: equal where each step looks up all rows, and only there."""

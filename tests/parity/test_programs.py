@@ -16,7 +16,7 @@ from flax import nnx
 
 import embed
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 HERE = pathlib.Path(__file__).parent
 BATCH = 32
 

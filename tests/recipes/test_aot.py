@@ -281,7 +281,7 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   assert late["problems"] == ["did not end within 0 s"]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="libtpu is not installed: pip install -e '.[tpu]' to compile for TPUs here",
@@ -290,18 +290,18 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   ("recipe", "config", "settings"),
   [
     ("dlrm", "criteo_1tb", []),
-    pytest.param("dlrm", "dlrm_v4", ["--config.dtype=bfloat16"], marks=pytest.mark.slow),
+    pytest.param("dlrm", "dlrm_v4", ["--config.dtype=bfloat16"], marks=pytest.mark.weekly),
     pytest.param(
       "two_tower",
       "synthetic",
       ["--config.clip_norm=1.0", "--config.accumulate=2"],
-      marks=pytest.mark.slow,
+      marks=pytest.mark.weekly,
     ),
     pytest.param(
       "sequence",
       "synthetic",
       ["--config.dtype=bfloat16", "--config.hbm_bytes=1000000000"],
-      marks=pytest.mark.slow,
+      marks=pytest.mark.weekly,
     ),
   ],
 )

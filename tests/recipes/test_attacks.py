@@ -272,7 +272,7 @@ def served(run):
   return export.export(run, run.parent / "served", platforms=("cpu",))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_an_export_writes_through_no_link(run, tmp_path):
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "README.md").write_text("mine")
@@ -282,7 +282,7 @@ def test_an_export_writes_through_no_link(run, tmp_path):
   assert (tmp_path / "mine" / "README.md").read_text() == "mine"
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_prediction_shows_escape_sequences(served, tmp_path, capfd):
   rows = tmp_path / "rows.csv"
   header = f"price,age,city,shop,tags,x{ESCAPE}"
@@ -341,7 +341,7 @@ def restore(path, content):
   path.write_bytes(content)
 
 
-COUNTS = [20, pytest.param(5000, marks=pytest.mark.slow)]
+COUNTS = [20, pytest.param(5000, marks=pytest.mark.weekly)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -428,7 +428,7 @@ def check_fuzzed(path, call, count, is_edited, expected=UserError):
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most
 
 
-FUZZED = [20, pytest.param(300, marks=pytest.mark.slow)]
+FUZZED = [20, pytest.param(300, marks=pytest.mark.weekly)]
 
 
 @pytest.mark.parametrize("count", FUZZED)
@@ -453,7 +453,7 @@ def test_damaged_manifests_are_named(is_edited, count, checkpoint):
   check_fuzzed(path, lambda: checkpoints.newest(checkpoint.parent), count, is_edited)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("count", FUZZED)
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_damaged_configs_are_named_or_exported(is_edited, count, run, tmp_path):

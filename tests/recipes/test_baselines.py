@@ -79,7 +79,7 @@ def test_ease_factorizes_on_one_thread(train, monkeypatch):
   assert weights.flags.c_contiguous  # or every product with a sparse matrix copies it
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ease_of_as_many_items_as_crash_on_two_threads():
   items, draw = 18_357, np.random.default_rng(0)
   rows, columns = draw.integers(0, 20_000, 200_000), draw.integers(0, items, 200_000)

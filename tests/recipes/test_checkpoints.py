@@ -115,7 +115,7 @@ def test_every_step_is_restored_to_the_bit_on_any_devices(run, step, devices):
   assert progress.logged == {"loss": [0.5]}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_on_eight_devices_goes_on_with_deltas_on_one(tmp_path):
   trees = saved(tmp_path / "c", [1, 2], full_every=5, mesh=hosts.start())
   state = make(1)

@@ -29,7 +29,7 @@ def run(tmp_path_factory):
   return folder, result
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_is_measured_again(run, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
   folder, result = run
@@ -43,7 +43,7 @@ def test_a_run_is_measured_on_devices_that_its_batches_do_not_divide(run, monkey
   assert found == pytest.approx(result["metrics"], abs=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_is_measured_on_other_files(run):
   folder, result = run
   header, *rows = (folder / "clicks.csv").read_text().splitlines()

@@ -104,7 +104,7 @@ def undisturbed(tmp_path_factory):
   return types.SimpleNamespace(data=data, workdir=folder / "run", days=run(folder / "run", data))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tables_grow_and_keep_their_rows(undisturbed):
   ids = [row_ids.read(p / "serve") for p in sorted(undisturbed.workdir.glob("*/"))]
   assert len(ids) == 3
@@ -118,7 +118,7 @@ def test_tables_grow_and_keep_their_rows(undisturbed):
   assert mean("2024-01-03") == mean("2024-01-01")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   with (undisturbed.data / "2024-01-03.csv").open() as file:
     rows = list(csv.DictReader(file))
@@ -137,7 +137,7 @@ def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   assert "2024-01-02   600" in days.table(undisturbed.days, ("auc", "logloss"))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_and_its_days_are_measured_by_weight(tmp_path):
   """Rows of weight 0 have the wrong outcome: only metrics that leave them out are good."""
   draw = np.random.default_rng(1)
@@ -156,14 +156,14 @@ def test_a_run_and_its_days_are_measured_by_weight(tmp_path):
   assert result["metrics"]["valid_auc"] > 0.99
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_days_that_are_done_stay_as_they_are(undisturbed, monkeypatch):
   monkeypatch.chdir(undisturbed.workdir.parent)
   monkeypatch.setattr(export, "export", lambda *args: pytest.fail("exported again"))
   assert run(undisturbed.workdir, "data", epochs=5) == undisturbed.days
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kills_and_days_that_come_later_change_nothing(undisturbed, tmp_path, monkeypatch):
   workdir, data = tmp_path / "run", tmp_path / "data"
   data.mkdir()
@@ -222,7 +222,7 @@ def clicks(path):
   return found
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "exclude_seen"), [("two_tower", False), ("sequence", True)])
 def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, tmp_path):
   """Recall by hand; ranking asks for all that a user has on a day, and new items are misses."""
@@ -278,7 +278,7 @@ def test_each_day_trains_on_its_window(recipe, window, expected, tmp_path, monke
   assert tested == ["b", "c"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_warm_model_beats_a_cold_one_on_every_later_day(tmp_path):
   data = write_days(tmp_path / "data", 5, rows=1000)
   learning = {"dim": 16, "epochs": 8, "learning_rate": 5e-3, "table": {"learning_rate": 1e-2}}

@@ -680,7 +680,7 @@ def test_nothing_left_to_learn_from_is_no_config(tmp_path, capsys):
   assert not out.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["dlrm", "sequence", "two_tower"])
 def test_a_written_config_trains(tmp_path, capsys, recipe):
   columns, label = (

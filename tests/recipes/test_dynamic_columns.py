@@ -63,7 +63,7 @@ def test_prepared_rows_hold_raw_ids(tmp_path):
   np.testing.assert_array_equal(batch["tags"].values, expected)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
   file = write(tmp_path / "first.csv")
   config = config_of(file, tmp_path)
@@ -105,7 +105,7 @@ def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
   assert not np.isin(row[~is_known], np.flatnonzero(owned)).any()  # there was room
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"pipelined": True}])
 def test_every_way_to_step_admits(how, tmp_path):
   result = train.run(
@@ -131,7 +131,7 @@ def test_options_that_make_no_sense(options, tmp_path):
     data.load(config_of(write(tmp_path / "rows.csv"), tmp_path, columns=columns))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("negatives", [0, 8])
 def test_features_of_towers_get_rows(negatives, tmp_path):
   dynamic = {"vocabulary": "dynamic", "capacity": 16}

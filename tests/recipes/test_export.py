@@ -57,8 +57,8 @@ def clicks(tmp_path_factory):
   "changes",
   [
     {},
-    pytest.param({"model": "dlrm"}, marks=pytest.mark.slow),
-    pytest.param({"ema": 0.9}, marks=pytest.mark.full),
+    pytest.param({"model": "dlrm"}, marks=pytest.mark.weekly),
+    pytest.param({"ema": 0.9}, marks=pytest.mark.ci),
   ],
   ids=["dcnv2", "dlrm", "averages"],
 )
@@ -97,9 +97,9 @@ def test_tables_are_exported_from_all_devices_as_from_one(clicks, tmp_path, monk
   np.testing.assert_array_equal(spread.predict(rows), alone.predict(rows))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
-  "query", [pytest.param((), marks=pytest.mark.slow), ("user", "history", "country")]
+  "query", [pytest.param((), marks=pytest.mark.weekly), ("user", "history", "country")]
 )
 def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   file = write_log(tmp_path / "log.csv")
@@ -120,7 +120,7 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
   from recipes.two_tower import train
 
@@ -152,7 +152,7 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "name", slow_unless(SEQUENCES, ("sasrec", "cosines", "bert4rec").__contains__)
 )
@@ -176,7 +176,7 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(name, tmp_path):
   assert np.mean(answers.items == items[ids]) > (0.99 if model is None else 0.999)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
   pytest.importorskip("usearch")
   file = write_log(tmp_path / "log.csv", users=60)
@@ -192,7 +192,7 @@ def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
   np.testing.assert_allclose(answers.scores, expected.scores, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_trained_run_is_exported_by_the_command(tmp_path, capsys):
   from recipes.dlrm import train
 
@@ -245,7 +245,7 @@ def scores(out, file):
   return serving.load(out).predict(read_rows(file)[:3]).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path, monkeypatch):
   _, run, file = clicks
   monkeypatch.setattr(hosts, "start", lambda: None)  # nothing is compiled, and kept on the disk
@@ -268,7 +268,7 @@ print("steps", next(steps))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_kill_leaves_the_earlier_export_or_the_new_one(clicks, other, tmp_path):
   _, run, file = clicks
   out = tmp_path / "served"
@@ -345,7 +345,7 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   assert not (tmp_path / "served").exists()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_named(clicks, tmp_path):
   broken = edited(clicks[1], tmp_path)
   for path in (broken / "checkpoints" / "3" / "state").rglob("*"):

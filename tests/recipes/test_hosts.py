@@ -287,7 +287,7 @@ def assert_close(found, expected):
       np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=AUC, err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_two_processes_train_as_one(alone, pair):
   result, lines, output = pair
   assert (result["device"]["count"], result["device"]["processes"]) == (2, 2)
@@ -297,7 +297,7 @@ def test_two_processes_train_as_one(alone, pair):
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
   ("name", "settings"),
   [
@@ -319,7 +319,7 @@ def test_the_other_recipes_train_as_one(jobs, folder, name, settings):
   assert ["strategy" in text for text in said] == [name == "sequence", False]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_of_two_devices_train_as_one(jobs, folder, alone):
   jobs.run(recipe(folder / "two_by_two"), processes=2, devices=2)
   result, lines = outcome(folder / "two_by_two")
@@ -346,7 +346,7 @@ def killed(jobs, folder):
   return workdir
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   workdir = shutil.copytree(killed, folder / "again")
   output = jobs.run(recipe(workdir), processes=2)
@@ -356,7 +356,7 @@ def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   assert_same((result, lines), pair[:2])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   workdir = folder / "preempted"
   job = jobs.start(recipe(workdir), processes=2)
@@ -377,7 +377,7 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_train_on_a_table_as_one(jobs, folder):
   write_clicks(folder / "clicks.csv")
   config = folder / "table.py"
@@ -408,7 +408,7 @@ def pair_with_deltas(jobs, folder):
   return workdir
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
   assert_same(outcome(pair_with_deltas), pair[:2])
   folder = pair_with_deltas / "checkpoints"
@@ -426,7 +426,7 @@ def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
       assert not np.intersect1d(*ids).size
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_deltas_of_two_processes_are_restored_by_any_number(
   jobs, folder, pair_with_deltas, pair, processes
@@ -439,7 +439,7 @@ def test_deltas_of_two_processes_are_restored_by_any_number(
   assert_same(outcome(workdir), pair[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_with_deltas, pair):
   workdir = folder / "deltas_damaged"
   shutil.copytree(pair_with_deltas, workdir)
@@ -472,7 +472,7 @@ except (ZeroDivisionError if me == 0 else RuntimeError) as error:
 """
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_processes_talk(jobs):
   main, other = jobs.run([sys.executable, "-c", TALK], processes=2)
   assert main.splitlines()[-1] == "division by zero"
@@ -504,7 +504,7 @@ print(json.dumps([build({ROWS}, mesh=mesh), build({ROWS})]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_process_makes_its_own_rows_only(jobs):
   table = ROWS * DIM * 4
   # Beside its rows a process needs the memory that compiling and drawing take, some rows at a time:

@@ -12,7 +12,7 @@ from flax import nnx
 from recipes import errors
 from recipes.training import hstu
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 WIDTH, HEADS, LENGTH, COLUMNS = 8, 2, 16, 6
 

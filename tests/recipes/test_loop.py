@@ -25,7 +25,7 @@ from recipes.run import checkpoints, journal, loop, settings, warm_start
 from recipes.run import workdir as runs
 from recipes.training import train_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 STEPS = 24
 
@@ -496,7 +496,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, 
   assert_as_whole(whole, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("seconds", [0.1, 0.3])
 def test_sigterm_while_jax_is_imported(seconds, tmp_path):
   """An exception would be lost there, or crash the process."""
@@ -540,7 +540,7 @@ def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
   assert saves == [6, 12, 18, 24] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_starts_from_the_deltas_of_another_one(tmp_path):
   warm = {}
   for full_every in (1, 3):
@@ -569,7 +569,7 @@ def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypat
 # --- longer runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ended", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ended", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
   workdir = tmp_path / "run"
   if ended:

@@ -60,7 +60,7 @@ def mesh(request):
   return meshes.make_mesh() if request.param else None
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_clicks(mesh):
   settings = config("dlrm.criteo_1tb")
   data = clicks.describe(settings)
@@ -70,7 +70,7 @@ def test_clicks(mesh):
   assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, ConfigDict({"batch_size": BATCH})))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_next_items(mesh):
   settings = config("sequence.synthetic")
   model = sequence.build_model(settings, ROWS, mesh)
@@ -80,7 +80,7 @@ def test_next_items(mesh):
   assert_no_table(sequence.make_recommend(ROWS, 10, mesh), model, batch)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
   data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})
@@ -99,7 +99,7 @@ def test_candidates(mesh):
   assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_check_sees_what_flax_does_by_default():
   model = sequence.build_model(config("sequence.synthetic"), ROWS)
   look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))

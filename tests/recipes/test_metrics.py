@@ -86,7 +86,7 @@ def test_equal_scikit_learn_and_numpy(on_mesh, weighted):
   assert click_metrics(logits, labels, amount) == pytest.approx(wanted, rel=1e-12, abs=0)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_batches_of_one_row_count_the_same():
   logits, labels, mask, weight = drawn(200)
   metrics = in_batches(ClickMetrics.empty(), 1, logits, labels, mask, weight)
@@ -108,7 +108,7 @@ def test_merging_is_seeing_all_examples():
   assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, last)  # it is a pytree
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_many_equal_logits_keep_their_weight():
   """A sum of .1 in float32 is off by 1 % after a million rows in one bin."""
   metrics, labels = ClickMetrics.empty(), jnp.arange(1 << 16) % 4 == 0
@@ -179,7 +179,7 @@ LOGITS = st.one_of(
 EXAMPLES = st.lists(st.tuples(LOGITS, st.booleans(), st.booleans()), min_size=2, max_size=60)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
 def test_binned_equals_sklearn_within_its_bound(examples, batch):
   logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))
@@ -196,7 +196,7 @@ def test_binned_equals_sklearn_within_its_bound(examples, batch):
     assert found["auc"] == pytest.approx(roc_auc_score(right, kept), abs=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_binned_is_close_on_scores_as_models_have_them():
   draw = np.random.default_rng(7)
   logits = draw.normal(-3.0, 1.2, 300_000).astype(np.float32)

@@ -64,7 +64,7 @@ def test_it_is_one_short_file():
       assert not [alias for alias in node.names if alias.name.split(".")[0] == "recipes"]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_it_comes_close_to_the_best_possible_scores(whole):
   constant, model, best = (whole[0][name] for name in ("constant rate", "model", "best possible"))
   assert constant["auc"] == 0.5
@@ -115,7 +115,7 @@ class Killed(BaseException):
   """Not an `Exception`: nothing may catch it on the way."""
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_path, monkeypatch):
   taken = []
 
@@ -139,7 +139,7 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_p
   meshes.assert_equal(saved(tmp_path), saved(whole[1]))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
   """And continues from there on one."""
   for devices in (8, 1):
@@ -155,7 +155,7 @@ def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
     assert scores["model"][name] == pytest.approx(value, abs=0.02), name
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_as_a_program(tmp_path):
   """As a reader starts it on one device, without a flag, twice; it prints what the page says."""
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}

@@ -81,7 +81,7 @@ def test_sequential_reads_once_and_fills_up(columns, hosts):
 
 @pytest.mark.parametrize(
   ("windows", "num_workers"),
-  [(False, 0), (True, 0), (False, 2), pytest.param(True, 2, marks=pytest.mark.slow)],
+  [(False, 0), (True, 0), (False, 2), pytest.param(True, 2, marks=pytest.mark.weekly)],
   indirect=["windows"],
 )
 @pytest.mark.usefixtures("windows")

@@ -13,7 +13,7 @@ import embed
 from recipes.training import train_step
 from recipes.training.train_step import Options
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 
 def prepared(recipe, folder, **changes):

@@ -87,7 +87,7 @@ def guard_test_rows(recipe, workdir, monkeypatch):
   return splits
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", sorted(SMOKE))
 def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   config, workdir = SMOKE[recipe](tmp_path), tmp_path / "sweep"
@@ -109,7 +109,7 @@ def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
   assert (workdir / "sweep.md").read_text().count("\n") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_list_may_be_mended_before_the_choice_and_data_may_not_change(tmp_path, monkeypatch):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
 
@@ -142,7 +142,7 @@ def test_the_best_trial_is_the_one_that_a_run_would_choose(select, best):
   assert sweep.best([of(0.7, 3.0, 0.6), of(0.9, 1.1, 0.8)], select) == best
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_workdir_is_of_one_sweep_and_one_config(tmp_path):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
   about = sweep.run("sequence", config, workdir, {"dropout": [0.1]})
@@ -154,7 +154,7 @@ def test_a_workdir_is_of_one_sweep_and_one_config(tmp_path):
   assert json.loads((workdir / "sweep.json").read_text()) == about
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
   config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
   tried = [{"dropout": 0.1}, {"dropout": 0.2}, {"learning_rate": 1e30}]

@@ -161,7 +161,7 @@ def test_every_part_has_what_is_shared():
   assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -1, -2, 0], -3.0)
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.weekly)])
 def test_a_norm_counts_tables_and_dense_parameters(parts):
   """Gradients of row 1 and of the bias are 3 + 3 and 8: a norm of 10, which is clipped to 5."""
 
@@ -236,7 +236,7 @@ def test_a_cut_takes_every_nth_row_from_where_it_is():
 # --- against the whole batch ---------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_random_state_and_reports_go_through_the_parts():
   model = Model(dropout=0.5)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
@@ -255,7 +255,7 @@ def program(options, size=2048, mesh=None):
   return step.lower(model, optimizer, hosts.to_global(mesh, batch(size))).compile()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_one_part_at_a_time_is_in_memory():
   whole, parts = (program(Options(accumulate=n)).memory_analysis() for n in (1, 8))
   hidden = 2048 * HIDDEN * 4
@@ -271,7 +271,7 @@ def names(compiled):
   return {tuple(dict.fromkeys(phase)) for phase in phases}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_operations_carry_the_names_of_phases():
   seen = names(program(Options(clip_norm=1.0, accumulate=2), 64, hosts.start()))
   assert {("dense",), ("dense", "lookup"), ("update",)} <= seen
@@ -293,7 +293,7 @@ def take_profiled(folder, wanted, steps=4, first=0):
   return sorted(folder.rglob("*.xplane.pb"))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("wanted", "first", "traces"),
   [((2, 3), 0, 1), ((2, 12), 10, 1)],

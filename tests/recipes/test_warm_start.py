@@ -18,7 +18,7 @@ from recipes.run import checkpoints, loop, warm_start
 from recipes.run import workdir as runs
 from recipes.tables import row_ids
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 TABLES = {
   "dlrm": {"columns": CLICKS, "dim": 4, "dcnv2": {"cross_layers": 1, "deep": [8]}, "refit": False},

@@ -214,7 +214,7 @@ def test_names_that_numpy_savez_would_refuse(tmp_path):
   np.testing.assert_array_equal(loaded["file"], layer.tables["file"])
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "sharding", slow_unless(["mod", "div", "column", "replicated"], "mod".__eq__)
 )
@@ -243,7 +243,7 @@ def test_the_model_is_left_as_it_was():
   jax.tree.map(np.testing.assert_array_equal, before, layer.variables)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_platforms():
   layer = small("mean")
   exported = embed.export(
@@ -346,7 +346,7 @@ assert not [name for name in ("embed", "flax") if sys.modules[name]]
 """
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_fresh_process_gives_the_same_bits(tmp_path):
   """A trained model, exported for batches of any size, against the model itself under jit."""
   model = Ranker(nnx.Rngs(0))
@@ -376,7 +376,7 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
       harness.assert_same_bits(out[name], value)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_examples_of_the_documentation_run(tmp_path, monkeypatch):
   text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
   blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

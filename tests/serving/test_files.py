@@ -102,8 +102,8 @@ def test_a_first_export_needs_no_links(tmp_path, monkeypatch):
   assert names(tmp_path) == FILES
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("is_first", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.ci
+@pytest.mark.parametrize("is_first", [pytest.param(True, marks=pytest.mark.weekly), False])
 def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
   old, new, newest = version(3), version(5), version(7)
   answers = []
@@ -124,7 +124,7 @@ def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
   assert set(answers) == {None if is_first else 9, 25}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kills_at_any_time_leave_one_export(tmp_path):
   old, new = version(3, 1 << 18), version(5, 1 << 18)
   old.save(tmp_path)

@@ -343,7 +343,7 @@ def trained(combiner, length):
   return embed.SparseEmbed(config, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(
   st.sampled_from(["padded", "ragged", "sparse"]),
   st.sampled_from(["sum", "mean", "sqrtn"]),

@@ -60,7 +60,7 @@ def initial_values():
   return fetched(harness.Model(*different_initializers()).embed.variables)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("place", slow_unless(PLACES, "mod".__eq__))
 def test_initial_values_do_not_depend_on_the_mesh(place):
   """Rows and slots, bit for bit, drawn per row or as a whole."""
@@ -114,7 +114,7 @@ load = nnx.jit(lambda model, variables: model.embed.load_variables(variables))
 read = jax.jit(lambda model: model.embed.variables)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("place", slow_unless(PLACES, ("column", "plane").__contains__))
 def test_tables_are_read_as_they_are_loaded(place):
   model, wanted = numbered_model(**at(place)), numbered()
@@ -124,7 +124,7 @@ def test_tables_are_read_as_they_are_loaded(place):
   assert {name: list(arrays) for name, arrays in model.embed.variables.items()} == order
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_load_tables_takes_any_array():
   """And leaves slots, and the other tables of an array, as they are."""
   mesh = make_mesh()
@@ -168,7 +168,7 @@ def test_loaded_arrays_are_where_those_before_were(entry, dtype):
     assert target(np.array([5, 0])).tolist() == [[10, 11], [0, 1]]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_view_is_split_where_it_can_be():
   """By rows, else by columns, else not at all."""
   mesh = make_mesh()
@@ -181,7 +181,7 @@ def test_a_view_is_split_where_it_can_be():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("make", "parts"),
   [
@@ -265,7 +265,7 @@ def saved(tmp_path_factory):
     yield manager, tree, train(model, optimizer, 3, start=2)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   ("devices", "strategy"),
   slow_unless(
@@ -284,7 +284,7 @@ def test_a_run_goes_on_elsewhere(saved, devices, strategy):
   assert_close(train(model, optimizer, 3, start=2), losses, scale=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_trees_go_from_strategy_to_strategy(saved):
   """Without Orbax, one after another."""
   tree = saved[1]
@@ -295,8 +295,8 @@ def test_trees_go_from_strategy_to_strategy(saved):
     assert_equal(fetched(tree), saved[1])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("source", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("source", [8, pytest.param(1, marks=pytest.mark.weekly)])
 def test_a_tree_from_other_devices(saved, source):
   """Committed to devices that are not those of the model, which has dense parameters on none."""
   _, tree, losses = saved
@@ -321,7 +321,7 @@ print("read")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_many_reads_on_cpu_devices_wait_for_one_another():
   """XLA ended the process: of many programs that communicate, none had threads enough."""
   flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

@@ -48,7 +48,7 @@ def load(name, mode="smoke"):
 
 def slow_but(configs, names):
   """Returns the names of configs, all but some of them marked as slow."""
-  return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in configs]
+  return [n if n in names else pytest.param(n, marks=pytest.mark.weekly) for n in configs]
 
 
 def _leaves(config, prefix=""):

@@ -59,7 +59,7 @@ def test_nothing_is_left_out():
   ]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_everything_passes_here(one_device, capsys):
   assert program.main(["check"]) == 0
   out = capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_a_line_for_each_check(small, capsys):
   assert line.endswith("  ok")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_everything_passes_on_a_mesh(small, monkeypatch):
   mesh = make_mesh("explicit", (2,))
   monkeypatch.setattr(check, "places", lambda: {"a mesh": {"mesh": mesh, "sharding": "column"}})
@@ -92,7 +92,7 @@ def test_everything_passes_on_a_mesh(small, monkeypatch):
   assert all(r.ok and r.where == "a mesh" for r in results), results
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_strategy_passes(capsys):
   assert program.main(["check"]) == 0
   assert "8 devices, replicated" in capsys.readouterr().out

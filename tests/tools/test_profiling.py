@@ -59,7 +59,7 @@ PLACES = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("place", slow_unless(PLACES, ("mod", "columns_beside").__contains__))
 def test_load_is_what_the_exchange_reports(place):
   """Also of a batch that does not divide, of several features and of several tables in a stack."""
@@ -92,7 +92,7 @@ def capacity_of(model, batch):
   return cost.choose_exchange(stack, demand).capacity
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_plan_adopts_what_was_needed():
   """Of skewed ids the same rows are asked for again and again, so that small buffers do."""
   table = embed.TableConfig(4096, 128, name="t", optimizer=embed.sgd(0.1))

@@ -59,7 +59,7 @@ def changed(**changes):
   return found
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [dict, ml_collections.FrozenConfigDict])
 def test_one_mapping_is_a_model(make):
   spec = embed.EmbeddingConfigSpec(**make(plain()))

@@ -449,7 +449,7 @@ def test_rows_of_padding_are_cut():
   np.testing.assert_array_equal(found["a/b"]["parameters"], table)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["div", "mod"]))
 def test_shards_come_back_in_order(size, shards, strategy):
   """Of tables and of slots of one value per row; no layer is made, only what it knows."""

@@ -168,7 +168,7 @@ print(json.dumps({k: getattr(x, "values", x).tolist() for k, x in inputs.feature
   assert json.loads(done.stdout) == GOLDEN
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_layer_reads_it():
   """One table per column, sized by it; columns of one vocabulary may share theirs."""
   tables = {
@@ -232,7 +232,7 @@ def test_everything_is_frozen():
       column.vocabulary_size = 3
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_in_a_grain_pipeline(num_workers, request):
   if num_workers:
     flags.FLAGS.mark_as_parsed()  # a program that starts with app.run has done so

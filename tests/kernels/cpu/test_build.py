@@ -108,7 +108,7 @@ def test_a_jax_without_the_header_runs_without_kernels(tmp_path, header):
   assert errors.count("they do not know JAX") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_several_threads_build_the_same_kernels(tmp_path):
   """Eight of them, in a fresh process."""
   program = """
@@ -137,7 +137,7 @@ for rows in steps: np.testing.assert_array_equal(rows, steps[0])
   run(False, tmp_path, program, SPARSE_EMBED_KERNELS="1")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("kernels")
 def test_machine_code_is_kept(tmp_path):
   """A second process compiles nothing: it writes no file."""

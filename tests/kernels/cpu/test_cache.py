@@ -100,7 +100,7 @@ def test_without_a_folder_nothing_is_kept(root, monkeypatch, tmp_path, path):
   assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_limit_of_file_sizes_is_no_error(root):
   command = f"ulimit -f 1; exec {sys.executable} -c '{PROGRAM}'"
   done = subprocess.run(
@@ -248,7 +248,7 @@ if {link!r}:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("attack", ["folder", "file", "parent", "link", "NUMBA_CACHE_DIR"])
 def test_another_user_runs_no_code(shared, attack):
   """Another user writes where the system lets them: a program of the victim does not load it."""

@@ -55,7 +55,7 @@ def check_lookup(rng, size, dim, bags, atol=1e-5):
   np.testing.assert_allclose(act, expected, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
@@ -66,7 +66,7 @@ def test_bags_of_any_shape(kernels, seed, size, dim, bags, length, gains):
   check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged=False))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
@@ -195,7 +195,7 @@ DIMS = (1, 5, 16)
 SHAPES = [(20, 5, True), (7, 1, False), (40, 9, False)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
   ("index", "dim"),
   list(itertools.product(ACCUMULATING, DIMS)),
@@ -213,7 +213,7 @@ def test_equations_of_users_have_a_kernel(monkeypatch, name):
   assert "sparse_embed_row_equation" in check_step(monkeypatch, EXTRA[name](), 30, 12, SHAPES)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 70),
@@ -374,7 +374,7 @@ def train(switch, monkeypatch, mesh=None):
   return losses, jax.tree.map(np.asarray, dict(model.variables))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_model_trains_alike(monkeypatch, devices):
   mesh = None if devices == 1 else jax.make_mesh((devices,), ("data",))
@@ -383,7 +383,7 @@ def test_a_model_trains_alike(monkeypatch, devices):
   jax.tree.map(close, by_kernels, by_xla)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("rows", ["float32", "bfloat16", "bfloat16 at random"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 def test_no_cost_of_the_vocabulary(name, rows):
@@ -439,7 +439,7 @@ def test_other_platforms_have_no_kernel(platform):
   assert "sparse_embed" not in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_many_lookups_at_once():
   """Calls on as many threads as there are devices, of which none may wait for another to begin."""
   mesh = jax.make_mesh((8,), ("data",))

@@ -47,7 +47,7 @@ def use_or_skip(arrays, use=large_pages.use):
   return moved
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tables_and_slots_are_in_large_pages(monkeypatch):
   monkeypatch.setattr(large_pages, "use", use_or_skip)
   (stack,) = make_layer(embed.adagrad(0.1)).arrays.values()
@@ -55,7 +55,7 @@ def test_tables_and_slots_are_in_large_pages(monkeypatch):
     assert in_large_pages(variable.get_value()) >= HALF
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_loaded_table_is_in_large_pages_and_stays_there_in_a_step(monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(large_pages, "use", lambda arrays: 0)  # only what is loaded is moved

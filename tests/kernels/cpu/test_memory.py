@@ -15,10 +15,10 @@ ROOT = pathlib.Path(__file__).parents[3]
 @pytest.mark.parametrize(
   ("calls", "at_least"),
   [
-    pytest.param("slots", 40, marks=pytest.mark.slow),
-    pytest.param("optimizers", 144, marks=pytest.mark.slow),
-    pytest.param("bfloat16", 96, marks=pytest.mark.slow),
-    pytest.param("lookups", 1700, marks=pytest.mark.slow),
+    pytest.param("slots", 40, marks=pytest.mark.weekly),
+    pytest.param("optimizers", 144, marks=pytest.mark.weekly),
+    pytest.param("bfloat16", 96, marks=pytest.mark.weekly),
+    pytest.param("lookups", 1700, marks=pytest.mark.weekly),
     ("misfits", 2),
   ],
 )

@@ -76,7 +76,7 @@ def assert_close(x, y):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=optimizer_id)
 def test_three_steps_of_every_optimizer_equal_xlas(used, index):
   name, arguments = OPTIMIZERS[index]
@@ -101,7 +101,7 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
     assert (after["a"][key] != before["a"][key]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   given = features(embed.adagrad(0.5))
   at_once = trained(given, storage="sparse_core")
@@ -111,7 +111,7 @@ def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   assert_close(trained(given, storage="sparse_core"), at_once)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
   ("settings", "kind"),
   [
@@ -130,7 +130,7 @@ def test_steps_on_a_mesh_equal_xlas(used, settings, kind):
   assert used >= {"take", "put"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_columns_of_each_device(used):
   """256 columns on two devices are 128 on each; of 128 columns, the 64 on each are packed."""
   mesh = make_mesh("auto", (2,))
@@ -144,7 +144,7 @@ def test_columns_of_each_device(used):
     assert used == {"take", "put", "bag_sum"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("dim", [16, 8, 10, 64, 100])
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
@@ -154,7 +154,7 @@ def test_packed_tables(used, dim):
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
   """The kernels take float32: the table is theirs, and its slot `[V, D]` of int32 is not."""
   count = lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1})
@@ -167,7 +167,7 @@ def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
   assert used == {"take", "put", "bag_sum"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_packed_tables_on_a_mesh(used, exchange, chip):
@@ -185,7 +185,7 @@ def test_packed_tables_on_a_mesh(used, exchange, chip):
   [
     ({"dim": 2176}, "its rows have 2176 columns on a device, more than 2048"),
     pytest.param(
-      {"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32", marks=pytest.mark.slow
+      {"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32", marks=pytest.mark.weekly
     ),
   ],
 )
@@ -200,7 +200,7 @@ def test_a_plan_says_why_a_table_is_not_on_sparse_cores(used, changes, reason):
   assert not used
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
   monkeypatch.setenv(sparse_core.SWITCH, "1")
   assert "rows by SparseCores" in check.header()
@@ -213,7 +213,7 @@ def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
   assert used == {"take", "put", "bag_sum"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_linear_optimizers_step_in_the_order_of_the_batch_as_before(used):
   """Each id on its own would be a step of a loop; sums in any order are the same for them."""
   given = features(embed.sgd(0.125, use_gradient_accumulation=False))

@@ -82,7 +82,7 @@ def test_what_a_table_of_items_says_goes_along(tmp_path):
   assert ids["seen_genre"][2].tolist() == [war, -1]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_list_column_is_attended_to_as_well(tmp_path):
   header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
   path = write_csv(tmp_path / "lists.csv", header, rows * 9)
@@ -212,7 +212,7 @@ def encoder(name):
 
 
 @pytest.mark.parametrize(
-  "name", [pytest.param(m, marks=[] if m == "din" else pytest.mark.full) for m in ATTENDING]
+  "name", [pytest.param(m, marks=[] if m == "din" else pytest.mark.ci) for m in ATTENDING]
 )
 def test_masks_places_and_the_candidate(name):
   model, draw = encoder(name), np.random.default_rng(0)
@@ -352,7 +352,7 @@ def with_lists(rows):
   return asked
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "model", slow_unless(histories.MODELS, ("din", "transformer").__contains__)
 )
@@ -368,7 +368,7 @@ def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
   np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_no_later_row_of_the_log_changes_an_answer(run):
   _, folder, rows = run("din")
   early = [row for row in rows if row["when"] <= NOW]
@@ -381,7 +381,7 @@ def test_no_later_row_of_the_log_changes_an_answer(run):
   np.testing.assert_array_equal(*scores)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_other_files_are_measured_and_predicted_by_their_own_log(run, tmp_path):
   training, folder, rows = run("din")
   expected = own_probabilities(training)
@@ -396,7 +396,7 @@ def test_other_files_are_measured_and_predicted_by_their_own_log(run, tmp_path):
   np.testing.assert_allclose(scores, [by_row[str(row)] for row in rows], atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_requests_with_little_or_wrong_in_them(run):
   _, folder, rows = run("din")
   served, lists = serving.load(folder), ("seen", "seen_where", "seen_when", "seen_clicked", "liked")

@@ -119,7 +119,7 @@ def logits(batch):
 USER = [(7, 1, -90), (5, 4, -60), (3, TARGET, 0), (3, 1, 0), (9, TARGET, 40), (2, TARGET, 40)]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_target_changes_no_other():
   one = logits(inputs(USER))
   for column, changed in ((2, 0), (4, 1), (5, 2)):
@@ -129,7 +129,7 @@ def test_a_target_changes_no_other():
     assert differs.tolist() == [number == changed for number in range(3)]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("change", [(11, 1, 0), (3, 4, 0), (3, 1, 7)], ids=["item", "act", "time"])
 def test_an_event_changes_the_targets_after_it(change):
   other = USER.copy()
@@ -138,7 +138,7 @@ def test_an_event_changes_the_targets_after_it(change):
   assert differs.tolist() == [False, True, True]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_targets_of_a_moment_have_no_order():
   same = inputs(USER)
   same["positions"][0, 5] = same["positions"][0, 4]
@@ -147,7 +147,7 @@ def test_targets_of_a_moment_have_no_order():
   np.testing.assert_allclose(logits(other), logits(same)[[0, 2, 1]], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_neighbours_and_padding_never_leak():
   other = [(8, 1, -5), (1, TARGET, 0)]
   alone, one, two = (logits(inputs(*all_of)) for all_of in ((USER,), (USER, other), (other, USER)))
@@ -155,7 +155,7 @@ def test_neighbours_and_padding_never_leak():
   np.testing.assert_allclose(two[1:], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run(tmp_path):
   """It learns its days; the last one has too few targets to tell a ranking from chance."""
   packed = {"targets": 4, "sequences": 2, "width": 24}

@@ -265,7 +265,7 @@ def test_the_constant_rate_of_each_label_by_hand():
   )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_whole_run_with_four_labels(tmp_path):
   """From the table to a score for each label, and the same metrics wherever they are computed."""
   path = write_rows(tmp_path / "rows.csv")

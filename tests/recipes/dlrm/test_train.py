@@ -22,7 +22,7 @@ from recipes.training.features import Feature
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("synthetic",)))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   with recorded_reads() as unread:
@@ -64,7 +64,7 @@ def check_result(result, config, workdir):
   assert list((workdir / "tensorboard").iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
   tx = train.dense_optimizer(
@@ -180,7 +180,7 @@ def test_notes_say_what_wins_and_what_is_too_good():
   assert "item kNN by test ndcg@10 (0.2000" in results.notes(ranking)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_default_run_approaches_the_best_possible(tmp_path):
   config = recipe_runs.load("dlrm.synthetic", "")
   config.cache_dir = str(tmp_path / "cache")

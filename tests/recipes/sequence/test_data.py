@@ -360,7 +360,7 @@ def test_few_shapes_of_histories(tmp_path):
   assert sorted(users[users >= 0]) == loaded.evaluated.tolist()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_synthetic_sequences_and_their_best(tmp_path):
   made = config(tmp_path, "synthetic", num_users=2_000, num_items=100, max_length=40)
   loaded = data.load(made)

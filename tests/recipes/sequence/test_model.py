@@ -17,7 +17,7 @@ from recipes.sequence import model as model_lib
 from recipes.sequence import train
 from recipes.training import losses, train_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.ci
 
 ITEMS, LENGTH = 50, 12
 

@@ -99,7 +99,7 @@ def small():
   return made
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_wide_beam_ranks_as_the_probabilities_of_all_items(small):
   query = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
   exclude = np.full((5, 4), -1, np.int32)
@@ -114,7 +114,7 @@ def test_a_wide_beam_ranks_as_the_probabilities_of_all_items(small):
     np.testing.assert_allclose(found_scores[row][:left], scores[row][found[row][:left]], atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_narrow_beam_finds_items_only_and_none_twice(small):
   small.beam = 2
   query = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
@@ -137,7 +137,7 @@ def test_an_item_is_the_sum_of_its_codes(small):
   assert all(np.issubdtype(x.dtype, np.floating) for x in params)  # codes and trie are not trained
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_code_knows_the_codes_before_it_only(small):
   query = np.ones((1, 8), np.float32)
   decode = nnx.jit(lambda made, codes: made.decode(query, codes))
@@ -147,7 +147,7 @@ def test_a_code_knows_the_codes_before_it_only(small):
   np.testing.assert_allclose(decode(small, np.array([[0]])), one[:, :2], atol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_loss_is_that_of_the_codes_of_the_targets(small):
   items = np.array([[3, 5, -1]], np.int32)
   batch = {
@@ -161,7 +161,7 @@ def test_the_loss_is_that_of_the_codes_of_the_targets(small):
   )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_learns_what_follows_and_resumes(tmp_path, monkeypatch):
   """Three of four items are followed by the next one: hits that no guess reaches."""
   monkeypatch.setattr(hosts, "start", lambda: None)
@@ -194,7 +194,7 @@ def test_a_run_learns_what_follows_and_resumes(tmp_path, monkeypatch):
     export.export(half, tmp_path / "served")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_device_and_eight_rank_alike(tmp_path):
   config, mesh = smoke(tmp_path, **{"table.init_scale": 0.5}), hosts.start()
   loaded, found = data.load(config), []

@@ -28,7 +28,7 @@ METRICS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("synthetic",)))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   if name != "synthetic":
@@ -63,7 +63,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "changes", slow_unless(SETTINGS, lambda changes: changes["model"] == "sasrec")
 )
@@ -97,8 +97,8 @@ def test_a_full_softmax_needs_no_samples(tmp_path):
   assert np.isfinite(losses(config, None)).all()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.05, marks=pytest.mark.weekly)])
 def test_one_device_and_eight_rank_alike(temperature, tmp_path):
   config = sequence_smoke("synthetic", tmp_path, temperature=temperature)
   loaded, mesh = data.load(config), hosts.start()
@@ -110,8 +110,8 @@ def test_one_device_and_eight_rank_alike(temperature, tmp_path):
   assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("split", [pytest.param("valid", marks=pytest.mark.slow), "test"])
+@pytest.mark.ci
+@pytest.mark.parametrize("split", [pytest.param("valid", marks=pytest.mark.weekly), "test"])
 def test_evaluation_against_slow_numpy(split, tmp_path):
   config = sequence_smoke("beauty", tmp_path, positions="end")
   loaded = data.load(config)
@@ -178,7 +178,7 @@ def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
     train.check(config, None)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("model", ["sasrec", "hstu"])
 def test_the_default_run_approaches_the_best_possible(model, tmp_path):
   """Seen: 0.870 (SASRec) and 0.875 (HSTU) of the best possible, and twice EASE."""
@@ -193,7 +193,7 @@ def test_the_default_run_approaches_the_best_possible(model, tmp_path):
   assert found > 1.8 * result["baselines"]["EASE"]["test_ndcg@10"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_bert4rec_learns_the_order(tmp_path):
   """Seen: 0.650 of the best possible, and 1.57 times EASE; popularity has 0.249 of it."""
   config = recipe_runs.load("sequence.synthetic", "bert4rec")

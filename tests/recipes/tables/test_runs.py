@@ -59,7 +59,7 @@ def run(recipe, settings, workdir):
   return importlib.import_module(f"recipes.{recipe}.train").run(settings, str(workdir))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "recipe", slow_unless(["dlrm", "two_tower", "sequence"], "sequence".__eq__)
 )
@@ -93,7 +93,7 @@ def test_a_plain_dict_is_a_config(recipe, tmp_path, monkeypatch):
     train.run({"files": "log.csv"}, str(tmp_path / "run"))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "recipe", slow_unless(["dlrm", "two_tower", "sequence"], "two_tower".__eq__)
 )

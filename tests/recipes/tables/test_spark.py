@@ -37,7 +37,7 @@ _MISSING = [
 needs_spark = pytest.mark.skipif(
   bool(_MISSING), reason=f"prepares tables on Spark, and {' and '.join(_MISSING)} is not installed"
 )
-pytestmark = [pytest.mark.full]
+pytestmark = [pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +364,7 @@ def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
   assert results[0]["metrics"] == results[1]["metrics"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @needs_spark
 def test_two_processes_train_on_shards(prepared, tmp_path):
   given = {**prepared.to_dict(), "steps": 20, "epochs": 0, "batch_size": 32}

@@ -220,7 +220,7 @@ def log(tmp_path_factory):
   }
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("model", slow_unless(["dcnv2", "dlrm", "deepfm"], "dcnv2".__eq__))
 def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path, model):
   training = run_of("dlrm", log | {"model": model}, tmp_path / "run")
@@ -233,7 +233,7 @@ def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_pat
   assert np.isfinite(served.predict([{"who": "nobody", "what": "nothing"}])).all()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_exported_towers_rank_with_vectors_and_codes(log, tmp_path):
   table = log | {"eval_history": 8, "ks": (5,), "select": "valid_ndcg@5"}
   training = run_of("two_tower", table, tmp_path / "run")
@@ -282,7 +282,7 @@ def cold_auc(folder, with_codes):
   return train.run(config, str(folder / "run"))["metrics"]["test_auc"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_item_that_is_new_is_scored_by_its_codes(tmp_path):
   """Best is .83; without codes all items that are new have one vector, and one score."""
   auc = {}

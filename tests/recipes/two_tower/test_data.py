@@ -75,7 +75,7 @@ def test_a_pair_twice_is_refused(tmp_path):
     table.write(tmp_path, pairs, (4, 6), {}, {}, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_movielens1m_has_the_published_counts(tmp_path):
   """Downloads the published archive: 6,033 users, 3,123 items and 834,449 rows."""
   config = recipe_runs.load("two_tower.movielens1m", "")

@@ -69,7 +69,7 @@ def test_cosine_contrastive_by_hand():
   np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.
 
@@ -106,7 +106,7 @@ def stream(frequency, probability, batches, batch_size, seed=0):
     update(frequency, jnp.asarray(draw.choice(len(probability), batch_size, p=probability)))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_estimate_converges_to_the_rates():
   """From many in a batch to one in twenty batches."""
   probability = np.array([0.5, 0.3, 0.15, 0.045, 0.0042, 0.0008])

@@ -43,7 +43,7 @@ def one_device(monkeypatch, request):
     monkeypatch.setattr(hosts, "start", lambda: None)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("synthetic",)))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path):
   config = two_tower_smoke(name, tmp_path, **RICH)
@@ -68,7 +68,7 @@ def check_result(result, config, workdir):
   assert any(config.select in line for line in lines)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
   config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
   result = train.run(config, str(tmp_path / "run"))
@@ -96,8 +96,8 @@ def _losses(folder, on_mesh, steps=50, **changes):
   return np.array(values), metrics, model
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rich", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.ci
+@pytest.mark.parametrize("rich", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
   """Sharded tables, and negatives from all devices: with those of its own alone a device would
   have an eighth of them, and another loss."""
@@ -113,7 +113,7 @@ def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
     assert metrics[name] == pytest.approx(value, abs=0.02), name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
   config = two_tower_smoke("synthetic", tmp_path, **RICH)
@@ -139,7 +139,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   assert losses_of("killed") == losses_of("whole")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
   found = data.load(config)
@@ -164,7 +164,7 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_cosine_loss_meets_the_drawn_items_alone(tmp_path):
   """By NumPy, from the tables; one drawn item is made the first query's own."""
   config = two_tower_smoke("synthetic", tmp_path, query=("user",), candidate=("item",))
@@ -198,7 +198,7 @@ def test_the_cosine_loss_needs_drawn_items_and_unit_vectors(tmp_path):
     train.check(two_tower_smoke("synthetic", tmp_path, loss="cosine"), None)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_evaluation_is_a_full_ranking(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
   found = data.load(config)
@@ -216,7 +216,7 @@ def test_evaluation_is_a_full_ranking(tmp_path):
   assert metrics == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_baselines_are_ranked_on_the_models_examples(tmp_path):
   """A model that scores as popularity does must get its very numbers."""
   changes = {"candidate": ("item",), "query": ("favourite",), "normalize": False}
@@ -232,7 +232,7 @@ def test_baselines_are_ranked_on_the_models_examples(tmp_path):
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_scores_without_towers_are_recent_popularity(tmp_path):
   """With rows of 0 the column of popularity is all: its ranking is the baseline of that name."""
   draw = np.random.default_rng(0)
@@ -251,7 +251,7 @@ def test_scores_without_towers_are_recent_popularity(tmp_path):
   assert recent["test_ndcg@5"] != wanted["popularity"]()["test_ndcg@5"]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
   changes = {"query": ("history",), "candidate": ("item",), "popularity.weight": 1.0}
   config = two_tower_smoke("synthetic", tmp_path, **changes)
@@ -266,7 +266,7 @@ def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
   assert not of(0, -1)[0, :-1].any()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_towers_learn_what_popularity_leaves(tmp_path):
   """Its log is added to the logits, so with the correction the batch's own items have none."""
   changes = {"negatives.number": 0, "dropout": 0.0, "popularity.weight": 1.0}
@@ -280,7 +280,7 @@ def test_the_towers_learn_what_popularity_leaves(tmp_path):
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_approximate_index_is_measured(tmp_path):
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
   config = two_tower_smoke("synthetic", tmp_path, ann=True)
@@ -290,7 +290,7 @@ def test_an_approximate_index_is_measured(tmp_path):
   assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_histories_share_the_items_table_or_have_their_own(tmp_path):
   found = data.load(two_tower_smoke("synthetic", tmp_path))
   shared = train.build_model(two_tower_smoke("synthetic", tmp_path, share_history=True), found)
@@ -298,7 +298,7 @@ def test_histories_share_the_items_table_or_have_their_own(tmp_path):
   assert set(apart.embed.tables) - set(shared.embed.tables) == {"history"}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_queries_without_history_are_finite(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, query=("history",))
   model = train.build_model(config, data.load(config))
@@ -356,7 +356,7 @@ def test_mistakes_are_named(tmp_path):
     train.build_model(config, found)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_default_run_approaches_the_best_possible(tmp_path):
   config = recipe_runs.load("two_tower.synthetic", "")
   config.cache_dir = str(tmp_path / "cache")

@@ -1,0 +1,56 @@
+"""Ways to store and step rows. A test whose outcome could depend on them takes the fixture `way`."""
+
+import contextlib
+
+import jax
+import pytest
+
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
+from embed.kernels import cpu as cpu_kernels
+from embed.kernels import sparse_core
+
+
+def ci(*ways):
+  return [pytest.param(way, marks=pytest.mark.ci) for way in ways]
+
+
+def weekly(*ways):
+  return [pytest.param(way, marks=pytest.mark.weekly) for way in ways]
+
+
+# rows          plain rows by XLA: what tests run by default
+# packed        lines of 128, read as CPUs and GPUs do: the same bytes in another shape
+# lines         lines of 128, read and written in parts as on TPUs
+# kernels       by Numba
+# sparse_cores  lines on an emulated chip
+EACH = ["rows", *ci("lines", "kernels"), *weekly("sparse_cores")]
+
+
+@contextlib.contextmanager
+def stored(way):
+  """Programs that are traced inside store and step rows in this way, where their plan says nothing.
+
+  What is expected is NumPy or was computed before: what was jitted is traced anew inside.
+  """
+  if way == "rows":
+    yield
+    return
+  with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    if way == "kernels":
+      pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+      patch.setenv(cpu_kernels.SWITCH, "1")
+    else:
+      patch.setenv(stack_lib.PACKING_SWITCH, "1")
+      patch.setattr(rows_lib, "has_lines", lambda device_kind: way != "packed")
+    if way == "sparse_cores":
+      import sparse_cores  # skips with another JAX than it was written for
+
+      patch.setenv(sparse_core.SWITCH, "1")
+      patch.setattr(sparse_core, "KINDS", (*sparse_core.KINDS, "cpu"))
+      stack.enter_context(sparse_cores.emulated())
+      assert sparse_core.unsupported_reason("cpu") is None
+    # The switches are read while tracing, and are no part of a program's key.
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
