@@ -11,6 +11,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # Both formulations mean the same; tests of the compiled kernels ask for them, see `ways`.
 os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
 
+import contextlib  # noqa: E402
 import shutil  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -62,10 +63,8 @@ def compiled_before(tmp_path_factory):
 def _link(source, folder):
   """Links the files of one folder in another one, where they are whole from the beginning."""
   for path in source.iterdir():
-    try:
+    with contextlib.suppress(FileExistsError):
       os.link(path, folder / path.name)
-    except FileExistsError:
-      pass
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,7 +136,7 @@ def strict():
 
 @pytest.fixture
 def way(request):
-  """A way to store and step rows, for `@pytest.mark.parametrize("way", ways.EACH, indirect=True)`."""
+  """A way to store and step rows: `@pytest.mark.parametrize("way", ways.EACH, indirect=True)`."""
   with ways.stored(request.param):
     yield request.param
 

@@ -15,7 +15,7 @@ def each(cases, check):
 
 
 def refused(cases, call, error=ValueError):
-  """Each case `(given, text)` makes `call(given)` raise this error, whose words the text matches."""
+  """Each case `(given, text)` makes `call(given)` raise this error; `text` matches its words."""
 
   def check(given, text):
     with pytest.raises(error, match=text):
