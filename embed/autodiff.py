@@ -269,7 +269,7 @@ def value_and_grad(
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     stacks, lookups = traced.stacks, traced.lookups
-    early = [None] * len(lookups) if ahead is None else ahead._of(traced)
+    early = [None] * len(lookups) if ahead is None else ahead._of(traced)  # noqa: SLF001
     zeros = [[stacks[x.owner].placement.zeros(act) for act in x.activations or ()] for x in lookups]
 
     def tapped(params, zeros, early):

@@ -795,7 +795,7 @@ def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> 
   """
   report = layer.report.get_value()
   outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
-  layer._set_report({**report, "dropped_ids": token})
+  layer._set_report({**report, "dropped_ids": token})  # noqa: SLF001
   return outputs
 
 

@@ -703,11 +703,11 @@ def plan(
   result = Plan(features, optimizer, mesh, axes)
   result.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
   paths = [path for path, _ in structure.flatten_features(features)]
-  result._bags = dict.fromkeys(paths) | example_bags(features, batch)
+  result._bags = dict.fromkeys(paths) | example_bags(features, batch)  # noqa: SLF001
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    result._choose_strategies()
+    result._choose_strategies()  # noqa: SLF001
   if result.fits is False:
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy

@@ -97,7 +97,7 @@ def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
     if any(variable.get_raw_value() is not read for variable, read in tables):
       raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
     for table, _ in tables:
-      table._swapped_by = threading.current_thread()
+      table._swapped_by = threading.current_thread()  # noqa: SLF001
     for variable, read, new in changes:
       if new is not read:
         variable.set_raw_value(new)

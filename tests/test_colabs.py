@@ -1,4 +1,4 @@
-"""The notebooks: each runs from top to bottom, and what is committed is what a run left."""
+"""The notebooks: every week each runs from top to bottom; what is committed is what a run left."""
 
 import ast
 import builtins
@@ -18,8 +18,7 @@ from colabs import address, execute
 from recipes import style
 
 PATHS = sorted(execute.HERE.glob("*.ipynb"))
-IDS = [path.stem for path in PATHS]
-each = pytest.mark.parametrize("path", PATHS, ids=IDS)
+QUICKSTART = execute.HERE / "quickstart.ipynb"
 
 
 def read(path):
@@ -60,9 +59,14 @@ def texts(notebook):
   return [re.sub(r"[\s*]+", " ", re.sub(number, " # ", text)).strip() for text in said]
 
 
-@each
-def test_what_a_notebook_takes_from_the_library_is_there(path):
+@pytest.mark.ci
+def test_what_a_notebook_takes_from_the_library_is_there():
   """Also in branches that a run does not reach, such as those on data that is not downloaded."""
+  for path in PATHS:
+    check_names(path)
+
+
+def check_names(path):
   transform = TransformerManager().transform_cell
   tree = ast.parse("\n".join(transform(cell.source) for cell in code(read(path))))
   modules = {}
@@ -86,7 +90,7 @@ def test_what_a_notebook_takes_from_the_library_is_there(path):
 
 
 @pytest.mark.weekly  # each takes one or two minutes
-@each
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path):
   """On a machine with one device, as most are. It shows and says what is committed."""
   ran, committed = execute.execute(path, tmp_path), read(path)
@@ -94,6 +98,7 @@ def test_it_runs(path, tmp_path):
   assert texts(ran) == texts(committed)
 
 
+@pytest.mark.weekly
 def test_text_that_went_stale_is_found_and_other_numbers_are_not():
   def says(text):
     stream = nbformat.v4.new_output("stream", text=text)
@@ -104,49 +109,31 @@ def test_text_that_went_stale_is_found_and_other_numbers_are_not():
   assert says("ids [1 2]") != says("ids [1 2 3]")
 
 
-@each
-def test_its_outputs_are_of_one_run(path):
-  notebook = read(path)
-  nbformat.validate(notebook)
-  counts = [cell.execution_count for cell in code(notebook)]
-  assert counts == list(range(1, len(counts) + 1))
-  for output in outputs(notebook):
-    assert output.output_type != "error"
-    warned = re.search(r".*(Warning|WARNING|Traceback).*", output.get("text", ""))
-    assert not warned, warned[0]
-
-
-@each
-def test_it_ends_in_a_picture(path):
-  last = code(read(path))[-1]
-  assert any("image/png" in output.get("data", ()) for output in last.outputs)
-
-
-@each
-def test_the_file_is_as_the_script_writes_it(path, tmp_path):
-  """So that a diff shows what has changed: no times, no ids drawn anew, no editor's settings."""
-  copy = tmp_path / path.name
-  nbformat.write(execute.cleaned(read(path)), copy)
-  assert copy.read_text() == path.read_text()
-
-
-@each
-def test_it_names_no_folder_of_ours_and_no_host_of_packages(path):
-  text = re.sub(r'"image/png": "[^"]*"', "", path.read_text())  # letters that may spell anything
-  for pattern in (r"(?<![\w.])/(work|tmp|home|root|Users)/", r"pypi|pythonhosted|conda\.anaconda"):
-    found = re.search(f".*({pattern}).*", text)
-    assert not found, found[0]
-
-
-@each
-def test_it_has_a_title_and_says_where_to_go_on(path):
-  first, *_, last = read(path).cells
-  assert first.cell_type == last.cell_type == "markdown"
-  assert re.match(r"# \w", first.source)
-  links = re.findall(r"\]\((?!http)([^)#]+)\)", last.source)
-  assert links
-  for link in links:
-    assert (path.parent / link).exists(), link
+@pytest.mark.ci
+def test_what_is_committed_is_as_the_scripts_write_it(tmp_path):
+  """Outputs of one run without a warning, the project's address, and no folder of a machine."""
+  for path in PATHS:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in code(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), path
+    for output in outputs(notebook):
+      assert output.output_type != "error", path
+      assert not re.search(r"Warning|WARNING|Traceback", output.get("text", "")), path
+    copy = tmp_path / path.name
+    nbformat.write(execute.cleaned(read(path)), copy)
+    assert copy.read_text() == path.read_text()
+    address.stamp_notebook(notebook, address.repository(), path.name)
+    assert notebook == read(path), "run python colabs/address.py"
+    text = re.sub(r'"image/png": "[^"]*"', "", path.read_text())  # letters that may spell anything
+    for pattern in (
+      r"(?<![\w.])/(work|tmp|home|root|Users)/",
+      r"pypi|pythonhosted|conda\.anaconda",
+    ):
+      assert not re.search(pattern, text), path
+    source = "\n".join(cell.source for cell in code(notebook))
+    by_path = r"^ *(from|import) (recipes|configs)\b|sys\.path"  # which is not installed so
+    assert not re.search(by_path, source, re.MULTILINE), path
 
 
 class Shell:
@@ -192,47 +179,30 @@ def run_first_cell(monkeypatch):
   return run
 
 
-# Of a library without recipes, only they are missing.
-@pytest.mark.parametrize("missing", ["embed", "embed.recipes", None])
-@each
-def test_the_first_cell_installs_what_is_missing(path, missing, tmp_path, run_first_cell):
-  """In a checkout."""
-  (tmp_path / "colabs").mkdir()
-  (tmp_path / "pyproject.toml").touch()
-  lines = run_first_cell(path, tmp_path / "colabs", missing, repository="an-address")
-  assert lines == (['pip install --quiet "..[recipes]"'] if missing else [])
-
-
-@each
-def test_the_first_cell_installs_from_the_repository(path, tmp_path, run_first_cell):
-  """As on Colab: a notebook by itself in a folder."""
-  lines = run_first_cell(path, tmp_path, "embed", repository="https://git.example.org/x")
+@pytest.mark.ci
+def test_the_first_cell_installs_what_is_missing(tmp_path, run_first_cell):
+  """From a checkout, or from the repository where a notebook is by itself, as on Colab."""
+  checkout, alone = tmp_path / "checkout" / "colabs", tmp_path / "alone"
+  for folder in (checkout, alone):
+    folder.mkdir(parents=True)
+  (checkout.parent / "pyproject.toml").touch()
+  for missing in ("embed", "embed.recipes"):  # of a library without recipes, only they are missing
+    lines = run_first_cell(QUICKSTART, checkout, missing, repository="an-address")
+    assert lines == ['pip install --quiet "..[recipes]"']
+  assert run_first_cell(QUICKSTART, checkout, None, repository="an-address") == []
+  lines = run_first_cell(QUICKSTART, alone, "embed", repository="https://git.example.org/x")
   wanted = 'pip install --quiet "sparse-embed[recipes] @ git+https://git.example.org/x"'
   assert lines == [wanted]
-
-
-@each
-def test_the_first_cell_asks_for_the_repository_to_install_from(path, tmp_path, run_first_cell):
   with pytest.raises(AssertionError, match="Set REPOSITORY"):
-    run_first_cell(path, tmp_path, "embed")
+    run_first_cell(QUICKSTART, alone, "embed")
+  sources = [code(read(path))[0].source for path in PATHS]
+  installs = {source[source.index("try:") : source.index("style.use()")] for source in sources}
+  assert len(installs) == 1
 
 
-def test_what_is_installed_has_these_names():
-  """The first cell installs a project by its name, with an extra."""
-  project = tomllib.loads((address.ROOT / "pyproject.toml").read_text())["project"]
-  assert project["name"] == "sparse-embed"
-  assert "recipes" in project["optional-dependencies"]
-
-
-@each
-def test_the_address_is_that_of_pyproject(path):
-  notebook = read(path)
-  address.stamp_notebook(notebook, address.repository(), path.name)
-  assert notebook == read(path), "run python colabs/address.py"
-
-
-@each
-def test_an_address_is_written_once_and_taken_out_again(path):
+@pytest.mark.ci
+def test_an_address_is_written_once_and_taken_out_again():
+  path = QUICKSTART
   notebook, before = read(path), read(path)
   address.stamp_notebook(before, "", path.name)
   for _ in range(2):
@@ -249,7 +219,8 @@ def test_an_address_is_written_once_and_taken_out_again(path):
   assert notebook == before
 
 
-def test_pages_have_the_address_of_pyproject():
+@pytest.mark.ci
+def test_pages_have_the_address_of_pyproject(tmp_path):
   for page in ("colabs/README.md", "docs/tpu_pods.md"):
     text = (address.ROOT / page).read_text()
     assert address.stamp_text(text, address.repository()) == text, "run python colabs/address.py"
@@ -261,8 +232,6 @@ def test_pages_have_the_address_of_pyproject():
     )
     assert address.stamp_text(with_it, address.repository()) == text
 
-
-def test_the_address_is_read_from_one_place(tmp_path):
   pyproject = tmp_path / "pyproject.toml"
   for text, wanted in (
     ("", ""),
@@ -272,25 +241,10 @@ def test_the_address_is_read_from_one_place(tmp_path):
     assert address.repository(pyproject) == wanted
 
 
+@pytest.mark.weekly
 def test_packages_are_linked_as_they_are_installed(tmp_path):
   setuptools = tomllib.loads((address.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
   folder = execute.installed(tmp_path / "packages")
   assert [path.name for path in folder.iterdir()] == ["embed"]
   for package in setuptools["packages"]:
     assert any((folder / package.replace(".", "/")).glob("*.py")), package
-
-
-@each
-def test_it_imports_recipes_by_the_name_they_are_installed_under(path):
-  """Nothing has to be found on disk: what the first cell installs is enough."""
-  source = "\n".join(cell.source for cell in code(read(path)))
-  assert not re.search(r"^ *(from|import) (recipes|configs)\b|sys\.path", source, re.MULTILINE)
-
-
-@each
-def test_its_pictures_are_of_one_style(path):
-  """Transparent, in a grey and in colors for light and for dark pages, all from one file."""
-  first, *cells = [cell.source for cell in code(read(path))]
-  assert first.endswith("\nstyle.use()")
-  for source in cells:
-    assert not re.search(r"rcParams|#[0-9A-Fa-f]{6}|facecolor=|style\.use|\bstyle = ", source)

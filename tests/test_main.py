@@ -1,8 +1,5 @@
 """The commands of `python -m embed`: what they take; the tests of each are in tests/tools."""
 
-import subprocess
-import sys
-
 import pytest
 
 from embed import __main__ as program
@@ -19,11 +16,3 @@ def test_commands(capsys):
       program.main(argv)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_of_the_module():
-  result = subprocess.run(
-    [sys.executable, "-m", "embed", "--help"], capture_output=True, text=True, check=True
-  )
-  assert "usage: python -m embed" in result.stdout
-  assert "print the tables of a checkpoint" in result.stdout

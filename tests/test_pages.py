@@ -1,7 +1,9 @@
 """The pages of the documentation: their code runs, their links lead somewhere, and a script writes
 their figures."""
 
+import json
 import re
+import statistics
 import urllib.parse
 
 import figures
@@ -13,104 +15,92 @@ PAGES = [  # not what a build puts there
   for page in sorted(DOCS.rglob("*.md"))
   if page.relative_to(DOCS).parts[0] not in ("_build", "colabs")
 ]
-LINKING = [
-  *(DOCS / page for page in PAGES),
-  ROOT / "README.md",
-  ROOT / "CONTRIBUTING.md",
-  *sorted(ROOT.glob("recipes/*/README.md")),
-]
-
-
-# Run there, with more to say about the outcome.
-ELSEWHERE = {"moving/tpu_embedding.md": "test_migrating.py", "serving.md": "serving/test_export.py"}
-HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
+# Read on GitHub alone; Sphinx checks the links of the others.
+OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("recipes/*/README.md"))]
+STATING = [ROOT / "README.md", *ROOT.glob("recipes/*/README.md"), *ROOT.glob("configs/*/*.py")]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("page", HERE)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))])
 def test_the_code_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   run(page)
 
 
-# ------------------------------------------------------------------------------------- links
+@pytest.mark.ci
+def test_the_examples_of_the_readme_run(capsys):
+  scope = {}
+  examples = re.findall(r"```python\n(.*?)```", OUTSIDE[0].read_text(), re.DOTALL)
+  for example in examples:
+    exec(compile(example, "README.md", "exec"), scope)
+  untouched = scope["model"].embed.variables["movie"]["accumulators"][0]
+  assert (untouched == untouched[0]).all()
+  assert scope["model"].embed(scope["batch"])["watched"].shape == (2, 64)
+  assert "on each of 8 devices" in capsys.readouterr().out
 
 
 def prose(path):
   return re.sub(r"^( *)(```|~~~|:::).*?^\1\2", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_that_a_page_names_are_there(path):
-  folders = (ROOT, ROOT / "embed", ROOT / "tests", ROOT / "recipes", path.parent)
-  named = re.findall(r"`([a-z_]+/[a-z0-9_/]+\.py)[`:]", path.read_text())
-  assert not {name for name in named if not any((at / name).exists() for at in folders)}
-
-
 def anchors(path):
-  """What the headings of a page are called in links, on GitHub and on the site."""
-  found = []
-  for heading in re.findall(r"^#+ +(.*)$", prose(path), re.MULTILINE):
-    heading = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)
-    name = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-    found.append(f"{name}-{found.count(name)}" if name in found else name)
-  return found
+  """What the headings of a page are called in links on GitHub."""
+  headings = re.findall(r"^#+ +(.*)$", prose(path), re.MULTILINE)
+  plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).strip().lower() for heading in headings]
+  return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
-def contents(path):
-  """What the tables of contents of a page list."""
-  trees = re.findall(r"^```{toctree}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-  return [line for tree in trees for line in tree.split("\n") if line and line[0] != ":"]
-
-
-def links(path):
-  """Links, images, cards and contents of a page that lead to other files, or within this one."""
-  found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
-  found += re.findall(r"(?:src|href)=\"([^\"]+)\"", prose(path))
-  found += re.findall(r"^:link: (\S+)$", path.read_text(), re.MULTILINE)
-  return [link for link in found + contents(path) if not re.match(r"[a-z]+:", link)]
-
-
-def target(path, link):
-  """The file behind a link; the site takes documents by name, and a copy of the notebooks."""
-  name = urllib.parse.unquote(link.partition("#")[0])
-  where = (path.parent / name).resolve() if name else path
-  if where.is_relative_to(DOCS / "colabs"):
-    where = ROOT / where.relative_to(DOCS)
-  candidates = [where, *(where.with_name(where.name + end) for end in (".md", ".rst", ".ipynb"))]
-  return next((candidate for candidate in candidates if candidate.exists()), None)
-
-
-@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path):
+def test_links_and_names_of_files_lead_somewhere():
   broken = []
-  for link in links(path):
-    found, anchor = target(path, link), link.partition("#")[2]
-    if found is None or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
-      broken.append(link)
+  for page in OUTSIDE:
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    found += re.findall(r"(?:src|href)=\"([^\"]+)\"", prose(page))
+    for link in found:
+      name, _, anchor = urllib.parse.unquote(link).partition("#")
+      path = page.parent / name if name else page
+      if re.match(r"[a-z]+:", link):
+        continue
+      if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+        broken.append((page.name, link))
+  written = re.findall(r"--out=(\S+)", OUTSIDE[0].read_text())
+  for path in re.findall(r"--config=(\S+?\.py)", OUTSIDE[0].read_text()):
+    if not (ROOT / path).exists() and path not in written:
+      broken.append(("README.md", path))
+  for page in [*OUTSIDE, *(DOCS / name for name in PAGES)]:
+    folders = (ROOT, ROOT / "embed", ROOT / "tests", ROOT / "recipes", page.parent)
+    for name in re.findall(r"`([a-z_]+/[a-z0-9_/]+\.py)[`:]", page.read_text()):
+      if not any((folder / name).exists() for folder in folders):
+        broken.append((page.name, name))
   assert not broken
-
-
-def test_every_page_is_in_the_contents():
-  index = DOCS / "index.md"
-  listed = {target(index, name) for name in contents(index)} | {index}
-  missing = [page for page in PAGES if DOCS / page not in listed and not page.startswith("api/")]
-  assert not missing
 
 
 # ----------------------------------------------------------------------------------- figures
 
 
+@pytest.mark.ci
 def test_tables_of_figures_are_those_of_the_result_files():
   stale = [page for page in figures.PAGES if figures.written(page.read_text()) != page.read_text()]
   assert not stale, "run `python docs/figures.py`"
-
-
-def test_a_figure_that_differs_is_written_anew():
   text = (DOCS / "performance.md").read_text()
   assert figures.written(text.replace("| sgd | **", "| sgd | **9")) == text
   with pytest.raises(KeyError, match="unknown"):
     figures.written("<!-- figures: unknown -->\n<!-- end figures -->")
+
+
+@pytest.mark.ci
+def test_means_are_those_of_the_committed_runs():
+  """Of every metric over the seeds of every committed run."""
+  runs, means = {}, set()
+  for path in (DOCS / "results").glob("*_[0-9].json"):
+    runs.setdefault(path.stem[:-2], []).append(json.loads(path.read_text())["metrics"])
+  for seeds in runs.values():
+    for name in seeds[0] if len(seeds) > 1 else ():
+      values = [metrics[name] for metrics in seeds if name in metrics]
+      numbers = (statistics.fmean(values), statistics.stdev(values))
+      means.add(" ± ".join(f"{number:.4f}".removeprefix("0") for number in numbers))
+  for page in STATING:
+    stated = re.findall(r"\.\d{4} ± \.\d{4}", page.read_text().replace("\u00a0", " "))
+    assert set(stated) <= means, page
 
 
 def test_the_mean_and_the_best():
@@ -119,6 +109,7 @@ def test_the_mean_and_the_best():
   assert figures.best_is_bold([".31", ".30"], least=True) == [".31", "**.30**"]
 
 
+@pytest.mark.ci
 def test_the_chart_has_every_point():
   points = figures.result("step_grid.json")["points"]
   svg = (DOCS / "images" / "speed.svg").read_text()

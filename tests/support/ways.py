@@ -1,4 +1,4 @@
-"""Ways to store and step rows; a test whose outcome could depend on them takes the fixture `way`."""
+"""Ways to store and step rows: a test whose outcome could depend on them takes a `way`."""
 
 import contextlib
 
