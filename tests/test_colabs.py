@@ -195,9 +195,9 @@ def test_the_first_cell_installs_what_is_missing(tmp_path, run_first_cell):
   assert lines == [wanted]
   with pytest.raises(AssertionError, match="Set REPOSITORY"):
     run_first_cell(QUICKSTART, alone, "embed")
-  sources = [code(read(path))[0].source for path in PATHS]
-  installs = {source[source.index("try:") : source.index("style.use()")] for source in sources}
-  assert len(installs) == 1
+  installs = [code(read(path))[0].source.partition("source = ")[2] for path in PATHS]
+  assert installs[0]
+  assert len(set(installs)) == 1
 
 
 @pytest.mark.ci
