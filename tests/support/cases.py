@@ -4,14 +4,15 @@ import pytest
 
 
 def each(cases, check):
-  """Calls `check` with the arguments of each case, `{name: arguments}`."""
-  problems = {}
-  for name, arguments in cases.items():
+  """Calls `check(*case)` for the cases of a list, or of a dict of their names."""
+  named = cases.items() if isinstance(cases, dict) else [(repr(case), case) for case in cases]
+  problems = []
+  for name, case in named:
     try:
-      check(*arguments)
+      check(*case)
     except (Exception, pytest.fail.Exception) as error:
-      problems[name] = f"{type(error).__name__}: {error}"
-  assert not problems, "\n\n".join(f"{name}: {problem}" for name, problem in problems.items())
+      problems.append(f"{name:.300}: {type(error).__name__}: {error}")
+  assert not problems, "\n\n".join(problems)
 
 
 def refused(cases, call, error=ValueError):
@@ -21,4 +22,4 @@ def refused(cases, call, error=ValueError):
     with pytest.raises(error, match=text):
       call(given)
 
-  each({f"{number}: {case[0]!r:.200}": case for number, case in enumerate(cases)}, check)
+  each(cases, check)

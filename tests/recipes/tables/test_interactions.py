@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import each, refused
 from small_tables import completed, write_csv
 
 from recipes.errors import UserError
@@ -55,6 +56,7 @@ def test_the_last_item_of_each_user_is_tested(tmp_path):
   assert pairs(loaded, "test") == {("ann", "ran"), ("bob", "heat")}
 
 
+@pytest.mark.ci
 def test_an_item_that_nobody_chose_is_not_numbered(tmp_path):
   header = (*HEADER, "bought")
   unwanted = ("bob", "void", "2024-01-02", 1, 50, "scifi", "Void", 0)
@@ -91,6 +93,7 @@ def test_times_with_fractions_keep_their_order(tmp_path):
   assert [items[i] for i in loaded.columns["items"]] == ["i1.0", "i1.1", "i1.5", "i1.9"]
 
 
+@pytest.mark.ci
 def test_a_table_of_items_needs_rows(tmp_path):
   (tmp_path / "items.csv").write_text("id,kind\n,a\n,b\n")
   table = {"files": str(tmp_path / "items.csv"), "key": "id", "columns": {"kind": "category"}}
@@ -99,11 +102,13 @@ def test_a_table_of_items_needs_rows(tmp_path):
     load("two_tower", tmp_path, columns=columns, item_table=table, on_bad_row="skip")
 
 
+@pytest.mark.ci
 def test_a_log_full_of_repeats_is_noticed(tmp_path, capsys):
   load("two_tower", tmp_path, rows=[*ROWS, *[(*ROWS[0][:2], "2024-02-01", *ROWS[0][3:])] * 3])
   assert "set config.exclude_seen=False" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_options_of_clicks_are_said_to_have_no_effect(tmp_path, capsys):
   load("two_tower", tmp_path)
   assert "has no effect" not in capsys.readouterr().err
@@ -128,6 +133,7 @@ def test_features_and_titles(tmp_path):
   assert bags["cube"] == bags["tron"] == [1, -1]
 
 
+@pytest.mark.ci
 def test_features_of_tables_of_their_own_are_the_same(tmp_path):
   items = [("tron", "scifi", "Tron"), ("ran", "drama", "Ran"), ("more", "war", "More"),
            ("heat", "crime|drama", "Heat"), ("cube", "scifi", "Cube")]  # fmt: skip
@@ -191,6 +197,7 @@ def test_rows_with_lists_of_items(tmp_path):
   assert texts(listed) == texts(logged)
 
 
+@pytest.mark.ci
 def test_parquet_lists_without_users(tmp_path):
   path = tmp_path / "histories.parquet"
   pq.write_table(pa.table({"basket": [["a", "b", "c"], ["b", "c", "a", "d"]]}), path)
@@ -222,6 +229,7 @@ def test_files_for_the_splits(tmp_path):
   assert refit.splits["valid"][0] == refit.splits["valid"][1]
 
 
+@pytest.mark.ci
 def test_chunks_do_not_matter(tmp_path, monkeypatch):
   whole = load("two_tower", tmp_path)
   from recipes.tables import reading
@@ -238,9 +246,8 @@ def test_chunks_do_not_matter(tmp_path, monkeypatch):
     np.testing.assert_array_equal(parts.columns[name], whole.columns[name])
 
 
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
+def test_what_cannot_be_trained_is_refused(tmp_path):
+  cases = [
     ({"rows": [*ROWS, ("", *ROWS[0][1:])]}, r"log.csv, row 9, column 'who'.*no value"),
     ({"rows": [*ROWS, (*ROWS[0][:2], "soon", *ROWS[0][3:])]}, r"row 9, column 'when'.*'soon'"),
     ({"columns": {"who": "user"}}, "no column is declared as 'item'"),
@@ -249,11 +256,8 @@ def test_chunks_do_not_matter(tmp_path, monkeypatch):
     ({"split": {"by": "files"}}, "give config.files as"),
     ({"split": {"by": "random"}}, "config.split.by is 'random'"),
     ({"refit": True}, "pass --config.select="),
-  ],
-)
-def test_what_cannot_be_trained_is_refused(tmp_path, given, message):
-  with pytest.raises(UserError, match=message):
-    load("two_tower", tmp_path, **given)
+  ]
+  refused(cases, lambda given: load("two_tower", tmp_path, **given), UserError)
 
 
 def test_sequences_hold_out_the_last_items_only(tmp_path):
@@ -267,6 +271,7 @@ def test_features_are_fitted_on_what_training_has(tmp_path):
   assert items.fitted.vocabularies["genres"] == ("drama", "scifi")
 
 
+@pytest.mark.ci
 def test_a_cross_of_a_users_features(tmp_path):
   columns = COLUMNS | {
     "stars": {"kind": "category", "min_count": 1, "side": "user"},
@@ -276,12 +281,7 @@ def test_a_cross_of_a_users_features(tmp_path):
   assert {feature.name for feature in loaded.user_features} == {"age", "stars", "both"}
 
 
-def test_a_cross_with_an_id_is_refused_before_reading(tmp_path):
-  cross = {"kind": "cross", "columns": ["who", "age"], "side": "user", "buckets": 9}
-  with pytest.raises(UserError, match="'x' crosses who and age, and every user and item has a row"):
-    load("two_tower", tmp_path, columns=COLUMNS | {"x": cross})
-
-
+@pytest.mark.ci
 def test_towers_keep_what_a_column_declares(tmp_path):
   from recipes.two_tower import model
 
@@ -296,23 +296,29 @@ def test_towers_keep_what_a_column_declares(tmp_path):
   assert (table.name, table.combiner, table.optimizer.name) == ("item_t", "sum", "sgd")
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_towers_have_all_features_but_the_user(timed, tmp_path):
-  from recipes.two_tower import model
+@pytest.mark.ci
+def test_towers_have_all_features_but_the_user(tmp_path):
 
-  columns = {name: kind for name, kind in COLUMNS.items() if timed or kind != "time"}
-  loaded = load("two_tower", tmp_path, columns=columns)
-  config = model.with_all_features(completed("two_tower", tmp_path, columns=columns), loaded)
-  assert config.query == ("history", "age")
-  assert config.candidate == ("item", "genres")
+  def check(timed):
+    from recipes.two_tower import model
+
+    columns = {name: kind for name, kind in COLUMNS.items() if timed or kind != "time"}
+    loaded = load("two_tower", tmp_path, columns=columns)
+    config = model.with_all_features(completed("two_tower", tmp_path, columns=columns), loaded)
+    assert config.query == ("history", "age")
+    assert config.candidate == ("item", "genres")
+
+  each([(case,) for case in [True, False]], check)
 
 
+@pytest.mark.ci
 def test_held_out_repeats_that_cannot_be_found_are_not_asked_for(tmp_path, capsys):
   loaded = load("two_tower", tmp_path, duplicates="keep")  # Ann's last item is cube again
   assert pairs(loaded, "test") == {("bob", "heat")}
   assert "are not validated or tested on" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_a_pattern_cuts_ids(tmp_path):
   rows = [(f"{row[0]}@shop", *row[1:]) for row in ROWS]
   columns = COLUMNS | {"who": {"kind": "user", "pattern": "(.*)@"}}

@@ -1,6 +1,7 @@
 """Settings of a table: completed by defaults, checked, and filled in by the number of rows."""
 
 import pytest
+from cases import each, refused
 from ml_collections import ConfigDict
 from small_tables import completed
 
@@ -27,6 +28,7 @@ def test_names_with_dots_and_other_signs(tmp_path):
   assert list(config.to_dict()["columns"]) == list(columns)
 
 
+@pytest.mark.ci
 def test_paths_and_numbers_become_text(tmp_path):
   path = tmp_path / "a.csv"
   for files, texts in [
@@ -42,9 +44,8 @@ def test_paths_and_numbers_become_text(tmp_path):
     assert config.split.valid_from == "170000"
 
 
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
+def test_mistakes_name_the_setting(tmp_path):
+  cases = [
     ({"column": {}}, "config has no setting 'column'; did you mean 'columns'"),
     ({"table": {"optimiser": "sgd"}}, "config.table has no setting 'optimiser'; did you mean"),
     ({"table": "adam"}, "config.table is 'adam': give a dict of"),
@@ -55,16 +56,13 @@ def test_paths_and_numbers_become_text(tmp_path):
     ({"split": {"valid_from": True}}, "config.split.valid_from is True: give a value like ''"),
     ({"columns": {"a": "lable"}}, r"config.columns\['a'\]"),
     ({"item_table": {"columns": {"a": "lable"}}}, r"config.item_table.columns\['a'\]"),
-  ],
-)
-def test_mistakes_name_the_setting(tmp_path, given, message):
-  with pytest.raises(UserError, match=message):
-    completed("dlrm", tmp_path, **given)
+  ]
+  refused(cases, lambda given: completed("dlrm", tmp_path, **given), UserError)
 
 
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
+@pytest.mark.ci
+def test_settings_are_checked_before_anything_is_read(tmp_path):
+  cases = [
     ({}, "config.files is empty"),
     ({"files": {"tran": "a"}}, "config.files has no split 'tran'; did you mean 'train'"),
     ({"on_bad_row": "drop"}, "config.on_bad_row is 'drop'"),
@@ -88,14 +86,17 @@ def test_mistakes_name_the_setting(tmp_path, given, message):
       {"split": {"by": "time", "on": "city"}},
       "config.split.on has no effect while config.split.by is 'time'.* split by 'hash'",
     ),
-  ],
-)
-def test_settings_are_checked_before_anything_is_read(tmp_path, given, message):
-  config = completed("dlrm", tmp_path, columns={"y": "label"}, **given)
-  with pytest.raises(UserError, match=message):
-    settings.settings(config)
+  ]
+
+  def check(given, message):
+    config = completed("dlrm", tmp_path, columns={"y": "label"}, **given)
+    with pytest.raises(UserError, match=message):
+      settings.settings(config)
+
+  each(cases, check)
 
 
+@pytest.mark.ci
 def test_a_side_table_needs_its_key(tmp_path):
   (tmp_path / "a.csv").write_text("y\n1\n")
   path = str(tmp_path / "a.csv")
@@ -105,16 +106,17 @@ def test_a_side_table_needs_its_key(tmp_path):
     settings.settings(config)
 
 
-@pytest.mark.parametrize(
-  ("rows", "devices", "batch", "steps"),
-  [(100, 1, 64, 20), (100, 6, 66, 20), (1_000_000, 1, 4096, 2450), (50_000, 8, 256, 1960)],
-)
-def test_steps_follow_from_the_rows(tmp_path, rows, devices, batch, steps):
-  config = completed("dlrm", tmp_path)
-  chosen = settings.steps_of_data(config, rows, devices)
-  assert (chosen.batch_size, chosen.steps) == (batch, steps)
-  assert chosen.eval_every == steps // 10
-  assert config.steps == 0
-  given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
-  chosen = settings.steps_of_data(completed("dlrm", tmp_path, **given), rows, devices)
-  assert {name: chosen[name] for name in given} == given
+def test_steps_follow_from_the_rows(tmp_path):
+  cases = [(100, 1, 64, 20), (100, 6, 66, 20), (1_000_000, 1, 4096, 2450), (50_000, 8, 256, 1960)]
+
+  def check(rows, devices, batch, steps):
+    config = completed("dlrm", tmp_path)
+    chosen = settings.steps_of_data(config, rows, devices)
+    assert (chosen.batch_size, chosen.steps) == (batch, steps)
+    assert chosen.eval_every == steps // 10
+    assert config.steps == 0
+    given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
+    chosen = settings.steps_of_data(completed("dlrm", tmp_path, **given), rows, devices)
+    assert {name: chosen[name] for name in given} == given
+
+  each(cases, check)

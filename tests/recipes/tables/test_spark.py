@@ -2,12 +2,8 @@
 
 import gzip
 import importlib.util
-import itertools
 import os
-import pickle
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_tables import completed, write_csv
-from suites import slow_unless
 
 import recipes
-from recipes import arrays, export, hosts, pipeline, serving
+from recipes import arrays, export, serving
 from recipes.dlrm import data, train
 from recipes.errors import DamagedFileError, UserError
 from recipes.tables import spark
@@ -37,7 +32,6 @@ _MISSING = [
 needs_spark = pytest.mark.skipif(
   bool(_MISSING), reason=f"prepares tables on Spark, and {' and '.join(_MISSING)} is not installed"
 )
-pytestmark = [pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")
@@ -63,27 +57,7 @@ def session():
   session.stop()
 
 
-# --- five tables: by the name, what writes the files and the config on them -----------------------
-
-
-def plain(folder):
-  """Two CSV files, split by their content; values that one row has, and ties of counts."""
-  draw = np.random.default_rng(0)
-  rows = [
-    (i % 3 == 0, f"c{draw.integers(40)}", f"{draw.lognormal():.6f}", "|".join("ab"[: i % 3]), i % 7)
-    for i in range(600)
-  ]
-  header = ("clicked", "city", "price", "tags", "hour")
-  files = [write_csv(folder / f"{n}.csv", header, rows[n::2]) for n in range(2)]
-  columns = {
-    "clicked": "label",
-    "city": {"kind": "category", "min_count": 3},
-    "price": {"kind": "number", "log": True, "missing": "indicator"},
-    "tags": {"kind": "bag", "min_count": 1},
-    "hour": {"kind": "category", "size": 6},
-    "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 20},
-  }
-  return {"files": list(map(str, files)), "columns": columns}
+# --- three tables: by the name, what writes the files and the config on them ----------------------
 
 
 def messy(folder):
@@ -181,38 +155,16 @@ def sided(folder):
   }
 
 
-def ordered(folder):
-  """Three files split by the order of their rows; two columns with one table."""
-  draw = np.random.default_rng(4)
-  for part in range(3):
-    rows = [
-      (draw.integers(2), f"{draw.integers(12)}.0", draw.integers(12), i) for i in range(150 + part)
-    ]
-    write_csv(folder / f"{part}.tsv.csv", ("clicked", "from", "to", "n"), rows)
-  place = {"kind": "category", "table": "place", "min_count": 1}
-  return {
-    "files": str(folder),
-    "columns": {"clicked": "label", "from": place, "to": place, "n": "number"},
-    "split": {"by": "order", "valid": 0.2},
-  }
-
-
-TABLES = {each.__name__: each for each in (plain, messy, timed, sided, ordered)}
-
-
-@pytest.fixture(params=slow_unless(TABLES.values(), (messy, timed, sided).__contains__), ids=TABLES)
-def table(request, tmp_path):
-  """The config on one of the tables."""
-  (tmp_path / "table").mkdir()
-  return request.param(tmp_path / "table")
-
-
 def load(tmp_path, given, engine="spark"):
   return data.load(completed("dlrm", tmp_path / "cache [1]", engine=engine, **given))
 
 
+@pytest.mark.weekly
 @needs_spark
-def test_both_engines_give_the_same(table, session, tmp_path):
+@pytest.mark.parametrize("make_table", [messy, timed, sided])
+def test_both_engines_give_the_same(make_table, session, tmp_path):
+  (tmp_path / "table").mkdir()
+  table = make_table(tmp_path / "table")
   expected, actual = load(tmp_path, table, "duckdb"), load(tmp_path, table)
   assert actual.splits == expected.splits
   assert actual.features == expected.features
@@ -233,6 +185,7 @@ def test_both_engines_give_the_same(table, session, tmp_path):
   assert notes[0] == notes[1]
 
 
+@pytest.mark.weekly
 @needs_spark
 def test_a_bad_row_is_named_as_on_one_machine(session, tmp_path):
   header = ("clicked", "city", "price")
@@ -280,62 +233,7 @@ def prepared(session, tmp_path_factory):
   return config
 
 
-def numbers(batches):
-  """The rows of batches by number, without those that fill up the last one."""
-  rows = [batch["dense"][batch.get("mask", slice(None)), 0] for batch in batches]
-  return np.concatenate(rows).astype(int).tolist()
-
-
-@needs_spark
-def test_hosts_read_disjoint_rows_that_are_all_together(prepared, monkeypatch):
-  count = 2
-  prepared.batch_size, whole = count, data.load(prepared)
-  train_rows = whole.splits["train"]
-  read, opened = [], []
-  for index in range(count):
-    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, count))
-    loaded = data.load(prepared)
-    prepared.steps = len(range(*pipeline.own_rows(train_rows, (index, count))))
-    epoch = numbers(data.train_batches(loaded, prepared))
-    assert sorted(numbers(data.train_batches(loaded, prepared))) == sorted(epoch)
-    read.append(epoch)
-    opened.append(set(loaded.columns._opened))
-  assert sorted(itertools.chain(*read)) == sorted(whole.columns["dense"][slice(*train_rows)][:, 0])
-  assert not set(read[0]) & set(read[1])
-  assert opened[0] == {0, 1, 2}  # two thirds of the rows are of these files
-  assert 4 not in opened[0]
-  assert 0 not in opened[-1]
-
-
-@needs_spark
-def test_hosts_evaluate_disjoint_rows_in_equally_many_batches(prepared, monkeypatch):
-  whole = data.load(prepared)
-  expected = numbers(data.eval_batches(whole, "test", 16))
-  read = []
-  for index in range(2):
-    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, 2))
-    batches = list(data.eval_batches(data.load(prepared), "test", 16))
-    assert {len(batch["label"]) for batch in batches} == {8}
-    read.append((len(batches), numbers(batches)))
-  assert read[0][0] == read[1][0]
-  assert read[0][1] + read[1][1] == expected
-
-
-@needs_spark
-def test_columns_are_read_by_slices_and_rows_and_pickled(prepared):
-  columns = pickle.loads(pickle.dumps(data.load(prepared).columns))
-  whole = columns["ids"][:]
-  assert columns["ids"].shape == whole.shape
-  assert columns["ids"].dtype == whole.dtype == np.int32
-  draw = np.random.default_rng(0)
-  rows = draw.integers(0, len(whole), 500)
-  np.testing.assert_array_equal(columns["ids"][rows], whole[rows])
-  np.testing.assert_array_equal(columns["ids"][37:330], whole[37:330])
-  assert columns["ids"][5:5].shape == (0, whole.shape[1])
-  with pytest.raises(KeyError, match="has no column 'weight'"):
-    columns["weight"]
-
-
+@pytest.mark.weekly
 @needs_spark
 def test_a_shard_that_was_written_to_is_not_read(prepared):
   columns = data.load(prepared).columns
@@ -350,6 +248,7 @@ def test_a_shard_that_was_written_to_is_not_read(prepared):
     label.write_bytes(content)
 
 
+@pytest.mark.weekly
 @needs_spark
 def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
   results, scores, cities = [], [], {"city": ["c1", "c4", None], "number": [3.0, 200.0, None]}
@@ -364,56 +263,22 @@ def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
   assert results[0]["metrics"] == results[1]["metrics"]
 
 
-@pytest.mark.weekly
-@needs_spark
-def test_two_processes_train_on_shards(prepared, tmp_path):
-  given = {**prepared.to_dict(), "steps": 20, "epochs": 0, "batch_size": 32}
-  path = tmp_path / "config.py"
-  path.write_text(f"def get_config():\n  return {given!r}\n")
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    address = f"localhost:{probe.getsockname()[1]}"
-  command = [
-    sys.executable,
-    "-m",
-    "recipes.dlrm",
-    f"--config={path}",
-    f"--workdir={tmp_path / 'run'}",
-  ]
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-    "JAX_COORDINATOR_ADDRESS": address,
-    "JAX_NUM_PROCESSES": "2",
-  }
-  processes = [
-    subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(index)})
-    for index in range(2)
-  ]
-  try:
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-  finally:
-    for process in processes:
-      process.kill()
-  result = arrays.read_json(tmp_path / "run" / "result.json")
-  assert result["device"]["processes"] == 2
-  assert len(pq.read_table(tmp_path / "run" / "split.parquet")) == 470
-
-
 # --- without Spark --------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
   monkeypatch.setitem(sys.modules, "pyspark", None)
   (tmp_path / "table").mkdir()
   with pytest.raises(UserError, match=r"pip install -e '\.\[spark\]'"):
-    load(tmp_path, plain(tmp_path / "table"))
+    load(tmp_path, messy(tmp_path / "table"))
 
 
+@pytest.mark.ci
 def test_an_unknown_engine_and_interactions_are_refused(tmp_path):
   (tmp_path / "table").mkdir()
   with pytest.raises(UserError, match=r"config\.engine is 'ray': choose one of"):
-    load(tmp_path, plain(tmp_path / "table"), "ray")
+    load(tmp_path, messy(tmp_path / "table"), "ray")
   rows = [(f"u{i % 9}", f"i{i % 7}") for i in range(99)]
   given = {
     "files": str(write_csv(tmp_path / "log.csv", ("who", "what"), rows)),
@@ -424,6 +289,7 @@ def test_an_unknown_engine_and_interactions_are_refused(tmp_path):
     two_tower.load(config)
 
 
+@pytest.mark.ci
 def test_of_two_attempts_at_a_task_the_first_to_end_is_kept(tmp_path):
   target = tmp_path / "shard"
   with spark._written(target) as slow:

@@ -1,6 +1,7 @@
 """Declarations: shorthand, options with their types, and errors that name the column."""
 
 import pytest
+from cases import refused
 
 from recipes.errors import UserError
 from recipes.tables import spec
@@ -12,6 +13,7 @@ def test_a_name_is_a_kind_with_its_defaults():
   assert kinds == {"price": spec.Number(log=True, buckets=(1.0, 2.5))}
 
 
+@pytest.mark.ci
 def test_expanded_declarations_parse_to_the_same():
   columns = {
     "y": {"kind": "label", "positive": [4, 5]},
@@ -34,6 +36,7 @@ def test_values_of_a_label_are_written_as_files_are_read():
   )
 
 
+@pytest.mark.ci
 def test_crosses_have_columns_of_their_side():
   city = {"kind": "category", "side": "user"}
   cross = {"kind": "cross", "columns": ["u", "city"], "side": "user"}
@@ -48,9 +51,8 @@ def test_crosses_have_columns_of_their_side():
     spec.parse({"u": {"kind": "item", "separator": "|"}, "city": city, "x": cross | {"side": ""}})
 
 
-@pytest.mark.parametrize(
-  ("columns", "problem"),
-  [
+def test_errors_name_the_column():
+  cases = [
     ({"a": "lable"}, r"\['a'\] is of the unknown kind 'lable'; did you mean 'label'"),
     ({"a": None}, r"\['a'\] is None: give a kind, or a dict"),
     ({"a": ["label"]}, r"\['a'\] is \['label'\]: give a kind, or a dict"),
@@ -93,13 +95,13 @@ def test_crosses_have_columns_of_their_side():
       {"a": {"kind": "category", "table": "t"}, "b": {"kind": "category", "table": "t", "oov": 3}},
       "'a' and 'b' share the table 't', but differ in oov: 1 and 3",
     ),
-  ],
-)
-def test_errors_name_the_column(columns, problem):
-  with pytest.raises(UserError, match=problem):
-    spec.check_shared(spec.parse(columns), "config.columns")
+  ]
+  refused(
+    cases, lambda columns: spec.check_shared(spec.parse(columns), "config.columns"), UserError
+  )
 
 
+@pytest.mark.ci
 def test_columns_that_share_a_table_and_its_combiner():
   check = lambda columns: spec.check_shared(spec.parse(columns), "config.columns")
   bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
