@@ -4,6 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
+from cases import each
 from ml_collections import ConfigDict
 from small_data import write_criteo
 
@@ -45,9 +46,8 @@ def test_fields_by_hand(tmp_path):
   assert criteo1tb.count_rows(path) == 2
 
 
-@pytest.mark.parametrize(
-  ("bad", "message"),
-  [
+def test_damage_is_named(tmp_path):
+  cases = [
     (line()[:-3], r"row 3 has too few fields: 37 instead of 40"),
     (line("2"), "row 3, column 'label' is '2', expected 0 or 1"),
     (line(""), "row 3, column 'label' is None, expected 0 or 1"),
@@ -57,15 +57,18 @@ def test_fields_by_hand(tmp_path):
     (line("0", [], ["", "0000000g"]), "row 3, column 'c02' is '0000000g', expected up to 8 hex"),
     (line("0", [], ["0_1"]), "row 3, column 'c01' is '0_1'"),
     (line("0", [], ["123456789"]), "row 3, column 'c01' is '123456789'"),
-  ],
-)
-def test_damage_is_named(tmp_path, bad, message):
-  path = tmp_path / "train.txt"
-  path.write_text("\n".join([line(), line("1"), bad, line(), bad]) + "\n")
-  with pytest.raises(ValueError, match=f"train.txt, {message}"):
-    list(criteo1tb.read(path, Stage()))
+  ]
+
+  def check(bad, message):
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join([line(), line("1"), bad, line(), bad]) + "\n")
+    with pytest.raises(ValueError, match=f"train.txt, {message}"):
+      list(criteo1tb.read(path, Stage()))
+
+  each(cases, check)
 
 
+@pytest.mark.ci
 def test_a_missing_or_empty_file_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"has no train\.txt.*--config\.data_dir"):
     data.load(config(tmp_path / "train.txt", tmp_path / "cache"))
@@ -74,19 +77,18 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
     data.load(config(tmp_path / "train.txt", tmp_path / "cache"))
 
 
-def test_an_empty_data_dir_is_named(tmp_path):
-  settings = config(tmp_path / "train.txt", tmp_path / "cache", data_dir="")
-  with pytest.raises(FileNotFoundError, match=r"--config\.data_dir is empty\. .*Kaggle's page"):
-    data.load(settings)
+@pytest.mark.ci
+def test_a_gzip_file_that_is_cut_off_or_another_is_named(tmp_path):
+  cases = [lambda packed: packed[:-40], lambda packed: b"no" + packed]
 
+  def check(damage):
+    path = tmp_path / "train.txt.gz"
+    path.write_bytes(damage(gzip.compress(write_criteo(tmp_path / "train.txt").read_bytes())))
+    with pytest.raises(ValueError, match=r"train\.txt\.gz breaks off or is damaged"):
+      data.load(config(path, tmp_path / "cache"))
+    assert not list((tmp_path / "cache").rglob("meta.json"))
 
-@pytest.mark.parametrize("damage", [lambda packed: packed[:-40], lambda packed: b"no" + packed])
-def test_a_gzip_file_that_is_cut_off_or_another_is_named(tmp_path, damage):
-  path = tmp_path / "train.txt.gz"
-  path.write_bytes(damage(gzip.compress(write_criteo(tmp_path / "train.txt").read_bytes())))
-  with pytest.raises(ValueError, match=r"train\.txt\.gz breaks off or is damaged"):
-    data.load(config(path, tmp_path / "cache"))
-  assert not list((tmp_path / "cache").rglob("meta.json"))
+  each([(case,) for case in cases], check)
 
 
 def test_the_kaggle_file_by_hand(tmp_path):
@@ -107,6 +109,7 @@ def test_the_kaggle_file_by_hand(tmp_path):
   assert hashed.columns["ids"][3, 0] == -1
 
 
+@pytest.mark.ci
 def test_settings_are_checked(tmp_path):
   path = write_criteo(tmp_path / "train.txt", rows=10)
   with pytest.raises(ValueError, match="choose hash or min_count"):

@@ -10,7 +10,7 @@ import recipe_runs
 from small_data import write_criteo_days
 
 import embed
-from recipes.dlrm import baselines, criteo1tb, data
+from recipes.dlrm import criteo1tb, data
 from recipes.tables.source import Stage
 
 
@@ -84,6 +84,7 @@ def test_bags_by_hand():
   assert bags[np.array([1, 1])].tolist() == [expected[1]] * 2
 
 
+@pytest.mark.ci
 def test_bags_are_uniform():
   bags = criteo1tb.Bags(np.arange(20_000, dtype=np.int32)[:, None], (20_000,), (11,))
   drawn = bags[:][:, 1:]
@@ -109,6 +110,7 @@ def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   assert {feature.table.combiner for feature in configs.values()} == {"sum"}
 
 
+@pytest.mark.ci
 def test_packed_days_are_the_same_days(days, tmp_path):
   packed = tmp_path / "packed"
   packed.mkdir()
@@ -121,6 +123,7 @@ def test_packed_days_are_the_same_days(days, tmp_path):
   assert unpacked.splits == plain.splits
 
 
+@pytest.mark.ci
 def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
   whole = data.load(config(days, tmp_path / "whole"))
   real_read, real_count, counted, reads = criteo1tb.read, criteo1tb.count_rows, [], []
@@ -154,6 +157,7 @@ def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
     np.testing.assert_array_equal(resumed.columns[name][:], whole.columns[name][:])
 
 
+@pytest.mark.ci
 def test_damage_and_missing_days_are_named(days, tmp_path):
   with pytest.raises(FileNotFoundError, match=r"has no day_0 and no day_0\.gz.*--config\.data_dir"):
     data.load(config(tmp_path, tmp_path / "cache"))
@@ -168,8 +172,3 @@ def test_damage_and_missing_days_are_named(days, tmp_path):
   (broken / "day_3").write_text("\n\n".join(lines) + "\n")
   with pytest.raises(ValueError, match="day_3 has empty lines, or has changed"):
     data.load(config(broken, tmp_path / "cache"))
-
-
-def test_no_baseline_where_none_is_asked_for(days, tmp_path):
-  settings = config(days, tmp_path, **{"baseline.max_rows": 0})
-  assert list(baselines.tasks(data.load(settings), settings)) == ["constant rate"]

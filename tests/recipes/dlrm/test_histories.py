@@ -5,11 +5,12 @@ import io
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ways
+from cases import each
 from flax import nnx
 from ml_collections import ConfigDict
 from served_models import own_probabilities, run_of
 from small_tables import completed, write_csv
-from suites import slow_unless
 
 import embed
 from recipes import evaluate, export, predict, serving
@@ -95,15 +96,15 @@ def test_a_list_column_is_attended_to_as_well(tmp_path):
   loaded = data.load(config)
   model = build_model(config, loaded)
   batch = next(iter(data.eval_batches(loaded, "train", 4)))
-  logits = model(batch)
+  call = nnx.jit(lambda model, batch: model(batch))
+  logits = call(model, batch)
   model.histories.models["before"].out.bias[...] += 1.0  # weighs each position by 1 more
-  moved = np.abs(model(batch) - logits) > 0
+  moved = np.abs(call(model, batch) - logits) > 0
   assert moved.tolist() == [True, False, True, True]  # the second row has no positions
 
 
-@pytest.mark.parametrize(
-  ("changes", "match"),
-  [
+def test_declarations_that_make_no_sense(tmp_path):
+  cases = [
     ({"who": "category"}, "no column is declared as 'user', whose earlier rows 'seen' holds"),
     ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
     ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
@@ -117,15 +118,18 @@ def test_a_list_column_is_attended_to_as_well(tmp_path):
       r"'seen'\] and 'more' share a table: give both one combiner",
     ),
     ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
-  ],
-)
-def test_declarations_that_make_no_sense(tmp_path, changes, match):
-  columns = COLUMNS | changes
-  given = {"split": {"by": "column"}}
-  with pytest.raises(UserError, match=match):
-    load(tmp_path, columns=columns, **given)
+  ]
+
+  def check(changes, match):
+    columns = COLUMNS | changes
+    given = {"split": {"by": "column"}}
+    with pytest.raises(UserError, match=match):
+      load(tmp_path, columns=columns, **given)
+
+  each(cases, check)
 
 
+@pytest.mark.ci
 def test_other_engines_and_files_are_refused(tmp_path):
   with pytest.raises(UserError, match=r"'seen'\] is built of the log: leave config\.engine"):
     load(tmp_path, engine="spark")
@@ -155,7 +159,7 @@ def log(changed: bool):
   """
   draw = np.random.default_rng(0)
   rows, later = [], np.random.default_rng(1)
-  for i in range(600):
+  for i in range(300):
     when = int(draw.integers(100))
     row = [*map(int, (draw.integers(10), draw.integers(50), draw.integers(9), draw.integers(2)))]
     if changed and when >= NOW:
@@ -173,11 +177,11 @@ def test_no_later_row_changes_an_earlier_history(tmp_path):
     loaded = load(tmp_path / folder, log(changed), columns=FREE)
     order = [row for part in ("train", "valid", "test") for row in rows if row[5] == part]
     early = np.array([row[4] <= NOW for row in order])  # those of the time itself as well
-    trained = next(iter(data.eval_batches(loaded, "train", 200)))["features"]["seen"].values
-    tested = next(iter(data.eval_batches(loaded, "test", 200)))["features"]["seen"].values
+    trained = next(iter(data.eval_batches(loaded, "train", 100)))["features"]["seen"].values
+    tested = next(iter(data.eval_batches(loaded, "test", 100)))["features"]["seen"].values
     parts = ids_of(loaded)
     history = [parts[name][early] for name in parts if name.startswith(("seen", "liked"))]
-    is_early = early[:200], early[-200:]
+    is_early = early[:100], early[-100:]
     before.append([*history, trained[is_early[0]], tested[is_early[1]]])
     assert any((np.asarray(part) >= 0).any() for part in history)
     assert loaded.columns["ids"][:][~early].any()
@@ -188,17 +192,17 @@ def test_no_later_row_changes_an_earlier_history(tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------
 
-ATTENDING = histories.MODELS[1:]
-
 
 def test_din_by_hand():
   din = histories.DIN(2, (), rngs=nnx.Rngs(0))  # without an MLP the weight is linear
   din.out.kernel[...] = jnp.array([0, 0, 0, 0, 0.0, 1.0, 1.0, 1.0])[:, None]  # (k - q)[1] + k q
-  keys = jnp.array([[[1.0, 0.0], [2.0, 1.0], [9.0, 9.0]]])
-  query, mask = jnp.array([[1.0, 1.0]]), jnp.array([[True, True, False]])
+  keys = np.array([[[1.0, 0.0], [2.0, 1.0], [9.0, 9.0]]], np.float32)
+  query, mask = np.array([[1.0, 1.0]], np.float32), np.array([[True, True, False]])
+  both = nnx.jit(lambda din, *given: (din.weights(*given), din(*given)))
+  weights, output = both(din, keys, query, mask)
   # Of the first (0 - 1) + 1 = 0, of the second (1 - 1) + 3 = 3; the third is none.
-  np.testing.assert_allclose(din.weights(keys, query, mask), [[0.0, 3.0, 0.0]])
-  np.testing.assert_allclose(din(keys, query, mask), [[6.0, 3.0]])
+  np.testing.assert_allclose(weights, [[0.0, 3.0, 0.0]])
+  np.testing.assert_allclose(output, [[6.0, 3.0]])
 
 
 def encoder(name):
@@ -211,15 +215,15 @@ def encoder(name):
   return made.models["seen"]
 
 
-@pytest.mark.parametrize(
-  "name", [pytest.param(m, marks=[] if m == "din" else pytest.mark.ci) for m in ATTENDING]
-)
+@pytest.mark.parametrize("name", ["din", *ways.ci("transformer", "hstu")])
+@pytest.mark.programs(20, "an encoder is initialized")
 def test_masks_places_and_the_candidate(name):
   model, draw = encoder(name), np.random.default_rng(0)
   keys, query = draw.normal(size=(3, 5, 4)), draw.normal(size=(3, 4))
   lengths = np.array([5, 3, 0])
   mask = np.arange(5) < lengths[:, None]
-  ask = lambda keys, query: np.asarray(model(jnp.asarray(keys), jnp.asarray(query), mask))
+  call = nnx.jit(lambda model, keys, query: model(keys, query, mask))
+  ask = lambda keys, query: np.asarray(call(model, np.float32(keys), np.float32(query)))
   found = ask(keys, query)
   noise = np.where(mask[..., None], keys, 99.0)
   np.testing.assert_allclose(ask(noise, query), found, atol=1e-6)  # padding is not seen
@@ -236,9 +240,9 @@ def test_masks_places_and_the_candidate(name):
     np.testing.assert_allclose(ask(turned, query)[1], ask(keys, query)[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", histories.BLOCKS)
-def test_a_block_of_one_column_is_that_column_of_the_block(name):
-  block, draw = encoder(name).blocks[-1], np.random.default_rng(0)
+@pytest.mark.ci
+def test_a_block_of_one_column_is_that_column_of_the_block():
+  block, draw = encoder("transformer").blocks[-1], np.random.default_rng(0)
   x, mask = draw.normal(size=(3, 6, 4)), np.tril(np.ones((3, 6, 6), bool))
   found = block(jnp.asarray(x[:, 2:3]), mask[:, 2:3], jnp.asarray(x))
   np.testing.assert_allclose(found, block(jnp.asarray(x), mask)[:, 2:3], atol=1e-5)
@@ -252,6 +256,11 @@ FEATURES = (
 )
 
 
+@nnx.jit
+def call(module, activations, inputs):
+  return module.arguments("seen", activations, inputs), module(activations, inputs)
+
+
 def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   widths = {"item": 2, "city": 5, "seen": 2, "seen_when": 3}
   got = []
@@ -263,30 +272,29 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   module = histories.Histories(FEATURES, widths, make)
   assert got == [(5, 3)]
   shapes = {"item": (1, 2), "city": (1, 5), "seen": (1, 3, 2), "seen_when": (1, 3, 3)}
-  activations = {n: jnp.arange(float(np.prod(s))).reshape(s) for n, s in shapes.items()}
+  activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
-  keys, query, mask = module.arguments("seen", activations, inputs)
+  (keys, query, mask), made = call(module, activations, inputs)
   assert keys[0].tolist() == [[0, 1, 0, 1, 2], [2, 3, 3, 4, 5], [4, 5, 6, 7, 8]]
   assert query.tolist() == [[0, 1, 0, 0, 0]]  # an age has no candidate
   assert mask.tolist() == [[True, True, False]]
-  made = module(activations, inputs)
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   with pytest.raises(UserError, match="'seen' shares its table with no single value"):
     histories.Histories(FEATURES[1:], widths, make)
 
 
+@pytest.mark.ci
 def test_first_order_weights_are_no_part_of_attention():
   """Of wide & deep and DeepFM they are the last columns, here one, which is averaged."""
   widths = {"item": 3, "city": 6, "seen": 3, "seen_when": 4}
   make = lambda dim, length: histories.DIN(dim, (), rngs=nnx.Rngs(0))
   module = histories.Histories(FEATURES, widths, make, wide=1)
   shapes = {"item": (1, 3), "city": (1, 6), "seen": (1, 3, 3), "seen_when": (1, 3, 4)}
-  activations = {n: jnp.arange(float(np.prod(s))).reshape(s) for n, s in shapes.items()}
+  activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
-  keys, query, _ = module.arguments("seen", activations, inputs)
+  (keys, query, _), made = call(module, activations, inputs)
   assert keys[0].tolist() == [[0, 1, 0, 1, 2], [3, 4, 4, 5, 6], [6, 7, 8, 9, 10]]
   assert query.tolist() == [[0, 1, 0, 0, 0]]
-  made = module(activations, inputs)
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   assert made["seen"][0, -1] == (2 + 5) / 2
   assert made["seen_when"][0, -1] == (3 + 7) / 2
@@ -353,17 +361,15 @@ def with_lists(rows):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  "model", slow_unless(histories.MODELS, ("din", "transformer").__contains__)
-)
+@pytest.mark.parametrize("model", ["din", *ways.weekly("transformer", "hstu")])
 def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
   training, folder, rows = run(model)
   expected, served = own_probabilities(training), serving.load(folder)
   assert np.ptp(expected) > 0.05
   found = served.predict(in_order(with_lists(rows)))
   np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
-  served.remember(rows[:300])
-  served.remember(rows[300:])
+  served.remember(rows[:100])
+  served.remember(rows[100:])
   found = served.predict(in_order(rows))
   np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
 

@@ -12,7 +12,7 @@ from recipes.errors import UserError
 
 def config(cache_dir, **changes):
   values = {
-    "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 20_000, "data_seed": 0,
+    "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 4_000, "data_seed": 0,
     "zipf_exponent": 1.05, "labels": 1, "correlation": 0.5,
   }  # fmt: skip
   return SimpleNamespace(**values | changes)
@@ -32,20 +32,17 @@ def test_columns_are_what_the_features_say(tmp_path):
   assert 0.1 < loaded.columns["label"].mean() < 0.5
 
 
+@pytest.mark.ci
 def test_ids_follow_a_power_law(tmp_path):
-  counts = np.bincount(data.load(config(tmp_path)).columns["ids"][:, 0])
-  top = np.sort(counts)[::-1]
-  assert top[:100].sum() > 0.3 * counts.sum()
-  slope = np.polyfit(np.log(np.arange(1, 51)), np.log(top[:50]), 1)[0]
-  assert -1.3 < slope < -0.8
+  loaded = data.load(config(tmp_path))
+  counts = np.bincount(loaded.columns["ids"][:, 0], minlength=loaded.features[0].vocabulary_size)
+  known = np.arange(1.0, len(counts) + 1) ** -1.05
+  top = np.sort(counts)[::-1][:20]  # the ids are numbered in another order
+  expected = len(loaded.columns["label"]) * (known / known.sum())[:20]
+  assert np.abs(top - expected).max() < 5 * np.sqrt(expected.max())
 
 
-def test_the_best_is_the_teachers_own_and_beats_the_labels_shuffled(tmp_path):
-  best = data.load(config(tmp_path)).best
-  assert 0.75 < best["test_auc"] < 0.98
-  assert best["test_logloss"] < 0.5
-
-
+@pytest.mark.ci
 def test_a_second_label_is_correlated_as_asked(tmp_path):
   one, same, against = (
     data.load(config(tmp_path, labels=2, correlation=c)) for c in (0.0, 1.0, -1.0)

@@ -142,7 +142,9 @@ def inputs(dim, **more):
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
   onto = {"codes": "movie"}
-  made = layers.Inputs(tables, (0, 3), dim=dim, vectors={"image": (1, 3)}, onto=onto, rngs=rngs, **more)
+  made = layers.Inputs(
+    tables, (0, 3), dim=dim, vectors={"image": (1, 3)}, onto=onto, rngs=rngs, **more
+  )
   made.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
   return made
 
