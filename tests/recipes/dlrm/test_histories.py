@@ -149,7 +149,7 @@ FREE = COLUMNS | {
   "seen": SEEN | {"max_length": 4},
   "liked": LIKED,
 }
-NOW = 60  # of times from 0 to 99
+NOW = 55  # of times from 0 to 99
 
 
 def log(changed: bool):

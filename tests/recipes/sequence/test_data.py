@@ -8,6 +8,8 @@ from itertools import chain
 import numpy as np
 import pytest
 import recipe_runs
+import scipy.stats
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import write_sequences
@@ -55,24 +57,25 @@ def test_users_may_take_turns_in_a_file_of_pairs(tmp_path):
   assert sequences_of(loaded.columns) == [[2, 3, 1], [1, 0, 3]]
 
 
-@pytest.mark.parametrize(
-  ("layout", "content", "message"),
-  [
+@pytest.mark.ci
+def test_damage_is_named(tmp_path):
+  cases = [
     ("pairs", "1 2\n1 3 4\n", r"beauty.txt, row 2 has too many fields"),
     ("pairs", "1 2\n1\n", r"beauty.txt, row 2 has too few fields"),
     ("pairs", "1 2\n1 x\n", r"found 'x' as the item of a row"),
     ("pairs", "1 -2\n", r"found '-2'"),
-    ("pairs", "1 2\n1 \n", r"beauty.txt, row 2, column 'item' has no value"),
     ("lines", "", r"Beauty.txt is empty"),
-    ("pairs", "", r"beauty.txt is empty"),
-  ],
-)
-def test_damage_is_named(tmp_path, layout, content, message):
-  write(tmp_path, layout).write_text(content)
-  with pytest.raises(ValueError, match=f"({message}).*Is the file complete"):
-    data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
+  ]
+
+  def check(layout, content, message):
+    write(tmp_path, layout).write_text(content)
+    with pytest.raises(ValueError, match=f"({message}).*Is the file complete"):
+      data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
+
+  each(cases, check)
 
 
+@pytest.mark.ci
 def test_runs_on_published_files_keep_what_serving_needs(tmp_path):
   write(tmp_path)
   serve = data.load(config(tmp_path)).serve
@@ -80,6 +83,7 @@ def test_runs_on_published_files_keep_what_serving_needs(tmp_path):
   assert Entities.load(serve, "users").texts == ["1", "2", "4", "7"]
 
 
+@pytest.mark.ci
 def test_other_counts_than_the_published_are_refused(tmp_path):
   write(tmp_path)
   assert data.load(config(tmp_path, counts=(4, 7, 16))).num_items == 7
@@ -87,6 +91,7 @@ def test_other_counts_than_the_published_are_refused(tmp_path):
     data.load(config(tmp_path, counts=(4, 7, 17)))
 
 
+@pytest.mark.ci
 def test_a_missing_file_says_where_it_comes_from(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"--config\.data_dir is empty\. .*CIKM2020-S3Rec"):
     data.load(config(tmp_path, data_dir=""))
@@ -170,9 +175,8 @@ def test_packing_fits_and_wastes_little():
     packing.positions(lengths, 50, "left")
 
 
-@pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
-def test_an_epoch_holds_every_user_once(tmp_path, model):
-  made = config(tmp_path, "synthetic", max_length=40, model=model)
+def test_an_epoch_holds_every_user_once(tmp_path):
+  made = config(tmp_path, "synthetic", max_length=40, model="sasrec")
   loaded = data.load(made)
   rows = len(loaded.packed["items"])
   made.batch_size, made.steps = 4, -(-rows // 4)
@@ -181,48 +185,48 @@ def test_an_epoch_holds_every_user_once(tmp_path, model):
   )
   batch = [source[i] for i in range(made.steps)]
   flat = {name: np.concatenate([b[name] for b in batch])[:rows] for name in batch[0]}
-  next_item = model != "bert4rec"
   found = []
   for items, targets, segments in zip(
     flat["items"], flat["targets"], flat["segments"], strict=True
   ):
     for segment in range(segments.max() + 1):
       here = segments == segment
-      assert next_item is False or (items[here][1:] == targets[here][:-1]).all()
+      assert (items[here][1:] == targets[here][:-1]).all()
       found.append(tuple(targets[here]))
-  wanted = [tuple(s[next_item:-2]) for s in sequences_of(loaded.columns)]
+  wanted = [tuple(s[1:-2]) for s in sequences_of(loaded.columns)]
   assert sorted(found) == sorted(wanted)
   assert (flat["items"][flat["segments"] < 0] == -1).all()
 
 
 CASES = [
-  {"model": "bert4rec", "loss": "softmax"},
   {"model": "bert4rec", "loss": "sampled_softmax", "negatives.distribution": "popularity"},
   {"model": "sasrec", "loss": "bce", "negatives.shared": False, "negatives.number": 3},
 ]
 
 
-@pytest.mark.parametrize("changes", CASES)
-def test_draws_are_a_function_of_seed_and_number(tmp_path, changes):
-  made = config(tmp_path, "synthetic", max_length=40, **changes)
-  loaded = data.load(made)
-  forwards = data.TrainBatches(loaded, made)
-  backwards = pickle.loads(pickle.dumps(forwards))
-  late = {i: backwards[i] for i in reversed(range(made.steps))}
-  for i in range(made.steps):
-    assert sorted(forwards[i]) == sorted(late[i])
-    for name, array in forwards[i].items():
-      np.testing.assert_array_equal(array, late[i][name])
-  made.seed = 1
-  other = data.TrainBatches(loaded, made)
-  name = "negatives" if "negatives" in late[0] else "where"
-  assert (forwards[0][name] != other[0][name]).any()
-  assert (forwards[0][name] != forwards[1][name]).any()
+def test_draws_are_a_function_of_seed_and_number(tmp_path):
+
+  def check(changes):
+    made = config(tmp_path, "synthetic", max_length=40, **changes)
+    loaded = data.load(made)
+    forwards = data.TrainBatches(loaded, made)
+    backwards = pickle.loads(pickle.dumps(forwards))
+    late = {i: backwards[i] for i in reversed(range(made.steps))}
+    for i in range(made.steps):
+      assert sorted(forwards[i]) == sorted(late[i])
+      for name, array in forwards[i].items():
+        np.testing.assert_array_equal(array, late[i][name])
+    made.seed = 1
+    other = data.TrainBatches(loaded, made)
+    name = "negatives" if "negatives" in late[0] else "where"
+    assert (forwards[0][name] != other[0][name]).any()
+    assert (forwards[0][name] != forwards[1][name]).any()
+
+  each([(case,) for case in CASES], check)
 
 
-@pytest.mark.parametrize("changes", CASES)
-def test_hosts_share_a_global_batch(tmp_path, changes):
-  made = config(tmp_path, "synthetic", max_length=40, **changes)
+def test_hosts_share_a_global_batch(tmp_path):
+  made = config(tmp_path, "synthetic", max_length=40, **CASES[-1])
   loaded = data.load(made)
   whole = data.TrainBatches(loaded, made)
   parts = [data.TrainBatches(loaded, made, shard=(host, 2)) for host in range(2)]
@@ -252,9 +256,9 @@ def test_masks_by_hand():
   np.testing.assert_array_equal(batch["items"], items)
 
 
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_every_sequence_hides_its_share(tmp_path, overlap):
-  changes = {"max_length": 8, "overlap": overlap, "mask_rate": 0.3, "batch_size": 32}
+@pytest.mark.ci
+def test_every_sequence_hides_its_share(tmp_path):
+  changes = {"max_length": 8, "mask_rate": 0.3, "batch_size": 32}
   made = config(tmp_path, "synthetic", model="bert4rec", **changes)
   loaded = data.load(made)
   source = data.TrainBatches(loaded, made)
@@ -287,34 +291,42 @@ def test_negatives_follow_their_distribution(tmp_path):
   loaded = packed_by_hand([1, 1, 1, 1, 1], [1, 2, 2, 2, 3], num_items=4)
   changes = {"negatives.number": 1_000, "negatives.distribution": "popularity", "batch_size": 2}
   found = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
-  shares = np.bincount(found["negatives"], minlength=4) / 1_000
-  np.testing.assert_allclose(shares, [0, 0.6, 0.3, 0.1], atol=0.05)
-  expected = np.log(1_000 * np.array([0, 0.6, 0.3, 0.1])[found["negatives"]])
+  shares = np.array([0, 0.6, 0.3, 0.1])
+  counts = np.bincount(found["negatives"], minlength=4)
+  assert counts[0] == 0
+  assert scipy.stats.chisquare(counts[1:], 1_000 * shares[1:]).pvalue > 1e-3
+  expected = np.log(1_000 * shares[found["negatives"]])
   np.testing.assert_allclose(found["log_expected"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
+@pytest.mark.ci
+def test_draws_that_make_no_sense_are_refused(tmp_path):
+  cases = [
     ({"negatives.distribution": "zipf"}, "unknown distribution 'zipf': choose uniform or popular"),
     ({"negatives.number": 0}, r"negatives\.number must be at least 1, got 0"),
     ({"model": "bert4rec", "mask_rate": 1.0}, "mask_rate must be between 0 and 1, got 1"),
-  ],
-)
-def test_draws_that_make_no_sense_are_refused(tmp_path, changes, message):
-  loaded = packed_by_hand([0, 1], num_items=2)
-  with pytest.raises(ValueError, match=message):
-    data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))
+  ]
+
+  def check(changes, message):
+    loaded = packed_by_hand([0, 1], num_items=2)
+    with pytest.raises(ValueError, match=message):
+      data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))
+
+  each(cases, check)
 
 
 def test_own_negatives_are_not_in_the_row(tmp_path):
-  items = [[0, 1, 2, -1], [3, 4, 5, 6]]
-  loaded = packed_by_hand(*items, num_items=10)
-  changes = {"negatives.number": 5, "negatives.shared": False, "batch_size": 2}
+  """Nor the row's last target, which is none of its items."""
+  loaded = packed_by_hand([0, 1, 2, -1], [3, 4, 5, 6], num_items=10)
+  loaded.packed["targets"] = np.array([[1, 2, 7, -1], [4, 5, 6, 8]], np.int32)
+  changes = {"negatives.number": 25, "negatives.shared": False, "batch_size": 2}
   batch = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
-  assert batch["negatives"].shape == (2, 4, 5)
-  for row, negatives in zip(batch["items"], batch["negatives"], strict=True):
-    assert not set(negatives.ravel().tolist()) & set(row.tolist())
+  assert batch["negatives"].shape == (2, 4, 25)
+  for items, targets, negatives in zip(
+    batch["items"], batch["targets"], batch["negatives"], strict=True
+  ):
+    others = set(range(10)) - set(items.tolist()) - set(targets.tolist())
+    assert set(negatives.ravel().tolist()) == others
 
 
 def test_histories_by_hand(tmp_path):
@@ -343,6 +355,7 @@ def test_histories_by_hand(tmp_path):
     data.EvalBatches(loaded, "test", made, shard=(0, 3))
 
 
+@pytest.mark.ci
 def test_few_shapes_of_histories(tmp_path):
   generator = np.random.default_rng(0)
   many = {
@@ -368,8 +381,6 @@ def test_synthetic_sequences_and_their_best(tmp_path):
   assert len(sequences) == 2_000
   assert all(len(set(s)) == len(s) >= 4 for s in sequences)
   process = synthetic.Process(100, made.noise, made.data_seed)
-  likeliest = np.mean([process.successors[s[-2]][0] == s[-1] for s in sequences])
-  assert 0.25 < likeliest < 0.45  # 0.7 * 128 / 255 where it had not been drawn before
   hits = [s[-1] in process.best(np.array(s[:-1]), 10) for s in sequences]
   assert loaded.best["test_hr@10"] == pytest.approx(np.mean(hits))
   assert loaded.best["test_ndcg@10"] < loaded.best["test_hr@10"] < 0.85

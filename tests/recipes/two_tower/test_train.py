@@ -1,6 +1,5 @@
 """The recipe as users run it: every config in smoke mode, every key read, one device or eight."""
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -11,16 +10,17 @@ import meshes
 import numpy as np
 import pytest
 import recipe_runs
+import ways
+from cases import each, refused
 from flax import nnx
 from parts import prepare
-from recipe_runs import RESULT, TWO_TOWER, lists_of, recorded_reads, slow_but, two_tower_smoke
+from recipe_runs import RESULT, lists_of, recorded_reads, two_tower_smoke
 
 import embed
 from recipes import baselines as command
 from recipes import hosts
 from recipes.evaluation import retrieval
 from recipes.evaluation.baselines import ranking
-from recipes.run import checkpoints
 from recipes.training import build, train_step
 from recipes.two_tower import baselines, data, losses, train
 from recipes.two_tower import model as model_lib
@@ -44,7 +44,9 @@ def one_device(monkeypatch, request):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("synthetic",)))
+@pytest.mark.parametrize(
+  "name", [*ways.ci("synthetic"), *ways.weekly("gowalla", "movielens100k", "movielens1m")]
+)
 def test_every_config_runs_and_every_key_is_read(name, tmp_path):
   config = two_tower_smoke(name, tmp_path, **RICH)
   with recorded_reads() as unread:
@@ -68,20 +70,7 @@ def check_result(result, config, workdir):
   assert any(config.select in line for line in lines)
 
 
-@pytest.mark.ci
-def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
-  config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
-  result = train.run(config, str(tmp_path / "run"))
-  assert set(result["metrics"]) == {"test_mrr"} | {f"test_{n}@20" for n in NAMES}
-  popularity = baselines.tasks(data.load(config), config)["popularity"]()
-  assert set(popularity) == set(result["metrics"]) | {"chosen"}
-  assert result["tested_step"] == config.steps
-  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  assert all("loss" in json.loads(line) for line in lines)
-
-
-@functools.cache
-def _losses(folder, on_mesh, steps=50, **changes):
+def _losses(folder, on_mesh, steps=5, **changes):
   config = two_tower_smoke("synthetic", Path(folder), **dict(changes) | {"steps": steps})
   mesh = meshes.make_mesh() if on_mesh else None
   found = data.load(config)
@@ -92,75 +81,56 @@ def _losses(folder, on_mesh, steps=50, **changes):
   values = []
   for batch in data.train_batches(found, config):
     values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))["loss"]))
-  metrics = train.evaluator(found, config, mesh)(model, "test")
-  return np.array(values), metrics, model
+  return np.array(values), model
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rich", [pytest.param(False, marks=pytest.mark.weekly), True])
-def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
+def test_on_a_mesh_the_losses_are_those_of_one_device(tmp_path):
   """Sharded tables, and negatives from all devices: with those of its own alone a device would
   have an eighth of them, and another loss."""
-  changes = {name: value for name, value in (RICH if rich else {}).items() if name != "dropout"}
-  changes |= {"table.sharding": "mod" if rich else "div", "table.learning_rate": 0.03}
-  changes |= {"dropout": 0.0}  # its masks are drawn for the layout they are drawn in
-  one, one_metrics, _ = _losses(str(tmp_path), False, **changes)
-  spread, metrics, model = _losses(str(tmp_path), True, **changes)
-  np.testing.assert_allclose(spread, one, rtol=1e-3)
-  assert one[-1] < one[0] - 0.05
+  # The masks of dropout are drawn for the layout they are drawn in.
+  changes = RICH | {"dropout": 0.0, "table.sharding": "mod", "table.learning_rate": 0.03}
+  one, _ = _losses(str(tmp_path), False, **changes)
+  spread, model = _losses(str(tmp_path), True, **changes)
+  np.testing.assert_allclose(spread, one, rtol=1e-4)
   assert {len(x.sharding.device_set) for x in model.embed.tables.values()} == {8}
-  for name, value in one_metrics.items():
-    assert metrics[name] == pytest.approx(value, abs=0.02), name
 
 
-@pytest.mark.weekly
-def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
-  """The frequency estimate and the queue are part of it."""
-  config = two_tower_smoke("synthetic", tmp_path, **RICH)
-  wanted = train.run(config, str(tmp_path / "whole"))
-  real, saves = checkpoints.Manager.save, []
+@pytest.mark.programs(60, "two towers are initialized")
+def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
+  """With half of the correction."""
+  config = two_tower_smoke("synthetic", tmp_path, logq=0.5, temperature=0.3, dropout=0.0)
+  found = data.load(config)
+  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
 
-  def killing(*args, **nodes):
-    real(*args, **nodes)
-    saves.append(None)
-    if len(saves) == 1:
-      raise KeyboardInterrupt
+  @nnx.jit
+  def both(model, batch):
+    value = train.loss_function(config)(model, batch)
+    query, positive = model(batch["query"], batch["positive_candidate"])
+    _, negative = model(batch["query"], batch["negative_candidate"])
+    ids = jnp.concatenate([batch["positive"], batch["negative"]])
+    extra = jnp.concatenate([batch["positive_rate"], batch["negative_rate"]])
+    rates = model.frequency.expected(ids)
+    return value, query @ jnp.concatenate([positive, negative]).T / 0.3, ids, rates + extra
 
-  monkeypatch.setattr(checkpoints.Manager, "save", killing)
-  with pytest.raises(KeyboardInterrupt):
-    train.run(config, str(tmp_path / "killed"))
-  result = train.run(config, str(tmp_path / "killed"))
-  assert result["metrics"] == wanted["metrics"]
-  losses_of = lambda name: [
-    line["loss"]
-    for line in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-    if "loss" in line
-  ]
-  assert losses_of("killed") == losses_of("whole")
+  value, logits, ids, expected = both(model, batch)
+  wanted = losses.sampled_softmax(logits, ids, log_expected=0.5 * np.log(expected))
+  assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
+  assert set(train.objective(config, found).shared) == {
+    "negative", "negative_candidate", "negative_rate",
+  }  # fmt: skip
 
 
 @pytest.mark.ci
-def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
-  config = two_tower_smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
+def test_the_towers_learn_what_popularity_leaves(tmp_path):
+  """Its log is added to the logits, so with the correction the batch's own items have none."""
+  changes = {"negatives.number": 0, "dropout": 0.0, "popularity.weight": 1.0}
+  config = two_tower_smoke("synthetic", tmp_path, **changes)
   found = data.load(config)
-  model = train.build_model(config, found)
-  first, second = (data.TrainBatches(found, config)[number] for number in (0, 1))
-  loss_fn = nnx.jit(train.loss_function(config))
-  loss_fn(model, first)
-  _, past = model(
-    {name: first["query"][name] for name in config.query}, first["positive_candidate"]
-  )
-  value = loss_fn(model, second)
-  rates = model.frequency.expected
-  query, positive = model(second["query"], second["positive_candidate"])
-  _, negative = model(second["query"], second["negative_candidate"])
-  ids = np.concatenate([second["positive"], second["negative"], first["positive"]])
-  extra = [second["positive_rate"], second["negative_rate"], first["positive_rate"]]
-  wanted = losses.sampled_softmax(
-    query @ jnp.concatenate([positive, negative, past]).T / 0.3,
-    jnp.asarray(ids),
-    log_expected=0.5 * jnp.log(2 * rates(jnp.asarray(ids)) + np.concatenate(extra)),
-  )
+  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
+  value = nnx.jit(train.loss_function(config))(model, batch)
+  query, item = nnx.jit(lambda m, b: m(b["query"], b["positive_candidate"]))(model, batch)
+  wanted = losses.sampled_softmax(query @ item.T / config.temperature, batch["positive"])
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
@@ -179,7 +149,7 @@ def test_the_cosine_loss_meets_the_drawn_items_alone(tmp_path):
   for query, own in zip(queries, batch["positive"], strict=True):
     costs = [max(0, query @ items[n] - 0.05) * (n != own) for n in batch["negative"]]
     wanted.append(1 - query @ items[own] + 7 * np.mean(costs))
-  value = train.loss_function(config)(model, batch)
+  value = nnx.jit(train.loss_function(config))(model, batch)
   assert float(value) == pytest.approx(np.mean(wanted), rel=1e-5)
 
 
@@ -266,20 +236,6 @@ def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
   assert not of(0, -1)[0, :-1].any()
 
 
-@pytest.mark.ci
-def test_the_towers_learn_what_popularity_leaves(tmp_path):
-  """Its log is added to the logits, so with the correction the batch's own items have none."""
-  changes = {"negatives.number": 0, "dropout": 0.0, "popularity.weight": 1.0}
-  config = two_tower_smoke("synthetic", tmp_path, **changes)
-  found = data.load(config)
-  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
-  value = train.loss_function(config)(model, batch)
-  query, item = model(batch["query"], batch["positive_candidate"])
-  ids = jnp.asarray(batch["positive"])
-  wanted = losses.sampled_softmax(query @ item.T / config.temperature, ids)
-  assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
-
-
 @pytest.mark.weekly
 def test_an_approximate_index_is_measured(tmp_path):
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
@@ -308,13 +264,17 @@ def test_queries_without_history_are_finite(tmp_path):
   assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(nnx.as_pure(grads.dense)))
 
 
-@pytest.mark.parametrize("ks", [(10, 1000), (0, 10)])
-def test_cutoffs_that_the_catalogue_has_not_end_before_training(ks, tmp_path):
-  config = two_tower_smoke("synthetic", tmp_path, ks=ks)
-  with pytest.raises(
-    ValueError, match=r"config\.ks is .*--config\.ks='\(10,\)'.* --config\.select=valid_ndcg@10"
-  ):
-    prepare("two_tower", config)
+@pytest.mark.ci
+def test_cutoffs_that_the_catalogue_has_not_end_before_training(tmp_path):
+
+  def check(ks):
+    config = two_tower_smoke("synthetic", tmp_path, ks=ks)
+    with pytest.raises(
+      ValueError, match=r"config\.ks is .*--config\.ks='\(10,\)'.* --config\.select=valid_ndcg@10"
+    ):
+      prepare("two_tower", config)
+
+  each([(case,) for case in [(10, 1000), (0, 10)]], check)
 
 
 def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
@@ -330,20 +290,21 @@ def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
   assert fits["popularity"]()["test_hr@1"] == 0.0
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
+def test_numbers_that_make_no_sense(tmp_path):
+  cases = [
     ({"temperature": 0.0}, "config.temperature is 0.0: choose a number above 0"),
     ({"history": 0}, "config.history is 0: choose 1 or more"),
     ({"queue": -64}, "config.queue is -64: choose 0 or more"),
     ({"negatives.number": -5}, "config.negatives.number is -5"),
-  ],
-)
-def test_numbers_that_make_no_sense(changes, message, tmp_path):
-  with pytest.raises(ValueError, match=message):
-    train.check(two_tower_smoke("synthetic", tmp_path, **changes), None)
+  ]
+  refused(
+    cases,
+    lambda changes: train.check(two_tower_smoke("synthetic", tmp_path, **changes), None),
+    ValueError,
+  )
 
 
+@pytest.mark.ci
 def test_mistakes_are_named(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, queue=100)
   found = data.load(config)
@@ -366,6 +327,7 @@ def test_the_default_run_approaches_the_best_possible(tmp_path):
   assert 1.8 * score("popularity") < result["metrics"]["test_ndcg@10"] < score("best possible")
 
 
+@pytest.mark.ci
 def test_a_vector_may_have_any_name():
   """Also that of a method of the container of projections; gains of 1 leave the sum."""
   options = {"hidden": (), "dropout": 0.0, "normalize": False, "rngs": nnx.Rngs(0)}
