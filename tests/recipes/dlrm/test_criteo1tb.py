@@ -1,6 +1,5 @@
 """Criteo 1 TB: splits and ids by hand, bags that are functions of their id, restarts, .gz files."""
 
-import gzip
 import json
 import pickle
 
@@ -84,17 +83,6 @@ def test_bags_by_hand():
   assert bags[np.array([1, 1])].tolist() == [expected[1]] * 2
 
 
-@pytest.mark.ci
-def test_bags_are_uniform():
-  bags = criteo1tb.Bags(np.arange(20_000, dtype=np.int32)[:, None], (20_000,), (11,))
-  drawn = bags[:][:, 1:]
-  distinct = len(np.unique(drawn))
-  assert distinct == pytest.approx(20_000 * (1 - np.exp(-10)), rel=1e-3)
-  # Chi-square over 100 bins: 99 expected, standard deviation 14.
-  counts = np.histogram(drawn, bins=100, range=(0, 20_000))[0]
-  assert ((counts - 2_000) ** 2 / 2_000).sum() < 170
-
-
 def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   settings = config(days, tmp_path)
   loaded = data.load(settings)
@@ -108,19 +96,6 @@ def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   assert len(pickle.dumps(loaded.columns)) < 2_000
   configs = data.feature_configs(loaded.features, 8)
   assert {feature.table.combiner for feature in configs.values()} == {"sum"}
-
-
-@pytest.mark.ci
-def test_packed_days_are_the_same_days(days, tmp_path):
-  packed = tmp_path / "packed"
-  packed.mkdir()
-  for i in range(24):
-    (packed / f"day_{i}.gz").write_bytes(gzip.compress((days / f"day_{i}").read_bytes()))
-  plain = data.load(config(days, tmp_path / "plain"))
-  unpacked = data.load(config(packed, tmp_path / "packed_cache"))
-  for name in ("label", "dense", "ids"):
-    np.testing.assert_array_equal(unpacked.columns[name][:], plain.columns[name][:])
-  assert unpacked.splits == plain.splits
 
 
 @pytest.mark.ci

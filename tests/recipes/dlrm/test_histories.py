@@ -240,14 +240,6 @@ def test_masks_places_and_the_candidate(name):
     np.testing.assert_allclose(ask(turned, query)[1], ask(keys, query)[1], atol=1e-5)
 
 
-@pytest.mark.ci
-def test_a_block_of_one_column_is_that_column_of_the_block():
-  block, draw = encoder("transformer").blocks[-1], np.random.default_rng(0)
-  x, mask = draw.normal(size=(3, 6, 4)), np.tril(np.ones((3, 6, 6), bool))
-  found = block(jnp.asarray(x[:, 2:3]), mask[:, 2:3], jnp.asarray(x))
-  np.testing.assert_allclose(found, block(jnp.asarray(x), mask)[:, 2:3], atol=1e-5)
-
-
 FEATURES = (
   Feature("item", 9),
   Feature("city", 3),
@@ -281,23 +273,6 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   with pytest.raises(UserError, match="'seen' shares its table with no single value"):
     histories.Histories(FEATURES[1:], widths, make)
-
-
-@pytest.mark.ci
-def test_first_order_weights_are_no_part_of_attention():
-  """Of wide & deep and DeepFM they are the last columns, here one, which is averaged."""
-  widths = {"item": 3, "city": 6, "seen": 3, "seen_when": 4}
-  make = lambda dim, length: histories.DIN(dim, (), rngs=nnx.Rngs(0))
-  module = histories.Histories(FEATURES, widths, make, wide=1)
-  shapes = {"item": (1, 3), "city": (1, 6), "seen": (1, 3, 3), "seen_when": (1, 3, 4)}
-  activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
-  inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
-  (keys, query, _), made = call(module, activations, inputs)
-  assert keys[0].tolist() == [[0, 1, 0, 1, 2], [3, 4, 4, 5, 6], [6, 7, 8, 9, 10]]
-  assert query.tolist() == [[0, 1, 0, 0, 0]]
-  assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
-  assert made["seen"][0, -1] == (2 + 5) / 2
-  assert made["seen_when"][0, -1] == (3 + 7) / 2
 
 
 def test_the_candidate_is_the_column_that_the_history_is_of():
@@ -372,19 +347,6 @@ def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
   served.remember(rows[100:])
   found = served.predict(in_order(rows))
   np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.ci
-def test_no_later_row_of_the_log_changes_an_answer(run):
-  _, folder, rows = run("din")
-  early = [row for row in rows if row["when"] <= NOW]
-  scores = []
-  for changed in (False, True):
-    served = serving.load(folder)
-    served.remember(as_rows(log(changed)))
-    scores.append(served.predict(early))
-    assert np.ptp(served.predict([row | {"when": 300} for row in early])) > 0
-  np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.ci

@@ -108,15 +108,6 @@ def small_batch(rows=4, **more):
   }
 
 
-def test_one_label_of_clicks_is_a_plain_layer_on_the_model():
-  options = TASKS | {"tower": ()}
-  make = tasks.head({"clicked": spec.Label()}, "shared_bottom", **options, dropout=0.0, dtype=None)
-  head, plain = make(7, rngs=nnx.Rngs(0)), model_lib.ONE_LOGIT(7, rngs=nnx.Rngs(0))
-  jax.tree.map(np.testing.assert_array_equal, nnx.state(head), nnx.state(plain))
-  x = np.linspace(-1, 1, 21, dtype=np.float32).reshape(3, 7)
-  np.testing.assert_array_equal(head(x), plain(x))
-
-
 @pytest.mark.parametrize("structure", ["ple", *ways.ci("shared_bottom", "mmoe")])
 @pytest.mark.programs(40, "a model of many layers is initialized")
 def test_structures_have_an_output_for_each_class_and_every_part_learns(structure):
@@ -157,13 +148,6 @@ def test_gates_sum_to_one_and_mix_their_own_and_the_shared_experts():
   ):
     mixed = sum(weight[:, [e]] * expert for e, expert in enumerate(experts))
     np.testing.assert_allclose(output, mixed, rtol=1e-5, atol=1e-6)
-
-
-def test_unknown_structures_and_no_experts():
-  with pytest.raises(UserError, match="choose shared_bottom, mmoe, ple"):
-    small_model(LABELS, "moe")
-  with pytest.raises(UserError, match="1 or more"):
-    small_model(LABELS, "mmoe", experts=0)
 
 
 # --- tables ---------------------------------------------------------------------------------------

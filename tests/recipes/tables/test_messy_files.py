@@ -205,16 +205,6 @@ def test_files_of_bad_rows_alone_are_refused_where_rows_are_skipped(tmp_path):
     list(Reader([path], AB, on_bad_row="skip"))
 
 
-@pytest.mark.ci
-def test_rows_are_numbered_where_both_readers_reject_some(tmp_path):
-  content = b"u1 1 2\nu\xff 3\nu3\nu4 5\n"
-  path = write(tmp_path / "x.txt", content)
-  format = Format(delimiter=" ", names=("user", "item", "more"), rest=True)
-  reader = Reader([path], {"user": "text"}, format=format, on_bad_row="skip")
-  assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 4]
-  assert [re.search(r"row (\d)", line)[1] for line in reader.ledger.lines()] == ["2", "3"]
-
-
 def test_empty_lines_are_no_rows_whatever_ends_a_line_elsewhere(tmp_path):
   path = write(tmp_path / "x.csv", "a,b\nx\u2028y,1\n\n\nz,bad\nw\nv,3\n")
   reader = Reader([path], AB, on_bad_row="skip")
@@ -244,12 +234,6 @@ def test_bad_formats_are_refused():
     ({"quote": "''"}, "config.format.quote"),
   ]
   refused(cases, lambda settings: Format(**settings), UserError)
-
-
-@pytest.mark.ci
-def test_on_bad_row_is_raise_or_skip(tmp_path):
-  with pytest.raises(UserError, match=r"on_bad_row='drop' is unknown: write 'raise' or 'skip'"):
-    Reader([write(tmp_path / "x.csv", "a\n1\n")], {"a": "text"}, on_bad_row="drop")
 
 
 # Paths.

@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_tables import completed, write_csv
 
 import recipes
-from recipes import arrays, export, serving
-from recipes.dlrm import data, train
+from recipes import arrays
+from recipes.dlrm import data
 from recipes.errors import DamagedFileError, UserError
-from recipes.tables import spark
 from recipes.tables.encoding import Encoder
 from recipes.two_tower import data as two_tower
 
@@ -57,7 +55,7 @@ def session():
   session.stop()
 
 
-# --- three tables: by the name, what writes the files and the config on them ----------------------
+# --- two tables: by the name, what writes the files and the config on them ----------------------
 
 
 def messy(folder):
@@ -93,33 +91,6 @@ def messy(folder):
     "on_bad_row": "skip",
     "format": {"encoding": "latin-1", "delimiter": ";"},
   }
-
-
-def timed(folder):
-  """Parquet with lists, timestamps, dictionaries and weights, split by time; quantiles."""
-  draw = np.random.default_rng(2)
-  for part in range(3):
-    rows = 500
-    start = np.datetime64("2024-01-01T00:00:00") + part * np.timedelta64(9, "D")
-    table = {
-      "clicked": draw.random(rows) < 0.4,
-      "when": pa.array(start + draw.integers(0, 10**6, rows) * np.timedelta64(1, "s")),
-      "age": pa.array(draw.integers(18, 80, rows), mask=draw.random(rows) < 0.1),
-      "city": pa.array([f"c{x}" for x in draw.integers(0, 30, rows)]).dictionary_encode(),
-      "tags": pa.array([draw.integers(0, 9, n).tolist() for n in draw.integers(0, 4, rows)]),
-      "count": draw.integers(0, 3, rows).astype(np.float32),
-    }
-    pq.write_table(pa.table(table), folder / f"{part}.parquet")
-  columns = {
-    "clicked": "label",
-    "when": "time",
-    "age": {"kind": "number", "buckets": 5},
-    "city": "category",
-    "tags": {"kind": "sequence", "max_length": 2},
-    "count": "weight",
-    "age_city": {"kind": "cross", "columns": ("age", "city"), "buckets": 64},
-  }
-  return {"files": str(folder / "*.parquet"), "columns": columns}
 
 
 def sided(folder):
@@ -161,7 +132,7 @@ def load(tmp_path, given, engine="spark"):
 
 @pytest.mark.weekly
 @needs_spark
-@pytest.mark.parametrize("make_table", [messy, timed, sided])
+@pytest.mark.parametrize("make_table", [messy, sided])
 def test_both_engines_give_the_same(make_table, session, tmp_path):
   (tmp_path / "table").mkdir()
   table = make_table(tmp_path / "table")
@@ -205,64 +176,6 @@ def test_a_bad_row_is_named_as_on_one_machine(session, tmp_path):
   assert [path.suffix for path in (tmp_path / "cache [1]").iterdir()] == [".lock"] * 2
 
 
-# --- what training reads --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared(session, tmp_path_factory):
-  """Five files of 90 to 98 rows, prepared as shards, and the config; `number` numbers all rows."""
-  folder = tmp_path_factory.mktemp("prepared")
-  (folder / "rows").mkdir()
-  number = 0
-  for part in range(5):
-    rows = [(i % 2, f"c{i % 5}", number + i, i // 2 % 10) for i in range(90 + 2 * part)]
-    number += len(rows)
-    splits = [
-      (*row[:3], "test" if row[3] == 9 else "valid" if row[3] > 6 else "train") for row in rows
-    ]
-    write_csv(folder / "rows" / f"{part}.csv", ("clicked", "city", "number", "part"), splits)
-  columns = {
-    "clicked": "label",
-    "city": "category",
-    "number": {"kind": "number", "standardize": False},
-    "part": "split",
-  }
-  given = {"files": str(folder / "rows"), "columns": columns, "engine": "spark"}
-  config = completed("dlrm", folder / "cache", **given)
-  data.load(config)
-  return config
-
-
-@pytest.mark.weekly
-@needs_spark
-def test_a_shard_that_was_written_to_is_not_read(prepared):
-  columns = data.load(prepared).columns
-  (label,) = (columns.folder / "shards" / "00003").glob("label.npy")
-  content = label.read_bytes()
-  try:
-    label.write_bytes(content[:-1] + b"\7")
-    with pytest.raises(DamagedFileError, match=r"00003/label\.npy"):
-      columns["label"][:]
-    columns["label"][:50]  # of another shard
-  finally:
-    label.write_bytes(content)
-
-
-@pytest.mark.weekly
-@needs_spark
-def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
-  results, scores, cities = [], [], {"city": ["c1", "c4", None], "number": [3.0, 200.0, None]}
-  for engine in ("duckdb", "spark"):
-    given = {**prepared.to_dict(), "engine": engine, "steps": 20, "epochs": 0, "batch_size": 32}
-    results.append(train.run(given, str(tmp_path / engine)))
-    split = pq.read_table(tmp_path / engine / "split.parquet")
-    assert len(split) == 470
-    served = export.export(tmp_path / engine, tmp_path / f"{engine}_served")
-    scores.append(serving.load(served).predict(cities).tolist())
-  assert scores[0] == scores[1]
-  assert results[0]["metrics"] == results[1]["metrics"]
-
-
 # --- without Spark --------------------------------------------------------------------------------
 
 
@@ -287,16 +200,3 @@ def test_an_unknown_engine_and_interactions_are_refused(tmp_path):
   config = completed("two_tower", tmp_path / "cache", engine="spark", **given)
   with pytest.raises(UserError, match=r"config\.engine is 'spark', which prepares rows with a"):
     two_tower.load(config)
-
-
-@pytest.mark.ci
-def test_of_two_attempts_at_a_task_the_first_to_end_is_kept(tmp_path):
-  target = tmp_path / "shard"
-  with spark._written(target) as slow:
-    (slow / "x").write_text("slow")
-    with spark._written(target) as fast:
-      (fast / "x").write_text("fast")
-  assert (target / "x").read_text() == "fast"
-  with pytest.raises(ZeroDivisionError), spark._written(tmp_path / "other"):
-    raise ZeroDivisionError
-  assert [path.name for path in tmp_path.iterdir()] == ["shard"]
