@@ -26,17 +26,6 @@ def days(tmp_path_factory):
   return write_criteo_days(tmp_path_factory.mktemp("days"), rows=11, last=13)
 
 
-def test_the_full_config_is_mlperfs():
-  full = recipe_runs.load("dlrm.criteo_1tb", "")
-  features = criteo1tb.features(full)
-  assert sum(f["vocabulary_size"] for f in features) == 204_184_588
-  assert sum(f["valency"] for f in features) == 214
-  assert {f["combiner"] for f in features} == {"sum"}
-  full.valencies = (1, 2)
-  with pytest.raises(ValueError, match=r"26 entries each, found 26 and 2"):
-    criteo1tb.features(full)
-
-
 def test_days_follow_one_another_and_the_last_is_halved(days, tmp_path):
   settings = config(days, tmp_path)
   loaded = data.load(settings)

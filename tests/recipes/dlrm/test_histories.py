@@ -15,7 +15,6 @@ from small_tables import completed, write_csv
 import embed
 from recipes import evaluate, export, predict, serving
 from recipes.dlrm import data, histories
-from recipes.dlrm.model import build_model
 from recipes.errors import UserError
 from recipes.training.features import Feature, cut_ids
 
@@ -71,38 +70,6 @@ def test_histories_by_hand(tmp_path):
   assert sorted(loaded.columns) == ["dense", "ids", "label"]
 
 
-def test_what_a_table_of_items_says_goes_along(tmp_path):
-  items = write_csv(tmp_path / "items.csv", ("id", "genre"), [("a", "war"), ("b", "love")])
-  genre = {"kind": "category", "min_count": 1}
-  table = {"files": str(items), "key": "id", "columns": {"genre": genre}}
-  columns = COLUMNS | {"seen": SEEN | {"beside": ("genre",)}}
-  ids = ids_of(load(tmp_path, columns=columns, item_table=table))
-  war, love, unknown = ids["genre"][0], ids["genre"][2], -1  # c is not in the table
-  assert {war, love} == {0, 1}
-  assert ids["seen_genre"][5].tolist() == [love, unknown]
-  assert ids["seen_genre"][2].tolist() == [war, -1]
-
-
-@pytest.mark.ci
-def test_a_list_column_is_attended_to_as_well(tmp_path):
-  header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
-  path = write_csv(tmp_path / "lists.csv", header, rows * 9)
-  before = {"kind": "sequence", "table": "what", "min_count": 1}
-  columns = {"clicked": "label", "what": "item", "before": before}
-  config = completed(
-    "dlrm", tmp_path / "cache", files=str(path), columns=columns, dim=4, batch_size=4, dropout=0.0
-  )
-  config.history.model, config.split.by = "din", "order"
-  loaded = data.load(config)
-  model = build_model(config, loaded)
-  batch = next(iter(data.eval_batches(loaded, "train", 4)))
-  call = nnx.jit(lambda model, batch: model(batch))
-  logits = call(model, batch)
-  model.histories.models["before"].out.bias[...] += 1.0  # weighs each position by 1 more
-  moved = np.abs(call(model, batch) - logits) > 0
-  assert moved.tolist() == [True, False, True, True]  # the second row has no positions
-
-
 def test_declarations_that_make_no_sense(tmp_path):
   cases = [
     ({"who": "category"}, "no column is declared as 'user', whose earlier rows 'seen' holds"),
@@ -127,16 +94,6 @@ def test_declarations_that_make_no_sense(tmp_path):
       load(tmp_path, columns=columns, **given)
 
   each(cases, check)
-
-
-@pytest.mark.ci
-def test_other_engines_and_files_are_refused(tmp_path):
-  with pytest.raises(UserError, match=r"'seen'\] is built of the log: leave config\.engine"):
-    load(tmp_path, engine="spark")
-  items = write_csv(tmp_path / "items.csv", ("id", "genre"), [("a", "war")])
-  table = {"files": str(items), "key": "id", "columns": {"genre": SEEN | {"of": "genre"}}}
-  with pytest.raises(UserError, match=r"item_table\.columns\['genre'\] has `of`: declare it in"):
-    load(tmp_path, item_table=table)
 
 
 # --- no look ahead --------------------------------------------------------------------------------
@@ -273,20 +230,6 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   with pytest.raises(UserError, match="'seen' shares its table with no single value"):
     histories.Histories(FEATURES[1:], widths, make)
-
-
-def test_the_candidate_is_the_column_that_the_history_is_of():
-  features = (
-    Feature("home", 9, table="item"),
-    Feature("item", 9),
-    Feature("seen", 9, valency=3, table="item", history="seen", candidate="item"),
-  )
-  widths = dict.fromkeys(("home", "item", "seen"), 2)
-  make = lambda dim, length: histories.DIN(dim, (), rngs=nnx.Rngs(0))
-  assert histories.Histories(features, widths, make).parts == {"seen": {"seen": "item"}}
-  codes = Feature("codes", 9, valency=2, onto="item")
-  with pytest.raises(UserError, match=r"has no codes at its positions.*model='pooled'"):
-    histories.Histories((*features, codes), widths, make)
 
 
 # --- serving --------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import sampling
 from recipes.dlrm import data
-from recipes.errors import UserError
 
 
 def config(cache_dir, **changes):
@@ -42,35 +40,9 @@ def test_ids_follow_a_power_law(tmp_path):
   assert np.abs(top - expected).max() < 5 * np.sqrt(expected.max())
 
 
-@pytest.mark.ci
-def test_a_second_label_is_correlated_as_asked(tmp_path):
-  one, same, against = (
-    data.load(config(tmp_path, labels=2, correlation=c)) for c in (0.0, 1.0, -1.0)
-  )
-  first, second = same.columns["label"].T
-  assert list(one.labels) == ["clicked", "liked"]
-  np.testing.assert_array_equal(one.columns["label"][:, 0], first)  # the first is as without it
-  np.testing.assert_array_equal(data.load(config(tmp_path)).columns["label"], first)
-  # Of equal logits, labels differ by their draws alone, and the best scores are nearly the same.
-  assert same.best["test_clicked_auc"] == pytest.approx(same.best["test_liked_auc"], abs=0.02)
-  correlation = lambda loaded: np.corrcoef(loaded.columns["label"].T)[0, 1]
-  assert correlation(same) > 0.2 > abs(correlation(one)) + 0.1
-  assert correlation(against) < -0.1
-  assert second.mean() == pytest.approx(first.mean(), abs=0.02)
-  with pytest.raises(UserError, match="from -1 to 1"):
-    data.load(config(tmp_path, labels=2, correlation=2.0))
-
-
 def test_same_seed_same_data(tmp_path):
   one, two = data.load(config(tmp_path / "a")), data.load(config(tmp_path / "b"))
   other = data.load(config(tmp_path / "a", data_seed=1))
   for name in ("ids", "dense", "label"):
     np.testing.assert_array_equal(one.columns[name], two.columns[name])
   assert one.sha256 == two.sha256 != other.sha256
-
-
-def test_cumulative_covers_every_draw():
-  cumulative = sampling.cumulative(np.arange(1.0, 1001) ** -1.05)
-  assert cumulative[-1] == 1.0
-  assert np.searchsorted(cumulative, np.nextafter(1.0, 0.0)) == 999
-  assert np.searchsorted(cumulative, 0.0) == 0

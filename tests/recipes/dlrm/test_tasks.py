@@ -218,15 +218,6 @@ def test_what_is_declared_wrongly_is_refused(tmp_path):
   each(cases, check)
 
 
-@pytest.mark.ci
-def test_other_recipes_and_spark_take_one_label(tmp_path):
-  path = write_rows(tmp_path / "rows.csv", rows=20)
-  with pytest.raises(UserError, match="prepares one label of clicks"):
-    data.load(
-      completed("dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, engine="spark")
-    )
-
-
 def test_the_constant_rate_of_each_label_by_hand():
   label = np.array([[1, 0, 0], [0, 1, 2], [NAN, 1, 1], [0, NAN, 3], [1, 1, NAN]], np.float32)
   kinds = {"a": spec.Label(), "b": spec.Label(loss="softmax", classes=("x", "y"), weight=2)}

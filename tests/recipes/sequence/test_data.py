@@ -16,7 +16,6 @@ from small_data import write_sequences
 
 from recipes import packing, pipeline
 from recipes.sequence import data, synthetic, table
-from recipes.tables.encoding import Entities
 
 SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
 
@@ -51,12 +50,6 @@ def test_both_layouts_are_the_same_data(tmp_path):
   assert sequences_of(other.columns) == expected
 
 
-def test_users_may_take_turns_in_a_file_of_pairs(tmp_path):
-  (tmp_path / "beauty.txt").write_text("7 3\n2 5\n7 1\n2 9\n2 3\n7 9\n")
-  loaded = data.load(config(tmp_path, "beauty_bert4rec"))
-  assert sequences_of(loaded.columns) == [[2, 3, 1], [1, 0, 3]]
-
-
 @pytest.mark.ci
 def test_damage_is_named(tmp_path):
   cases = [
@@ -73,14 +66,6 @@ def test_damage_is_named(tmp_path):
       data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
 
   each(cases, check)
-
-
-@pytest.mark.ci
-def test_runs_on_published_files_keep_what_serving_needs(tmp_path):
-  write(tmp_path)
-  serve = data.load(config(tmp_path)).serve
-  assert Entities.load(serve, "items").texts == ["2", "3", "4", "5", "7", "8", "9"]
-  assert Entities.load(serve, "users").texts == ["1", "2", "4", "7"]
 
 
 @pytest.mark.ci
@@ -353,24 +338,6 @@ def test_histories_by_hand(tmp_path):
     np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
   with pytest.raises(ValueError, match="eval_batch_size 2 must be a multiple of the 3 hosts"):
     data.EvalBatches(loaded, "test", made, shard=(0, 3))
-
-
-@pytest.mark.ci
-def test_few_shapes_of_histories(tmp_path):
-  generator = np.random.default_rng(0)
-  many = {
-    user: generator.integers(1, 500, 3 + user * user // 40).tolist() for user in range(1, 200)
-  }
-  write(tmp_path, sequences=many)
-  made = config(tmp_path, max_length=50, eval_batch_size=16)
-  loaded = data.load(made)
-  source = data.EvalBatches(loaded, "valid", made)
-  shapes = {
-    (b["items"].shape[1], b["seen"].shape[1]) for b in (source[i] for i in range(len(source)))
-  }
-  assert shapes == {(16, 16), (50, 64), (50, 256), (50, 1024)}
-  users = np.concatenate([source[i]["user"] for i in range(len(source))])
-  assert sorted(users[users >= 0]) == loaded.evaluated.tolist()
 
 
 @pytest.mark.ci

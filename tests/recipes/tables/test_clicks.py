@@ -63,18 +63,6 @@ def test_columns_by_hand(tmp_path):
   assert [f.vocabulary_size for f in loaded.features] == [3, 4]
 
 
-def test_the_order_and_the_number_of_files_do_not_matter_to_what_is_fitted(tmp_path):
-  whole = load(tmp_path)
-  folder = tmp_path / "parts"
-  folder.mkdir()
-  write_csv(folder / "a.csv", HEADER, ROWS[:3])
-  write_csv(folder / "b.csv", HEADER[::-1], [row[::-1] for row in ROWS[3:]])
-  config = completed("dlrm", tmp_path / "cache", files=str(folder), columns=COLUMNS)
-  parts = data.load(config)
-  for name in ("label", "ids", "dense"):
-    np.testing.assert_array_equal(parts.columns[name], whole.columns[name])
-
-
 def test_only_training_rows_are_fitted(tmp_path):
   changed = [row if row[-1] == "train" else (row[0], "Paris", 1e6, "q", row[-1]) for row in ROWS]
   loaded, other = load(tmp_path), load(tmp_path, rows=changed)
@@ -180,20 +168,6 @@ def test_a_column_that_tells_nothing_is_named(tmp_path, capsys):
 
 
 @pytest.mark.ci
-def test_first_times_are_written_as_the_column_is(tmp_path):
-  columns = {**COLUMNS, "price": "time"}
-  del columns["part"]
-  rows = [(*row[:2], 1_700_000_000 + i, *row[3:]) for i, row in enumerate(ROWS)]
-  with pytest.raises(
-    UserError, match=r"valid_from is '2023-11-14', and column 'price' has numbers"
-  ):
-    load(tmp_path, rows=rows, columns=columns, split={"by": "time", "valid_from": "2023-11-14"})
-  split = {"by": "time", "valid_from": "1700000004", "test": 0.0}
-  loaded = load(tmp_path, rows=rows, columns=columns, split=split)
-  assert loaded.splits == {"train": (0, 4), "valid": (4, 8), "test": (8, 8)}
-
-
-@pytest.mark.ci
 def test_a_split_needs_weight_on_both_outcomes(tmp_path):
   cases = [
     ([1, 1, 1, 1, 0, 0, 1, 1], "all rows of the valid split"),
@@ -205,29 +179,6 @@ def test_a_split_needs_weight_on_both_outcomes(tmp_path):
     rows = [(*row[:2], weight, *row[3:]) for row, weight in zip(ROWS, weights, strict=True)]
     with pytest.raises(UserError, match=f"{which} have weight 0 in column 'price'"):
       load(tmp_path, rows=rows, columns=COLUMNS | {"price": "weight"})
-
-  each(cases, check)
-
-
-PLACE = {"kind": "category", "table": "place"}
-
-
-@pytest.mark.ci
-def test_tables_are_shared_within_the_same_files_only(tmp_path):
-  cases = [
-    (PLACE, PLACE, r"columns\['home'\] has the table 'place' of columns in config.columns"),
-    (PLACE | {"table": "home"}, "category", "has the table 'home' of columns in config.columns"),
-    (PLACE | {"table": "tags", "oov": 3}, "bag", "'city' and 'tags' share the table 'tags'"),
-    (PLACE | {"table": "near"}, "bag", "the table 'near' has the name of the column 'near'"),
-  ]
-
-  def check(city, home, message):
-    places = write_csv(tmp_path / "places.csv", ("id", "home"), [("Oslo", "x"), ("Rome", "y")])
-    near = {"kind": "number", "column": "price", "buckets": 2}
-    columns = COLUMNS | {"who": {"kind": "item", "column": "city"}, "city": city, "near": near}
-    table = {"files": str(places), "key": "id", "columns": {"home": home}}
-    with pytest.raises(UserError, match=message):
-      load(tmp_path, columns=columns, item_table=table)
 
   each(cases, check)
 
@@ -347,39 +298,7 @@ def test_files_are_added_and_renamed_without_moving_a_row(tmp_path):
 CITIES = {"clicked": "label", "city": {"kind": "category", "min_count": 1}, "part": "split"}
 
 
-def several(tmp_path, files, columns=CITIES, **given):
-  """Returns the data of files by name, of rows (clicked, city, part), and their encoder."""
-  for name, rows in files.items():
-    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-    write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
-  given = {"files": [str(tmp_path / name) for name in files], "columns": columns} | given
-  loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  return loaded, Encoder.load(loaded.serve)
-
-
 ENDS = [(0, "v", "valid"), (1, "v", "valid"), (0, "t", "test"), (1, "t", "test")]
-
-
-def test_values_are_counted_on_the_rows_that_train(tmp_path):
-  cases = [
-    (("bad", "ZZZ", "train"), {"on_bad_row": "skip"}),
-    (
-      ("none", "ZZZ", "train"),
-      {"columns": CITIES | {"clicked": {"kind": "label", "drop": "none"}}},
-    ),
-  ]
-
-  def check(last, given):
-    first = [(1, "a", "train"), (0, "a", "train"), last]
-    second = [(1, "b", "train"), (0, "c", "train"), *ENDS]
-    files = {"1.csv": first, "2.csv": [("bad", "y", "train")] * 2, "3.csv": [], "4.csv": second}
-    if "columns" in given:
-      files["2.csv"] = [("none", "y", "train")]
-    loaded, encoder = several(tmp_path, files, **given)
-    assert sorted(encoder.fitted.vocabularies["city"]) == ["a", "b", "c"]
-    assert loaded.splits["train"] == (0, 4)
-
-  each(cases, check)
 
 
 @pytest.mark.ci
@@ -488,14 +407,6 @@ def test_a_date_in_several_columns_splits_by_time(tmp_path):
     load(tmp_path, rows=rows, columns=columns, header=header, split=split)
 
 
-def test_what_an_item_table_lacks_is_missing(tmp_path):
-  movies = write_csv(tmp_path / "movies.csv", ("id", "year"), [("Oslo", 1990), ("Rome", 2000)])
-  year = {"kind": "number", "missing": "indicator"}
-  table = {"files": str(movies), "key": "id", "columns": {"year": year}}
-  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
-  assert loaded.columns["dense"][5, 2:].tolist() == [0.0, 1.0]  # Bonn
-
-
 @pytest.mark.ci
 def test_declarations_that_do_not_fit_are_refused_before_reading(tmp_path):
   cases = [
@@ -522,3 +433,43 @@ def test_categories_of_parquet_may_be_stored_as_dictionaries(tmp_path):
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
   assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("Oslo", "Rome")
   assert np.bincount(loaded.columns["ids"][:, 0] + 1).tolist() == [60, 120, 60]
+
+
+def several(tmp_path, files, columns=CITIES, **given):
+  """Returns the data of files by name, of rows (clicked, city, part), and their encoder."""
+  for name, rows in files.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
+  given = {"files": [str(tmp_path / name) for name in files], "columns": columns} | given
+  loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
+  return loaded, Encoder.load(loaded.serve)
+
+
+def test_values_are_counted_on_the_rows_that_train(tmp_path):
+  cases = [
+    (("bad", "ZZZ", "train"), {"on_bad_row": "skip"}),
+    (
+      ("none", "ZZZ", "train"),
+      {"columns": CITIES | {"clicked": {"kind": "label", "drop": "none"}}},
+    ),
+  ]
+
+  def check(last, given):
+    first = [(1, "a", "train"), (0, "a", "train"), last]
+    second = [(1, "b", "train"), (0, "c", "train"), *ENDS]
+    files = {"1.csv": first, "2.csv": [("bad", "y", "train")] * 2, "3.csv": [], "4.csv": second}
+    if "columns" in given:
+      files["2.csv"] = [("none", "y", "train")]
+    loaded, encoder = several(tmp_path, files, **given)
+    assert sorted(encoder.fitted.vocabularies["city"]) == ["a", "b", "c"]
+    assert loaded.splits["train"] == (0, 4)
+
+  each(cases, check)
+
+
+def test_what_an_item_table_lacks_is_missing(tmp_path):
+  movies = write_csv(tmp_path / "movies.csv", ("id", "year"), [("Oslo", 1990), ("Rome", 2000)])
+  year = {"kind": "number", "missing": "indicator"}
+  table = {"files": str(movies), "key": "id", "columns": {"year": year}}
+  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
+  assert loaded.columns["dense"][5, 2:].tolist() == [0.0, 1.0]  # Bonn

@@ -108,22 +108,6 @@ def test_features_and_titles(tmp_path):
   assert bags["cube"] == bags["tron"] == [1, -1]
 
 
-@pytest.mark.ci
-def test_features_of_tables_of_their_own_are_the_same(tmp_path):
-  items = [("tron", "scifi", "Tron"), ("ran", "drama", "Ran"), ("more", "war", "More"),
-           ("heat", "crime|drama", "Heat"), ("cube", "scifi", "Cube")]  # fmt: skip
-  path = write_csv(tmp_path / "items.csv", ("id", "genres", "name"), items)
-  log = {name: kind for name, kind in COLUMNS.items() if name not in ("genres", "name")}
-  side = {name: COLUMNS[name] for name in ("genres", "name")}
-  table = {"files": str(path), "key": "id", "columns": side}
-  loaded = load("two_tower", tmp_path, columns=log, item_table=table)
-  of_log = load("two_tower", tmp_path)
-  items = Entities.load(loaded.serve, "items")
-  assert items.titles == Entities.load(of_log.serve, "items").titles
-  genres = loaded.columns["item_genres"]
-  np.testing.assert_array_equal(genres >= 0, of_log.columns["item_genres"] >= 0)
-
-
 def test_sequences_are_in_the_order_of_time(tmp_path):
   loaded = load("sequence", tmp_path)
   users, items = (Entities.load(loaded.serve, name).texts for name in ("users", "items"))
@@ -230,31 +214,6 @@ def test_features_are_fitted_on_what_training_has(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_cross_of_a_users_features(tmp_path):
-  columns = COLUMNS | {
-    "stars": {"kind": "category", "min_count": 1, "side": "user"},
-    "both": {"kind": "cross", "columns": ["age", "stars"], "buckets": 50, "side": "user"},
-  }
-  loaded = load("two_tower", tmp_path, columns=columns)
-  assert {feature.name for feature in loaded.user_features} == {"age", "stars", "both"}
-
-
-@pytest.mark.ci
-def test_towers_keep_what_a_column_declares(tmp_path):
-  from recipes.two_tower import model
-
-  bag = {"kind": "bag", "min_count": 1, "side": "item", "combiner": "sum", "table": "t"}
-  columns = {k: v for k, v in COLUMNS.items() if k != "genres"}
-  columns |= {"genres": bag | {"optimizer": "sgd"}}
-  given = {"files": str(write_csv(tmp_path / "log.csv", HEADER, ROWS)), "columns": columns}
-  config = completed("two_tower", tmp_path / "cache", **given, warmup_steps=0, steps=5)
-  loaded = two_tower.load(config)
-  features = model.feature_configs(model.with_all_features(config, loaded), loaded)
-  table = features["candidate"]["genres"].table
-  assert (table.name, table.combiner, table.optimizer.name) == ("item_t", "sum", "sgd")
-
-
-@pytest.mark.ci
 def test_towers_have_all_features_but_the_user(tmp_path):
 
   def check(timed):
@@ -267,13 +226,6 @@ def test_towers_have_all_features_but_the_user(tmp_path):
     assert config.candidate == ("item", "genres")
 
   each([(case,) for case in [True, False]], check)
-
-
-@pytest.mark.ci
-def test_held_out_repeats_that_cannot_be_found_are_not_asked_for(tmp_path, capsys):
-  loaded = load("two_tower", tmp_path, duplicates="keep")  # Ann's last item is cube again
-  assert pairs(loaded, "test") == {("bob", "heat")}
-  assert "are not validated or tested on" in capsys.readouterr().err
 
 
 @pytest.mark.ci

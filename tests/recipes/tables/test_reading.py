@@ -3,7 +3,6 @@
 import codecs
 import csv
 import datetime
-import functools
 import gzip
 import io
 
@@ -172,16 +171,6 @@ def test_times_are_microseconds_and_numbers_as_they_are(tmp_path):
   assert table(path, {"t": "time"})[0]["t"] == [12, 1.5, 1.25, -0.5]
 
 
-def test_texts_come_out_as_they_went_in(tmp_path):
-  texts = ["1", "1.0", "1.00", "TRUE", "true", "True", "007.0", "v2.0", "1.05", "+1.0", "1.0e3"]
-  path = write(tmp_path / "x.csv", "\n".join(["a,x", *(f"r, {text} " for text in texts)]))
-  assert table(path, {"x": "text"})[0]["x"] == texts
-  pq.write_table(pa.table({"x": texts}), tmp_path / "x.parquet")
-  assert table(tmp_path / "x.parquet", {"x": "text"})[0]["x"] == texts
-  path = write(tmp_path / "y.csv", "a,x\nr,99999999999999999999.0\n")
-  assert table(path, {"x": "number"})[0]["x"] == [1e20]
-
-
 NOON = datetime.datetime(2024, 1, 5, 12)
 STORED = {
   "integer": (pa.array([1, None, -3]), ["1", None, "-3"], [1.0, None, -3.0]),
@@ -261,74 +250,6 @@ def test_lists_become_lists_of_text(tmp_path):
 
 
 # Properties.
-
-
-def big_table(num_rows=2000):
-  rng = np.random.default_rng(3)
-  words = [f"wörd {index}" for index in range(50)]
-  lists = [list(rng.choice(words, rng.integers(0, 4))) for _ in range(num_rows)]
-  none = lambda values: [None if rng.random() < 0.1 else value for value in values]
-  return pa.table(
-    {
-      "text": none(rng.choice(words, num_rows).tolist()),
-      "integer": none(rng.integers(-(2**62), 2**62, num_rows).tolist()),
-      "float": none(rng.standard_normal(num_rows).tolist()),
-      "flag": none((rng.random(num_rows) < 0.5).tolist()),
-      "time": pa.array(rng.integers(0, 2**50, num_rows)).cast(pa.timestamp("us")),
-      "list": lists,
-    }
-  )
-
-
-WAYS = {
-  "list": ("list", "|"),
-  "text": "text",
-  "integer": "text",
-  "float": "number",
-  "flag": "number",
-  "time": "time",
-}
-
-
-@pytest.fixture(scope="module")
-def same_tables(tmp_path_factory):
-  """One table in four formats."""
-  folder, stored_table = tmp_path_factory.mktemp("same"), big_table()
-  pq.write_table(stored_table, folder / "x.parquet", row_group_size=700)
-  rows = stored_table.to_pylist()
-  joined = pa.array(["|".join(row["list"]) for row in rows])
-  index = stored_table.column_names.index("list")
-  flat = stored_table.set_column(index, "list", joined)
-  pa.csv.write_csv(flat, folder / "x.csv")
-  (folder / "x.csv.gz").write_bytes(gzip.compress((folder / "x.csv").read_bytes()))
-  names = ", ".join(stored_table.column_names)
-  text = (folder / "x.csv").read_text().split("\n", 1)[1]
-  (folder / "utf16.csv").write_bytes(f"{names}\n{text}".encode("utf-16"))
-  return folder
-
-
-@functools.cache
-def whole(path, encoding="utf-8"):
-  return table(path, WAYS, format=Format(encoding=encoding))
-
-
-def test_every_format_gives_the_same_rows(same_tables):
-  expected, rows = whole(same_tables / "x.parquet")
-  assert rows == list(range(1, 2001))
-  assert expected["integer"] == [
-    None if value is None else str(value) for value in big_table()["integer"].to_pylist()
-  ]
-  for path in ("x.csv", "x.csv.gz"):
-    assert whole(same_tables / path) == (expected, rows), path
-  assert whole(same_tables / "utf16.csv", "utf-16") == (expected, rows)
-
-
-def test_the_size_of_chunks_makes_no_difference(same_tables):
-  expected = whole(same_tables / "x.csv")
-  assert table(same_tables / "x.csv", WAYS, chunk_rows=64) == expected
-  sizes = [len(chunk.rows) for chunk in Reader([same_tables / "x.csv"], WAYS, chunk_rows=64)]
-  assert max(sizes) <= 64
-  assert sum(sizes) == 2000
 
 
 FIELD = st.text('a,;"\n\r \té|', max_size=8)

@@ -19,7 +19,6 @@ from recipe_runs import RESULT, lists_of, recorded_reads, two_tower_smoke
 import embed
 from recipes import baselines as command
 from recipes import hosts
-from recipes.evaluation import retrieval
 from recipes.evaluation.baselines import ranking
 from recipes.training import build, train_step
 from recipes.two_tower import baselines, data, losses, train
@@ -187,22 +186,6 @@ def test_evaluation_is_a_full_ranking(tmp_path):
 
 
 @pytest.mark.ci
-def test_baselines_are_ranked_on_the_models_examples(tmp_path):
-  """A model that scores as popularity does must get its very numbers."""
-  changes = {"candidate": ("item",), "query": ("favourite",), "normalize": False}
-  config = two_tower_smoke("synthetic", tmp_path, examples="rows", **changes)
-  found = data.load(config)
-  model = train.build_model(config, found)
-  popular = np.asarray(found.matrix("train").sum(axis=0)).ravel()
-  tables = {name: np.zeros(table.shape, np.float32) for name, table in model.embed.tables.items()}
-  tables["item"][:, 0], tables["user_favourite"][:, 0] = popular, 1.0
-  model.embed.load_tables(tables)
-  metrics = train.evaluator(found, config)(model, "test")
-  wanted = baselines.tasks(found, config)["popularity"]()
-  assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
-
-
-@pytest.mark.ci
 def test_scores_without_towers_are_recent_popularity(tmp_path):
   """With rows of 0 the column of popularity is all: its ranking is the baseline of that name."""
   draw = np.random.default_rng(0)
@@ -234,16 +217,6 @@ def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
   np.testing.assert_array_equal(of(0, 2, -1), of(-1, 2, -1))
   assert of(0, 2, -1)[0, -1] == pytest.approx(config.temperature)
   assert not of(0, -1)[0, :-1].any()
-
-
-@pytest.mark.weekly
-def test_an_approximate_index_is_measured(tmp_path):
-  pytest.importorskip("usearch", reason="the extra `ann` is not installed")
-  config = two_tower_smoke("synthetic", tmp_path, ann=True)
-  found = data.load(config)
-  metrics = train.evaluator(found, config)(train.build_model(config, found), "test")
-  assert 0.8 < metrics["ann_recall@20"] <= 1
-  assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
 @pytest.mark.ci
