@@ -1,18 +1,18 @@
 """`embed.Optimizer`: dense parameters are optax's, tables are not, and what it refuses."""
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import refused
 from flax import nnx
 from nested_model import D, Model, V, twice
-from recorded_calls import FC
 
 import embed
 
 
+@pytest.mark.programs(50, "a whole model is made")
 def test_the_dense_optimizer_never_sees_a_table():
   """No state of optax is of a table's size, and its update moves none."""
   model = Model()
@@ -21,15 +21,19 @@ def test_the_dense_optimizer_never_sees_a_table():
   assert (V, D) not in shapes
   assert (D, 1) in shapes
   before = np.asarray(model.inner["e"].tables["t"])
-  _, grads = embed.value_and_grad(twice)(model)
-  optimizer.dense.update(model, grads.dense)
+
+  @nnx.jit
+  def step(model, optimizer):
+    _, grads = embed.value_and_grad(twice)(model)
+    optimizer.dense.update(model, grads.dense)
+
+  step(model, optimizer)
   np.testing.assert_array_equal(model.inner["e"].tables["t"], before)
   assert not any(isinstance(v, nnx.Param) for v in model.inner["e"].arrays["t"].values())
 
 
-@pytest.mark.parametrize(
-  ("tx", "instead"),
-  [
+def test_an_optimizer_that_holds_updates_back_is_refused():
+  cases = [
     (optax.MultiSteps(optax.sgd(0.1), 2), r"embed\.accumulate"),
     (
       optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
@@ -37,40 +41,13 @@ def test_the_dense_optimizer_never_sees_a_table():
     ),
     (optax.apply_if_finite(optax.sgd(0.1), 3), "isfinite"),
     (optax.chain(optax.apply_every(4), optax.sgd(0.1)), r"embed\.accumulate"),
-  ],
-)
-def test_an_optimizer_that_holds_updates_back_is_refused(tx, instead):
-  with pytest.raises(ValueError, match=instead):
-    embed.Optimizer(Model(), tx)
-
-
-def test_row_gradients_of_a_table_of_another_size_are_refused():
-  def layer(size):
-    table = embed.TableConfig(size, D, name="t", optimizer=embed.sgd(0.1))
-    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
-  large, small = layer(V), layer(5)
-  take = lambda m: embed.value_and_grad(lambda m: m(np.array([1, 2])).sum())(m)[1]
-  with pytest.raises(ValueError, match="of a table of 20 rows, it has 5"):
-    embed.Optimizer(small, optax.sgd(0.1)).update(small, take(large))
+  ]
+  refused(cases, lambda tx: embed.Optimizer(Model(), tx), ValueError)
 
 
 def test_a_tables_optimizer_is_none_for_the_dense_parameters():
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(4, 2)), embed.adam(), rngs=nnx.Rngs(0)
-  )
   with pytest.raises(TypeError, match=r"got embed\.adam\. Give that to embed\.TableConfig"):
-    embed.Optimizer(layer, embed.adam())
-
-
-@pytest.mark.usefixtures("strict")
-def test_plain_value_and_grad_is_refused():
-  """jax or nnx gradients know nothing of the rows: the optimizer says what to write instead."""
-  model = harness.Model({"f": FC()}, embed.sgd())
-  optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  grads = nnx.grad(lambda model: model.scale[...] * 2.0)(model)
-  with pytest.raises((TypeError, ValueError), match="value_and_grad"):
-    optimizer.update(model, grads)
+    embed.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), embed.adam())
 
 
 def train(model, optimizer):
@@ -84,14 +61,18 @@ def make():
   return model, embed.Optimizer(model, optax.sgd(0.1, momentum=0.9))
 
 
+@pytest.mark.programs(40, "two whole models are made, and one again")
 def test_a_bound_step_is_the_step():
+  """And sees what is loaded."""
   (model, optimizer), (other, others) = make(), make()
   step, jitted = embed.jit_step(train, model, optimizer), nnx.jit(train)
-  for _ in range(3):
-    assert float(step()) == float(jitted(other, others))
+  losses = [float(step()) for _ in range(3)]
+  assert losses == [float(jitted(other, others)) for _ in range(3)]
   expected = jax.tree.leaves(nnx.state((other, others)))
   for x, y in zip(jax.tree.leaves(nnx.state((model, optimizer))), expected, strict=True):
     np.testing.assert_array_equal(x, y)
+  nnx.update((model, optimizer), nnx.state(make()))
+  assert float(step()) == losses[0]
 
 
 def one_row_step(optimizer):
@@ -122,12 +103,8 @@ def test_a_rate_in_a_variable_changes_without_another_program():
   assert updater.rates["t"] is rate
 
 
-@pytest.mark.parametrize(
-  "adam",
-  [embed.adam, lambda rate: embed.adam(embed.bias_corrected(rate))],
-  ids=["plain", "corrected"],
-)
-def test_adam_reads_its_rate_from_a_variable(adam):
+def test_adam_reads_its_rate_from_a_variable():
+  adam = lambda rate: embed.adam(embed.bias_corrected(rate))
   rate = nnx.Variable(0.1)
   model, _, step, _ = one_row_step(adam(rate))
   wanted, _, fixed, _ = one_row_step(adam(0.1))
@@ -182,15 +159,7 @@ def test_a_clone_whose_rows_a_step_deleted_is_told():
       use()
 
 
-def test_a_bound_step_sees_what_is_loaded():
-  model, optimizer = make()
-  step = embed.jit_step(train, model, optimizer)
-  first = float(step())
-  assert float(step()) != first
-  nnx.update((model, optimizer), nnx.state(make()))
-  assert float(step()) == first
-
-
+@pytest.mark.ci
 def test_an_average_of_the_parameters_may_begin_as_the_parameters():
   """Both hold the same arrays then, and XLA takes a donated array once; also after a reset."""
   model, optimizer = make()
@@ -214,10 +183,10 @@ def test_an_average_of_the_parameters_may_begin_as_the_parameters():
 class TwoLayers(nnx.Module):
   """The first layer can be trained; the second one only if `second` is an optimizer."""
 
-  def __init__(self, second=None, combiner="sum"):
+  def __init__(self, second=None):
     ones = jax.nn.initializers.ones
     make = lambda name, optimizer: embed.SparseEmbed(
-      embed.FeatureConfig(embed.TableConfig(4, 2, ones, combiner=combiner, name=name)),
+      embed.FeatureConfig(embed.TableConfig(4, 2, ones, combiner="sum", name=name)),
       optimizer, rngs=nnx.Rngs(0),
     )  # fmt: skip
     self.a, self.b = make("a", embed.sgd(1.0)), make("b", second)
@@ -237,13 +206,9 @@ def by_hand(grads):
   )
 
 
-learnt = embed.CustomCombiner(lambda n, v, w: w @ v, 1, 1, jax.nn.initializers.ones, 0.5)
-
-
 @pytest.mark.parametrize(
   ("model", "change", "says"),
   [
-    (lambda: TwoLayers(), lambda grads: grads, "'b' has no optimizer"),
     (lambda: TwoLayers(), by_hand, "'b' has no optimizer"),
     (
       lambda: TwoLayers(embed.sgd(1.0)),
@@ -253,15 +218,14 @@ learnt = embed.CustomCombiner(lambda n, v, w: w @ v, 1, 1, jax.nn.initializers.o
       ),
       "'b' have id 5",
     ),
-    (lambda: TwoLayers(embed.sgd(1.0), learnt), without_dense, "have none for"),
-    (lambda: TwoLayers(embed.sgd(1.0)), without_dense, "."),
+    (lambda: TwoLayers(embed.sgd(1.0)), without_dense, "[Mm]ismatch|structure"),
   ],
-  ids=["no optimizer", "no optimizer, by hand", "an id beyond", "no weights", "no dense"],
+  ids=["no optimizer", "an id beyond", "no dense"],
 )
 def test_a_step_that_cannot_be_made_whole_moves_nothing(model, change, says):
   model = model()
   optimizer = embed.Optimizer(model, optax.adam(1.0))
-  _, grads = embed.value_and_grad(lambda m: m(np.array([1, 2])))(model)
+  _, grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([1, 2]))))(model)
   state = lambda: jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
   before = state()
   with pytest.raises(ValueError, match=says):
