@@ -13,7 +13,7 @@ from embed.engine import jax_internals
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels.cpu import large_pages
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.ci]
 
 ROWS, DIM = 250_000, 64  # 61 MiB: allocated for itself, in a mapping of its own or a neighbor's
 HALF = ROWS * DIM * 4 / 2  # bytes; the system may have no memory for some pages
@@ -45,14 +45,6 @@ def use_or_skip(arrays, use=large_pages.use):
   if moved < HALF:
     pytest.skip(f"the system had large pages for {moved} bytes only")
   return moved
-
-
-@pytest.mark.weekly
-def test_tables_and_slots_are_in_large_pages(monkeypatch):
-  monkeypatch.setattr(large_pages, "use", use_or_skip)
-  (stack,) = make_layer(embed.adagrad(0.1)).arrays.values()
-  for variable in stack.values():
-    assert in_large_pages(variable.get_value()) >= HALF
 
 
 @pytest.mark.weekly
@@ -102,16 +94,3 @@ def test_only_what_was_replaced_is_moved(monkeypatch):
   monkeypatch.setattr(large_pages, "use", lambda arrays: moved.extend(arrays))
   layer.load_tables({"one": np.ones((8, 128))})
   assert len(moved) == 1
-
-
-@pytest.mark.parametrize("devices", [2, 8])
-def test_each_device_has_its_part(monkeypatch, devices):
-  calls = []
-  advise = lambda start, size, advice: calls.append(size) or 0
-  monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
-  mesh = jax.make_mesh((devices,), ("data",))
-  rows = jax.device_put(
-    np.ones((8 * devices, large_pages.PAGE // 4)), jax.NamedSharding(mesh, jax.P("data"))
-  )
-  large_pages.use([rows])
-  assert len(calls) == devices
