@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ways
 from flax import nnx
-from suites import slow_unless
 
 import embed
 
@@ -37,10 +36,11 @@ def run_alone(script, folder):
 
 def small(combiner="sum", vocabulary_size=4, dim=1, **feature):
   """A layer with one table, whose row i is 10 ** i."""
-  table = embed.TableConfig(vocabulary_size, dim, combiner=combiner, name="t")
-  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table, **feature)}, rngs=nnx.Rngs(0))
-  layer.load_tables({"t": 10.0 ** np.arange(vocabulary_size)[:, None] * np.ones(dim)})
-  return layer
+  powers = lambda key, shape, dtype: (10.0 ** np.arange(shape[0])[:, None] * np.ones(dim)).astype(
+    dtype
+  )
+  table = embed.TableConfig(vocabulary_size, dim, powers, None, combiner, "t")
+  return embed.SparseEmbed({"f": embed.FeatureConfig(table, **feature)}, rngs=nnx.Rngs(0))
 
 
 def call(model, *args):
@@ -50,12 +50,16 @@ def call(model, *args):
 # ------------------------------------------------------------------------------ by hand
 
 
-def test_numbers():
+@pytest.mark.parametrize("way", ["rows", "lines", *ways.ci("kernels")], indirect=True)
+def test_numbers(way):
+  """Of ids that are rows and of others, and of arrays that are trained later."""
   exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
   assert list(exported.arrays) == ["t"]
   assert exported.arrays["t"].tolist() == [[1], [10], [100], [1000]]
-  act = exported.program.call(exported.arrays, {"f": np.array([[0, 3]])})
-  assert act["f"].tolist() == [[1001]]
+  serve = lambda arrays, ids: exported.program.call(arrays, {"f": np.array([ids])})["f"].tolist()
+  assert serve(exported.arrays, [0, 3]) == [[1001]]
+  assert serve(exported.arrays, [9, -9]) == [[0]]
+  assert serve({"t": 2 * exported.arrays["t"]}, [1, 1]) == [[40]]
 
 
 def test_any_batch():
@@ -63,11 +67,12 @@ def test_any_batch():
   exported = embed.export(call, layer, {"f": embed.Padded([[1, 2]])}, any_batch=True)
   for batch in (1, 3):
     act = exported.program.call(exported.arrays, {"f": np.full((batch, 2), 2)})["f"]
-    assert act[..., 0].tolist() == [[100, 100, 0]] * batch
+    assert np.asarray(act)[..., 0].tolist() == [[100, 100, 0]] * batch
   with pytest.raises(ValueError, match="shape"):
     exported.program.call(exported.arrays, {"f": np.full((1, 3), 2)})
 
 
+@pytest.mark.ci
 def test_any_batch_of_a_custom_combiner():
   last = lambda valency, vectors, weights: vectors[jnp.maximum(valency - 1, 0)]
   table = embed.TableConfig(5, 2, combiner=embed.CustomCombiner(last, 3), name="t")
@@ -79,11 +84,6 @@ def test_any_batch_of_a_custom_combiner():
   np.testing.assert_array_equal(found, exported.arrays["t"][[4, 2, 1]])
 
 
-def test_ids_out_of_range_are_dropped():
-  exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
-  assert exported.program.call(exported.arrays, {"f": np.array([[9, -9]])})["f"].tolist() == [[0]]
-
-
 @pytest.mark.parametrize("max_valency", [None, 2])
 def test_ragged(max_valency):
   """Any batch, the values being a buffer; or any number of values as well."""
@@ -93,6 +93,9 @@ def test_ragged(max_valency):
   plain = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 0, 2, 2, 2])}
   act = exported.program.call(exported.arrays, {"f": plain})["f"]
   assert act.tolist() == [[0], [55], [0], [0]]
+  longer = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 3, 3, 3, 3])}
+  act = exported.program.call(exported.arrays, {"f": longer})["f"]
+  assert np.asarray(act)[:1].tolist() == [[55 if max_valency else 37]]
 
   batch, number = jax.export.symbolic_shape("batch, number")
   struct = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -135,13 +138,6 @@ def test_structures_are_plain():
   exported.program.serialize()  # JAX refuses structures that it could not read back
 
 
-def test_rows_trained_later_go_with_the_program_of_before():
-  layer = small()
-  exported = embed.export(call, layer, {"f": np.array([1])})
-  act = exported.program.call({"t": 2 * exported.arrays["t"]}, {"f": np.array([1])})
-  assert act["f"].tolist() == [[20]]
-
-
 def test_lookups_in_plain_arrays():
   config = {"f": embed.FeatureConfig(embed.TableConfig(4, 1, combiner="sum", name="t"))}
   lookup = lambda tables, inputs: embed.serving_lookup(inputs, None, tables, config)
@@ -154,10 +150,14 @@ def test_lookups_in_plain_arrays():
 # ------------------------------------------------------------------------ what is in it
 
 
+zeros = jax.nn.initializers.zeros
+
+
 class Towers(nnx.Module):
   def __init__(self):
     rngs = nnx.Rngs(0)
-    user, item = embed.TableConfig(8, 4, name="user"), embed.TableConfig(8, 4, name="item")
+    user, item = (embed.TableConfig(8, 4, zeros, name=name) for name in ("user", "item"))
+
     self.query = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, embed.adam(), rngs=rngs)
     self.items = embed.SparseEmbed({"item": embed.FeatureConfig(item)}, embed.adam(), rngs=rngs)
     self.head = nnx.Linear(4, 4, rngs=rngs)
@@ -171,9 +171,10 @@ class Towers(nnx.Module):
 
 
 def test_only_what_is_read_is_there():
+  """And the model is left as it was, with its slots."""
   model = Towers()
   model.eval()
-  ids = np.array([1, 2])
+  ids, before = np.array([1, 2]), jax.tree.leaves(nnx.state(model))
   one = embed.export(Towers.user, model, {"user": ids})
   assert sorted(one.arrays) == ["head/bias", "head/kernel", "query/user"]
   both = embed.export(Towers.__call__, model, {"user": ids, "item": ids})
@@ -182,6 +183,8 @@ def test_only_what_is_read_is_there():
   assert list(scores.arrays) == ["items/item"]
   tied = embed.export(lambda m, q: q @ m.items.tables["item"].T, model, np.ones((2, 4), np.float32))
   assert list(tied.arrays) == ["items/item"]
+  assert list(model.query.variables["user"]) == ["parameters", "momenta", "velocities"]
+  assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
 def test_the_program_does_not_grow_with_the_tables():
@@ -193,20 +196,21 @@ def test_the_program_does_not_grow_with_the_tables():
 
 def test_a_bfloat16_table_is_not_copied():
   """It is stored as uint16, and the gather reads it as such."""
-  table = embed.TableConfig(100_000, 8, name="t", dtype=jnp.bfloat16)
+  halves = lambda key, shape, dtype: np.full(shape, 0.5, dtype)
+  table = embed.TableConfig(100_000, 8, halves, name="t", dtype=jnp.bfloat16)
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
   exported = embed.export(call, layer, {"f": np.array([7])})
   assert exported.arrays["t"].dtype == np.uint16
   inputs = {"f": np.array([9])}
   act = exported.program.call(exported.arrays, inputs)["f"]
   assert act.dtype == jnp.bfloat16
-  np.testing.assert_array_equal(act, layer(inputs)["f"])
+  assert np.asarray(act).tolist() == [[0.5] * 8]
   compiled = jax.jit(exported.program.call).lower(exported.arrays, inputs).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 10_000
 
 
 def test_names_that_numpy_savez_would_refuse(tmp_path):
-  table = embed.TableConfig(2, 1, name="file")
+  table = embed.TableConfig(2, 1, zeros, name="file")
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
   exported = embed.export(call, layer, {"f": np.array([1])})
   exported.save(tmp_path / "a" / "b")
@@ -215,17 +219,14 @@ def test_names_that_numpy_savez_would_refuse(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  "sharding", slow_unless(["mod", "div", "column", "replicated"], "mod".__eq__)
-)
-def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
+def test_a_model_on_a_mesh_is_exported_as_on_one_device():
   """Five rows and three columns: nothing divides by eight."""
   table = embed.TableConfig(5, 3, name="t", optimizer=embed.adam())
   make = lambda **where: embed.SparseEmbed(
     {"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0), **where
   )
   mesh = jax.make_mesh((8,), ("data",))
-  one, spread = make(), make(mesh=mesh, sharding=sharding)
+  one, spread = make(), make(mesh=mesh)
   batch = {"f": embed.Padded([[1, 4, -1], [0, 2, 2]])}
   a, b = (embed.export(call, layer, batch, any_batch=True) for layer in (one, spread))
   np.testing.assert_array_equal(a.arrays["t"], b.arrays["t"])
@@ -233,17 +234,6 @@ def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
   assert a.program.mlir_module() == b.program.mlir_module()
 
 
-def test_the_model_is_left_as_it_was():
-  layer = embed.SparseEmbed(
-    {"f": embed.FeatureConfig(embed.TableConfig(4, 2, name="t"))}, embed.adam(), rngs=nnx.Rngs(0)
-  )
-  before = jax.tree.map(np.asarray, layer.variables)
-  embed.export(call, layer, {"f": np.array([1])})
-  assert list(layer.variables["t"]) == ["parameters", "momenta", "velocities"]
-  jax.tree.map(np.testing.assert_array_equal, before, layer.variables)
-
-
-@pytest.mark.ci
 def test_platforms():
   layer = small("mean")
   exported = embed.export(
@@ -373,7 +363,7 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
     out = dict(np.load(tmp_path / f"out_{size}.npz"))
     assert set(out) == set(wanted)
     for name, value in wanted.items():
-      harness.assert_same_bits(out[name], value)
+      np.testing.assert_array_equal(out[name], value)
 
 
 @pytest.mark.ci
