@@ -12,17 +12,6 @@ from flax import nnx
 import embed
 
 
-def two_tables():
-  """A table of two features, and one of its own: for tests of profiles."""
-  movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")
-  user = embed.TableConfig(9, 8, name="user")
-  return {
-    "watched": embed.FeatureConfig(movie),
-    "seen": embed.FeatureConfig(movie),
-    "user": embed.FeatureConfig(user),
-  }
-
-
 def fetched(tree):
   return jax.tree.map(np.asarray, tree)
 
