@@ -2,13 +2,11 @@
 
 import functools
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import HealthCheck, given, settings
 from optimizer_cases import STEPS
 
 import embed
@@ -19,7 +17,6 @@ from embed.engine.stack import Layout, StackSpec
 from embed.kernels import cpu as cpu_kernels
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.ci]
-SAME_KERNELS = settings(suppress_health_check=[*HealthCheck], max_examples=8)
 
 
 def text_of(function, *args):
@@ -48,18 +45,6 @@ def check_lookup(rng, size, dim, bags, atol=1e-5):
   expected = lookup.gather_and_combine(table, bags)
   act = jax.jit(cpu_kernels.gather_and_combine)(table, bags)
   np.testing.assert_allclose(act, expected, rtol=1e-5, atol=atol)
-
-
-@pytest.mark.weekly
-@SAME_KERNELS
-@given(
-  st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
-  st.integers(1, 20), st.sampled_from(["none", "bag", "id"]), st.booleans(),
-)  # fmt: skip
-def test_bags_of_any_shape(kernels, seed, size, dim, bags, length, gains, ragged):
-  rng = np.random.default_rng(seed)
-  gains = gains != "none" if ragged else gains
-  check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged))
 
 
 @pytest.mark.parametrize(
@@ -101,15 +86,6 @@ def test_ragged_bags_of_every_length_in_order():
   gains = jnp.asarray(rng.normal(size=ids.shape), jnp.float32)
   bags = Bags(jnp.asarray(ids), gains, jnp.asarray(segments), (len(lengths),))
   check_lookup(rng, 500, 72, bags, atol=1e-3)  # 9,000 terms, added up in another order
-
-
-def test_ids_beyond_a_table_are_counted():
-  count = jax.jit(cpu_kernels.count_beyond, static_argnums=1)
-  for shape in ((), (7, 3)):
-    draw = np.random.default_rng(0)
-    ids = draw.choice([-(2**31), -1, 0, 9, 10, 2**31 - 1], shape).astype(np.int32)
-    assert "count_beyond" in count.lower(ids, 10).as_text()
-    assert int(count(ids, 10)) == np.sum(ids >= 10)
 
 
 def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
@@ -184,57 +160,9 @@ def test_optimizers_have_a_kernel(monkeypatch, kind, dim):
   assert "sparse_embed_row_equation" in check_step(monkeypatch, STEPS[kind], 70, dim, SHAPES)
 
 
-@pytest.mark.weekly
-@SAME_KERNELS
-@given(
-  st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 70),
-  st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.booleans()), min_size=1),
-)  # fmt: skip
-def test_gradients_of_any_shape(kernels, seed, size, dim, shapes):
-  with pytest.MonkeyPatch.context() as patch:
-    check_step(patch, embed.rowwise_adagrad(), size, dim, shapes, seed, atol=2e-5)
-
-
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_updates_on_several_threads(monkeypatch, size):
-  """Few rows, each of which all threads have gradients for, and many."""
-  check_step(monkeypatch, embed.adagrad(), size, 24, [(4000, 6, True), (900, 1, False)], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-  ("sizes", "is_random"), [((70,), False), ((20, 7, 43), True)], ids=["nearest", "random"]
-)
-def test_rows_of_bfloat16_are_rounded_alike(monkeypatch, sizes, is_random):
-  """To the bit, for numbers that any order of additions has the same sum of."""
-  rng, size, dim = np.random.default_rng(0), sum(sizes), 5
-  count = {"count": embed.Slot(0, per_row=True, dtype=np.int32)}
-  equation = lambda g, w, s, lr: (w - lr * g, {"count": s["count"] + 1})
-  optimizer = embed.custom_optimizer(equation, count)
-  names = tuple(f"t{i}" for i in range(len(sizes)))
-  stack = StackSpec(
-    "t", names, Layout(sizes), dim, np.dtype(jnp.bfloat16), optimizer,
-    stochastic_rounding=is_random,
-  )  # fmt: skip
-  w = rng.normal(size=(size, dim)).astype(np.float32)
-  w.flat[:6] = [np.inf, -np.inf, np.nan, 3.38e38, 0.0, -1e-30]
-  arrays = {"parameters": jnp.asarray(w, jnp.bfloat16), "count": jnp.zeros(size, jnp.int32)}
-  exact = lambda x: jnp.round(x * 4096) / 4096
-  parts = [
-    part._replace(grads=exact(part.grads), gains=None if part.gains is None else exact(part.gains))
-    for part in make_parts(rng, size, dim, [(200, 5, False), (7, 1, False)])
-  ]
-  scalars = update.StepScalars(jnp.float32(0.125), None, jnp.int32(3) if is_random else None)
-
-  def run(switch):
-    monkeypatch.setenv(cpu_kernels.SWITCH, switch)
-    step = jax.jit(lambda arrays: update.step_table(stack, scalars, arrays, parts))
-    return step(arrays), step.lower(arrays).as_text()
-
-  (new, text), (expected, without) = run("1"), run("0")
-  assert ("sparse_embed_row_equation" in text, "sparse_embed" in without) == (True, False)
-  same = lambda x, y: np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
-  jax.tree.map(same, new, expected)
-  assert not np.array_equal(new["parameters"], arrays["parameters"])
+def test_updates_on_several_threads(monkeypatch):
+  """Few rows, each of which all threads have gradients for."""
+  check_step(monkeypatch, embed.adagrad(), 3, 24, [(4000, 6, True), (900, 1, False)], atol=1e-4)
 
 
 def test_a_sum_does_not_depend_on_the_threads():
@@ -295,16 +223,3 @@ def test_other_platforms_have_no_kernel():
   )
   for platform in ("cuda", "tpu"):
     assert "sparse_embed" not in traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.weekly
-def test_many_lookups_at_once():
-  """Calls on as many threads as there are devices, of which none may wait for another to begin."""
-  mesh = jax.make_mesh((8,), ("data",))
-  table = embed.TableConfig(5000, 32, name="t", combiner="sum")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0), mesh=mesh)
-  rows = np.asarray(layer.tables["t"])
-  ids = np.random.default_rng(0).integers(0, 5000, (8192, 8))
-  expected = rows[ids].sum(1)
-  for _ in range(5):
-    np.testing.assert_allclose(layer(embed.Padded(ids)), expected, rtol=1e-4, atol=1e-5)
