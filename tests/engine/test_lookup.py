@@ -186,7 +186,8 @@ def test_quantized_rows():
   for act, (case, _, _, _) in zip(found, given, strict=True):
     wanted = np.reshape(case["expected"], act.shape)
     np.testing.assert_allclose(act, wanted, rtol=1e-5, atol=1e-6)
-  for values, case in zip(gradients, alone, strict=True):
+  for i, (values, case) in enumerate(zip(gradients, alone, strict=True)):
+    np.testing.assert_array_equal(np.asarray(layer.tables[f"t{i}"])[:, 0], case["x"])
     assert (np.asarray(values)[: len(case["x"])] == 1).all()
 
 

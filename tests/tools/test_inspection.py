@@ -74,15 +74,3 @@ def test_untouched_rows_have_the_commonest_slots():
   assert inspection.statistics({"parameters": rows, "a": accumulators, "n": counts})[1] == "50%"
   momenta = np.array([[0, 0], [0, 0], [0, 1], [2, 2]])  # a row whole, or not
   assert inspection.statistics({"parameters": rows, "m": momenta})[1] == "50%"
-
-
-def test_what_is_neither(tmp_path, capsys):
-  np.savez(tmp_path / "other.npz", x=np.ones(3))
-  (tmp_path / "empty").mkdir()
-  for name, message in (
-    ("other.npz", "was not written by embed.Profile.save"),
-    ("none.npz", "No such file"),
-    ("empty", "holds no checkpoint"),
-  ):
-    assert program.main(["inspect", str(tmp_path / name)]) == 1
-    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""When kernels are taken, and how often they are compiled."""
+"""When kernels are taken."""
 
 import os
 import pathlib
@@ -49,35 +49,8 @@ def test_the_interface_of_this_jax_is_known():
   assert build.is_interface_known()
 
 
-@pytest.mark.usefixtures("kernels")
-def test_what_does_not_fit_is_said_once(monkeypatch):
-  from embed.kernels.cpu import build
-
-  forget = (cpu_kernels._is_supported.cache_clear, build.is_interface_known.cache_clear)
-  monkeypatch.setattr("numba.__version__", "0.61.2")
-  for clear in forget:
-    clear()
-  with pytest.warns(UserWarning, match="Numba 0.61.2"):
-    assert not cpu_kernels.is_on()
-  assert not cpu_kernels.is_on()
-  for clear in forget:
-    clear()
-
-
 def test_a_jax_without_the_header_runs_without_kernels(tmp_path):
   before = f"import jax\njax.ffi.include_dir = lambda: {str(tmp_path)!r}\n"
   on, errors = run(False, tmp_path / "cache", before, SPARSE_EMBED_KERNELS="1")
   assert on == "False"
   assert errors.count("they do not know JAX") == 1
-
-
-@pytest.mark.weekly
-@pytest.mark.usefixtures("kernels")
-def test_machine_code_is_kept(tmp_path):
-  """A second process compiles nothing: it writes no file."""
-  assert run(False, tmp_path, SPARSE_EMBED_KERNELS="1") == ("True", "")
-  state = lambda: {x: x.stat().st_mtime_ns for x in tmp_path.rglob("*") if x.is_file()}
-  files = state()
-  assert files
-  assert run(False, tmp_path, SPARSE_EMBED_KERNELS="1") == ("True", "")
-  assert state() == files

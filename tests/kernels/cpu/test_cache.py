@@ -37,12 +37,11 @@ def files(root):
   return [path for path in root.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"noise" * 1000])
-def test_a_damaged_file_is_written_anew(root, damage):
+def test_a_damaged_file_is_written_anew(root):
   assert not is_loaded()
   assert is_loaded()
   (file,) = files(root)
-  file.write_bytes(damage(file.read_bytes()))
+  file.write_bytes(file.read_bytes()[:-1])
   assert not is_loaded()
   assert is_loaded()
   assert files(root) == [file]

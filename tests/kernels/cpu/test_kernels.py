@@ -160,11 +160,6 @@ def test_optimizers_have_a_kernel(monkeypatch, kind, dim):
   assert "sparse_embed_row_equation" in check_step(monkeypatch, STEPS[kind], 70, dim, SHAPES)
 
 
-def test_updates_on_several_threads(monkeypatch):
-  """Few rows, each of which all threads have gradients for."""
-  check_step(monkeypatch, embed.adagrad(), 3, 24, [(4000, 6, True), (900, 1, False)], atol=1e-4)
-
-
 def test_a_sum_does_not_depend_on_the_threads():
   """Gradients of a row are added in the order of the batch: to the bit."""
   rng = np.random.default_rng(0)
