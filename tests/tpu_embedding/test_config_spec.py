@@ -86,11 +86,16 @@ def test_one_mapping_is_a_model(layer):
     "user": (2, 2),
   }
   np.testing.assert_array_equal(activations["watched"], [[2.5] * 4, [1.0] * 4])
-  # TensorFlow's columns drop id 0 from dense inputs, as if it were padding.
-  np.testing.assert_array_equal(activations["user"], np.asarray(layer.tables["user"])[[0, 8]])
   assert list(layer.variables["movie"]) == ["parameters", "accumulators"]
   frozen = embed.EmbeddingConfigSpec(**ml_collections.FrozenConfigDict(plain())).tables["user"]
   assert (frozen.vocabulary_size, frozen.dim, frozen.optimizer) == (9, 2, embed.adagrad(0.5))
+
+
+def test_id_zero_is_an_id(layer):
+  """TensorFlow's columns drop it from dense inputs, as if it were padding."""
+  spec = embed.EmbeddingConfigSpec(**plain())
+  activation = look_up(layer, *spec.inputs(batch()))["user"]
+  np.testing.assert_array_equal(activation, np.asarray(layer.tables["user"])[[0, 8]])
 
 
 def test_arguments_and_defaults_are_tensorflows():
