@@ -197,6 +197,21 @@ def test_both_formulations_step_alike():
       np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_which_steps_are_added_without_reading_a_row():
+  """A linear step that nothing else enters, of rows that an addition does not round."""
+  table = np.zeros((3, 2), np.float32)
+  assert update._is_plain_sum(embed.sgd(0.1, gradient_multiplier=0.5), table)
+  assert not update._is_plain_sum(embed.sgd(0.1), table.astype(jnp.bfloat16))
+  assert not update._is_plain_sum(embed.adagrad(0.1), table)
+  for settings in (
+    {"clipvalue": 1.0},
+    {"weight_decay_factor": 0.5},
+    {"clip_weight_min": -1.0},
+    {"clip_weight_max": 1.0},
+  ):
+    assert not update._is_plain_sum(embed.sgd(0.1, **settings), table), settings
+
+
 def in_chunks_of(size, monkeypatch):
   monkeypatch.setattr(grads_lib, "CHUNK", 0)
   monkeypatch.setattr(grads_lib, "_SMALLEST", size)
