@@ -151,24 +151,27 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   monkeypatch.setattr(grads_lib, "CACHED", 3 * 2)
   rng = np.random.default_rng(0)
   v, d = 200, 2
-  ids = rng.permutation(v)[:90].reshape(30, 3).astype(np.int32)
-  ids[5:9, 1] = v  # padding
-  ids[:, 2] = ids[::-1, 0]  # duplicates
   grads = rng.normal(size=(30, d)).astype(np.float32)
   table = rng.normal(size=(v, d)).astype(np.float32)
   row_step = lambda at, g, x: {"parameters": x["parameters"] - g, "n": x["n"] + 1}
-  step = lambda arrays, part: update.step_summed(arrays, part.ids.reshape(-1), [part], row_step)
-  arrays = {"parameters": table, "n": np.zeros(v, np.float32)}
-  stepped = jax.jit(step)(arrays, GradRows(grads, ids))
-  new = np.asarray(stepped["parameters"])
-  wanted, touched = table.copy(), np.zeros(v)
-  for row, g in zip(ids, grads, strict=True):
-    for i in row[row < v]:
-      wanted[i] -= g
-      touched[i] = 1
-  np.testing.assert_allclose(new, wanted, atol=1e-5)
-  np.testing.assert_array_equal(stepped["n"], touched)
-  np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
+  step = jax.jit(
+    lambda arrays, part: update.step_summed(arrays, part.ids.reshape(-1), [part], row_step)
+  )
+  distinct = rng.permutation(np.arange(1, v))[:90].reshape(30, 3).astype(np.int32)
+  some = distinct.copy()
+  some[5:9, 1] = v  # padding
+  some[:, 2] = some[::-1, 0]  # duplicates
+  for ids in (some, distinct):
+    stepped = step({"parameters": table, "n": np.zeros(v, np.float32)}, GradRows(grads, ids))
+    new = np.asarray(stepped["parameters"])
+    wanted, touched = table.copy(), np.zeros(v)
+    for row, g in zip(ids, grads, strict=True):
+      for i in row[row < v]:
+        wanted[i] -= g
+        touched[i] = 1
+    np.testing.assert_allclose(new, wanted, atol=1e-5)
+    np.testing.assert_array_equal(stepped["n"], touched)
+    np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
 
 
 def test_both_formulations_step_alike():
