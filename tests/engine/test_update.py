@@ -148,7 +148,7 @@ def test_table_rows_are_of_one_table():
 def test_spans_and_chunks_cover_every_row(monkeypatch):
   """More distinct rows than fit a span, and chunks that do not divide it."""
   monkeypatch.setattr(update, "SPAN", 10)
-  monkeypatch.setattr(grads_lib, "CACHED", 3 * 2)
+  monkeypatch.setattr(grads_lib, "CACHED", 4 * 2)  # rows of a chunk, numbers of a row
   rng = np.random.default_rng(0)
   v, d = 200, 2
   grads = rng.normal(size=(30, d)).astype(np.float32)
