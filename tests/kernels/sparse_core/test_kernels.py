@@ -130,25 +130,6 @@ def test_an_idle_subcore_is_found(monkeypatch):
 
 
 @pytest.mark.weekly
-def test_a_window_that_is_left_out_is_found(monkeypatch):
-  def in_turn(windows, body):
-    own, count = workers()
-
-    @pl.loop(0, windows // count)
-    def _(turn):
-      body(turn * count + own)
-
-  assert taken_wrong(monkeypatch, in_turn)
-
-
-@pytest.mark.weekly
-def test_a_window_at_the_wrong_place_is_found(monkeypatch):
-  original = kernels._in_turn
-  shifted = lambda windows, body: original(windows, lambda i: body(jnp.maximum(i - 1, 0)))
-  assert taken_wrong(monkeypatch, shifted)
-
-
-@pytest.mark.weekly
 @pytest.mark.parametrize("fault", ["a row behind the table", "a row twice"])
 def test_writes_that_must_not_be_are_found(fault, monkeypatch):
   table, ids, new = problem(900, 128, 300)
