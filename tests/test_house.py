@@ -25,6 +25,7 @@ TESTED_IN = {
   "engine.taps": "test_autodiff",
   "engine.xla": "test_in_place",
   "kernels.cpu.frame": "kernels/cpu/test_kernels",
+  "kernels.cpu.memory": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.bag_sum": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.count_beyond": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.find_rows": "engine/test_admission",
