@@ -58,6 +58,7 @@ def run(device, monkeypatch, path, *arguments):
   return device.main(), json.loads(path.read_text())
 
 
+@pytest.mark.ci
 def test_a_way_that_the_devices_lack_is_skipped_with_the_reason(device, monkeypatch, tmp_path):
   arguments = "--ways", "SparseCores", "--cpu"
   status, report = run(device, monkeypatch, tmp_path / "device.json", *arguments)
@@ -75,6 +76,7 @@ def test_a_process_that_ends_badly_leaves_a_report(device, monkeypatch, tmp_path
   assert report["ways"]["plain"] == {"failed": "exit status 1", "printed": ""}
 
 
+@pytest.mark.ci
 def test_a_process_that_hangs_is_given_up(device, monkeypatch, tmp_path):
   program = tmp_path / "hangs"
   program.write_text("#!/bin/sh\necho started\nexec sleep 60\n")

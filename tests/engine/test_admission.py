@@ -1,13 +1,10 @@
 """Admission of raw ids, against a vocabulary in plain Python."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from admission_reference import EMPTY, Reference
-from suites import full_unless, slow_unless
 
 import embed
 from embed.engine import admission
@@ -58,22 +55,23 @@ def check(vocabulary, batches, placement=LOCAL, keeps_previous=False, every=1):
   return state, reference
 
 
-def streams(size=64, steps=200, seed=0):
-  """Batches of raw ids by what makes them hard."""
+def stream(name, steps, size=64, seed=0):
+  """Batches of raw ids, by what makes them hard."""
   draw = np.random.default_rng(seed)
   spread = lambda x: (np.asarray(x, np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
   power = lambda: draw.zipf(1.2, size) % 5000
-  vocabulary = embed.DynamicVocabulary(64, bucket_width=4)
-  alike = [x for x in range(20_000) if Reference(vocabulary).bucket(x) == 3][:200]
-  with_padding = lambda: np.where(draw.random(size) < 0.5, np.uint64(EMPTY), spread(power()))
-  return {
-    "random": [draw.integers(0, 2**64 - 1, size, np.uint64) for _ in range(steps)],
-    "power_law": [spread(power()) for _ in range(steps)],
-    "drifting": [spread(power() + 20 * step) for step in range(steps)],
-    "all_new": [spread(np.arange(size) + step * size) for step in range(steps)],
-    "one_bucket": [draw.choice(np.array(alike, np.uint64), size) for _ in range(steps)],
-    "padding": [with_padding() for _ in range(steps)],
-  }
+  if name == "one_bucket":
+    bucket = Reference(embed.DynamicVocabulary(64, bucket_width=4)).bucket
+    alike = np.array([x for x in range(5000) if bucket(x) == 3][:200], np.uint64)
+  batch = {
+    "random": lambda step: draw.integers(0, 2**64 - 1, size, np.uint64),
+    "power_law": lambda step: spread(power()),
+    "drifting": lambda step: spread(power() + 20 * step),
+    "all_new": lambda step: spread(np.arange(size) + step * size),
+    "one_bucket": lambda step: draw.choice(alike, size),
+    "padding": lambda step: np.where(draw.random(size) < 0.5, np.uint64(EMPTY), spread(power())),
+  }[name]
+  return [batch(step) for step in range(steps)]
 
 
 POLICIES = {
@@ -105,64 +103,69 @@ def test_two_buckets_by_hand():
   assert counts == {"ids": 8, "hits": 3, "admissions": 4, "evictions": 1, "turned_away": 0}
 
 
-@pytest.mark.parametrize("policy", full_unless(POLICIES, ("lru", "lfu").__contains__))
-def test_a_drifting_stream(policy):
-  vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
-  check(vocabulary, streams(steps=15)["drifting"], every=5)
+def of_policy(policy, rows=64):
+  return embed.DynamicVocabulary(rows, bucket_width=4, **POLICIES[policy])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
-  ("policy", "stream"),
-  slow_unless(
-    itertools.product(POLICIES, streams(steps=0)),
-    lambda *case: case in (("everything", "one_bucket"), ("everything", "padding")),
-  ),
+  ("way", "policy"),
+  [
+    ("rows", "lru"),
+    ("rows", "everything"),
+    *[
+      pytest.param(*case, marks=pytest.mark.ci)
+      for case in (("kernels", "lru"), ("rows", "fading"), ("rows", "expiring"))
+    ],
+  ],
+  indirect=["way"],
 )
-def test_200_batches(policy, stream):
-  vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
-  check(vocabulary, streams()[stream], every=10)
+def test_a_drifting_stream(way, policy):
+  check(of_policy(policy), stream("drifting", 15), every=5)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("policy", slow_unless(["lru", "expiring"], "lru".__eq__))
-def test_the_kernel_finds_the_same_rows(policy, kernels):
-  vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
-  batches = streams(steps=12)
-  check(vocabulary, batches["padding"] + batches["one_bucket"], every=4)
+@pytest.mark.parametrize(
+  ("policy", "hard"),
+  [
+    pytest.param("everything", "padding", marks=pytest.mark.ci),
+    *[pytest.param(policy, "one_bucket", marks=pytest.mark.weekly) for policy in POLICIES],
+    *[
+      pytest.param("everything", hard, marks=pytest.mark.weekly)
+      for hard in ("random", "power_law", "drifting", "all_new")
+    ],
+  ],
+)
+def test_sixty_batches(policy, hard):
+  check(of_policy(policy), stream(hard, 60), every=10)
 
 
 def test_a_capacity_smaller_than_the_batch():
-  state, _ = check(embed.DynamicVocabulary(8, bucket_width=4), streams(steps=20)["random"])
+  state, _ = check(embed.DynamicVocabulary(8, bucket_width=4), stream("random", 8))
   assert int(state["batch"][4]) == 64 - 8
 
 
 def test_rows_of_the_batch_before_are_kept_for_its_update():
-  batches = streams(steps=40)["drifting"]
-  check(embed.DynamicVocabulary(64, bucket_width=4), batches, keeps_previous=True)
+  check(of_policy("lru"), stream("drifting", 15), keeps_previous=True)
 
 
+@pytest.mark.ci
 def test_empty_batches():
   check(embed.DynamicVocabulary(16), [np.full(4, EMPTY, np.uint64)] * 2 + [np.zeros(0, np.uint64)])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
   ("policy", "devices", "kind"),
-  slow_unless(
-    itertools.product(["lru", "everything"], [2, 8], ["auto", "explicit"]),
-    lambda *case: case == ("everything", 8, "auto"),
-  ),
+  [
+    pytest.param("everything", 8, "Auto", marks=pytest.mark.ci),
+    pytest.param("lru", 2, "Explicit", marks=pytest.mark.weekly),
+  ],
 )
 def test_on_meshes(policy, devices, kind):
-  kind = jax.sharding.AxisType[kind.capitalize()]
+  kind = jax.sharding.AxisType[kind]
   mesh = jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])
   placement = Placement(mesh, ("data",), (), ("data",))
-  vocabulary = embed.DynamicVocabulary(60, bucket_width=4, **POLICIES[policy])  # 15 buckets
-  batches = streams(steps=12)
-  for stream in ("drifting", "padding"):
+  for hard in ("drifting", "padding"):
     with jax.set_mesh(mesh):
-      check(vocabulary, batches[stream], placement, every=10)
+      check(of_policy(policy, 60), stream(hard, 12), placement, every=10)  # 15 buckets
 
 
 def random_case(number):
@@ -188,10 +191,9 @@ def random_case(number):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("first", range(0, 10_000, 100))
-def test_ten_thousand_random_cases(first):
-  """`pytest -m slow tests/engine/test_admission.py -k ten_thousand`; hours on two cores."""
-  for number in range(first, first + 100):
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_random_cases(first):
+  for number in range(first, first + 40):
     vocabulary, batches, keeps_previous = random_case(number)
     with jax.disable_jit():
       check(vocabulary, batches, keeps_previous=keeps_previous)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import each
 
 import embed
 from embed.engine import backends
@@ -27,15 +28,23 @@ def planned():
   return embed.plan(features, None, np.zeros(2, np.int32)).stacks()
 
 
-@pytest.mark.parametrize(
-  ("variable", "read"),
-  [
-    (cpu_kernels.SWITCH, cpu_kernels.is_on),
-    (stack_lib.PACKING_SWITCH, planned),
-    (sparse_core.SWITCH, planned),
-  ],
-)
-def test_other_values_are_refused_by_name(monkeypatch, variable, read):
-  monkeypatch.setenv(variable, "true")
-  with pytest.raises(ValueError, match=f"{variable} is 'true': write 0 or 1"):
-    read()
+def test_other_values_are_refused_by_name():
+  def refused(variable, read):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setenv(variable, "true")
+      with pytest.raises(ValueError, match=f"{variable} is 'true': write 0 or 1"):
+        read()
+
+  each(
+    {
+      "kernels": (cpu_kernels.SWITCH, cpu_kernels.is_on),
+      "packing": (stack_lib.PACKING_SWITCH, planned),
+      "sparse_core": (sparse_core.SWITCH, planned),
+    },
+    refused,
+  )
+
+
+def test_kernels_can_be_switched_off(monkeypatch):
+  monkeypatch.setenv(cpu_kernels.SWITCH, "0")
+  assert not cpu_kernels.is_on()

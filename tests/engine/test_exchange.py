@@ -7,18 +7,21 @@ stepped in two of them, would end elsewhere; so would one whose gradient came fr
 import functools
 
 import harness
+import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 import optax
 import pytest
+import ways
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import make_mesh, make_world, sixteenths
-from suites import slow_unless
 
 import embed
+from embed.engine import exchange
+from embed.engine.stack import Layout
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -67,19 +70,37 @@ SKEWED = {
   "one id each": np.where(np.arange(3) == 0, np.arange(16)[:, None], -1),
   "nothing": np.full(BAGS, -1),
 }
-CASES = [(s, c, o) for s in ("mod", "div") for c in (1, 2) for o in ("adagrad", "adam")]
 OPTIMIZERS = {
   "adagrad": lambda: embed.adagrad(0.5),
   "adam": lambda: embed.adam(0.25, epsilon=1e-2),
 }
+CASES = [
+  ("rows", "mod", 1, "adagrad"),
+  pytest.param("lines", "mod", 1, "adagrad", marks=pytest.mark.ci),
+  pytest.param("kernels", "mod", 1, "adagrad", marks=pytest.mark.ci),
+  pytest.param("sparse_cores", "mod", 1, "adagrad", marks=pytest.mark.weekly),
+  pytest.param("rows", "div", 2, "adam", marks=pytest.mark.ci),
+]
 
 
 @functools.cache
-def one_device(optimizer):
-  return make_world(one_bag(OPTIMIZERS[optimizer]()), rows=True)
+def skewed(optimizer):
+  """A world of one device; three batches of each kind, and what it makes of them."""
+  cotangents = np.random.default_rng(0).integers(-8, 9, (3, BAGS[0], D)) / 8
+  one, worst = make_world(one_bag(OPTIMIZERS[optimizer]()), rows=True), []
+  for ids in SKEWED.values():
+    bags = embed.Padded(ids.astype(np.int32))
+    three = [(bags, None, c.astype(np.float32)) for c in cotangents]
+    worst.append((three, one.run(three)))
+  return one, worst
 
 
-@functools.cache
+@pytest.fixture(scope="module")
+def by_rows():
+  """What plain rows give, before `way` begins; adam's is asked for by plain rows alone."""
+  skewed("adagrad")
+
+
 def small_buffers(strategy, capacity, optimizer):
   mesh, features = make_mesh(), one_bag(OPTIMIZERS[optimizer]())
   plan = planned(features, padding(), mesh, a=capacity)
@@ -104,11 +125,9 @@ def most_rows(strategy, ids):
   return most
 
 
-def assert_exact(strategy, capacity, optimizer, three):
+def assert_exact(world, strategy, capacity, three, wanted):
   """Three steps equal those of one device, the rows' gradients to the bit; the report is right."""
-  three = [(embed.Padded(ids.astype(np.int32)), None, cotangents) for ids, cotangents in three]
-  found = small_buffers(strategy, capacity, optimizer).run(three)
-  wanted = one_device(optimizer).run(three)
+  found = world.run(three)
   meshes.assert_same_outcomes(found, wanted, {"a": V})
   for a, b, (ids, _, _) in zip(found, wanted, three, strict=True):
     meshes.assert_equal(harness.rows(a.rows["a"], V), harness.rows(b.rows["a"], V))
@@ -117,26 +136,50 @@ def assert_exact(strategy, capacity, optimizer, three):
     assert a.report["buffer_fill"] == most / capacity
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-  ("strategy", "capacity", "optimizer"),
-  slow_unless(CASES, lambda *case: case == ("mod", 1, "adagrad")),
-)
-def test_skewed_ids(strategy, capacity, optimizer):
-  """All the worst cases, and any other."""
-  draw = np.random.default_rng(0)
-  cotangents = (draw.integers(-8, 9, (3, BAGS[0], D)) / 8).astype(np.float32)
-  for ids in SKEWED.values():
-    assert_exact(strategy, capacity, optimizer, [(ids, c) for c in cotangents])
+@pytest.mark.parametrize(("way", "strategy", "capacity", "optimizer"), CASES, indirect=["way"])
+def test_skewed_ids(by_rows, way, strategy, capacity, optimizer):
+  """All the worst cases; and any other, where one device is asked in the same way."""
+  one, worst = skewed(optimizer)
+  world = small_buffers(strategy, capacity, optimizer)
+  for three, wanted in worst:
+    assert_exact(world, strategy, capacity, three, wanted)
+  if optimizer == "adam":
+    batch = st.tuples(meshes.ids(BAGS, V).map(embed.Padded), st.none(), meshes.fractions((16, D)))
 
-  @given(
-    st.lists(st.tuples(meshes.ids(BAGS, V), meshes.fractions((16, D))), min_size=3, max_size=3)
-  )
-  @settings(max_examples=8)
-  def check(three):
-    assert_exact(strategy, capacity, optimizer, three)
+    @given(st.lists(batch, min_size=3, max_size=3))
+    @settings(max_examples=8)
+    def check(three):
+      assert_exact(world, strategy, capacity, three, one.run(three))
 
-  check()
+    check()
+
+
+def test_keys_are_of_one_row_each():
+  """In the range of their shard; all rows are requested once, in rounds of two as at once."""
+  layout, capacity = Layout((65,), 5), 2
+  shards, rows = (x.reshape(-1).astype(np.int32) for x in np.mgrid[:5, :13])
+
+  @jax.jit
+  def run(shards, rows):
+    keys, first = exchange.make_key(shards, rows, layout), exchange.first_keys(layout)
+    ordered, starts = jnp.sort(keys), jnp.arange(6, dtype=jnp.int32) * 13
+    room = lambda size: jnp.zeros((5, size), jnp.int32)
+    route = lambda size: exchange.Route(ordered, starts, (), room(size), jnp.array([13]))
+    rounds = exchange.rounds_for(jnp.int32(13), capacity)
+    starts_of = [jnp.minimum(starts[:-1] + k * capacity, starts[1:]) for k in range(8)]
+    at_once = route(13).requests(starts[:-1], layout)
+    return keys, first, at_once, rounds, [route(capacity).requests(s, layout) for s in starts_of]
+
+  keys, first, (at_once, count), rounds, in_rounds = jax.tree.map(np.asarray, run(shards, rows))
+  assert len(set(keys.tolist())) == 65
+  assert (first[shards] <= keys).all()
+  assert (keys < first[shards + 1]).all()
+  assert count.tolist() == [13] * 5
+  np.testing.assert_array_equal(np.sort(at_once), np.tile(np.arange(13), (5, 1)))
+  assert rounds == 7
+  asked = np.concatenate([local_rows for local_rows, _ in in_rounds], axis=1)
+  np.testing.assert_array_equal(asked[:, :13], at_once)
+  assert (asked[:, 13:] == layout.shard_rows).all()
 
 
 @pytest.mark.ci
@@ -157,7 +200,6 @@ def test_rows_that_nobody_asks_for_reach_nothing():
   assert np.isnan(table[-5:]).all()
 
 
-@pytest.mark.ci
 def test_the_report_by_hand():
   """Of the fullest pair of devices of the last call, over all tables."""
   mesh = make_mesh()
@@ -231,12 +273,13 @@ def everything():
   return st.tuples(features, st.none(), st.fixed_dictionaries(cotangents))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("capacity", [1, pytest.param(3, marks=pytest.mark.weekly)])
-def test_everything_at_once(capacity):
+@pytest.mark.parametrize(
+  "way", [*ways.ci("rows"), *ways.weekly("lines", "sparse_cores")], indirect=True
+)
+def test_everything_at_once(way):
   one = make_world(one_table(embed.adagrad(0.5)), rows=True, gradients=at_once)
   mesh, features = make_mesh(), one_table(embed.adagrad(0.5))
-  plan = planned(features, {"bag": padding()}, mesh, a=capacity)
+  plan = planned(features, {"bag": padding()}, mesh, a=1)
   world = make_world(features, rows=True, gradients=at_once, mesh=mesh, plan=plan)
 
   @given(st.lists(everything(), min_size=2, max_size=2))

@@ -1,16 +1,11 @@
-"""Packed tables: where rows are in lines, and that nobody sees it but the memory."""
+"""Packed tables: where rows are in lines, and which tables are packed."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
-from meshes import assert_close, assert_equal, make_mesh
-from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
 from stored_tables import TwoTables
-from suites import slow_unless
 
 import embed
 from embed.engine import mesh as mesh_lib
@@ -18,136 +13,75 @@ from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.engine.rows import Lines
 
-V = 61  # no multiple of the rows of a line
-SETUP = TwoTables(V)
-features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
+SETUP = TwoTables(61)  # rows, no multiple of those of a line
+features, batch = SETUP.features, SETUP.batch
 
 
-@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.weekly), "lines"])
-def as_on(request, monkeypatch):
-  """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
-  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
-  return request.param
+@pytest.mark.parametrize("width", [32, 5, 200])
+def test_lines_by_hand(width):
+  """Four rows to a line, rows of 5 columns that are filled up to 8, and rows of two lines."""
+  size = {32: 8, 5: 16, 200: 2}[width]
+  table = 1 + np.arange(size * width, dtype=np.float32).reshape(size, width)
+
+  @jax.jit
+  def run(table):
+    lines = rows_lib.pack(table)
+    return lines, Lines(lines, width).take(jnp.array([1, 0])), rows_lib.unpack(lines, width)
+
+  lines, taken, back = map(np.asarray, run(table))
+  filled = {32: 32, 5: 8, 200: 256}[width]
+  expected = np.zeros((size, filled), np.float32)
+  expected[:, :width] = table
+  np.testing.assert_array_equal(lines, expected.reshape(-1, max(filled, 128)))
+  np.testing.assert_array_equal(taken, table[[1, 0]])
+  np.testing.assert_array_equal(back, table)
 
 
-# --- by hand --------------------------------------------------------------------------------------
-
-
-def test_four_rows_to_a_line():
-  rows = jnp.arange(8.0)[:, None] * jnp.ones(32)
-  lines = rows_lib.pack(rows)
-  assert lines.shape == (2, 128)
-  assert lines[0, ::32].tolist() == [0, 1, 2, 3]
-  assert lines[1, ::32].tolist() == [4, 5, 6, 7]
-  assert Lines(lines, 32).take(jnp.array([6, 1])).tolist() == [[6] * 32, [1] * 32]
-  assert Lines(lines, 32).shape == (8, 32)
-
-
-def test_rows_that_fill_no_power_of_two_are_filled_up():
-  rows = jnp.arange(5 * 16.0).reshape(16, 5)
-  lines = rows_lib.pack(rows)
-  assert lines.shape == (1, 128)
-  assert lines[0, :9].tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 5]
-  assert rows_lib.unpack(lines, 5).tolist() == rows.tolist()
-
-
-def test_wide_rows_take_whole_lines():
-  rows = jnp.arange(2 * 200.0).reshape(2, 200)
-  assert rows_lib.pack(rows).shape == (2, 256)
-  assert Lines(rows_lib.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
-
-
-# --- a property -----------------------------------------------------------------------------------
-
-
-@given(st.sampled_from([1, 7, 8, 16, 33, 64, 100, 130]), st.integers(1, 4), st.data())
-def test_lines_equal_rows(width, units, data):
+@pytest.mark.parametrize("width", [5, 64, 130])
+def test_lines_equal_rows(width):
   """Ids may repeat where rows are read or added, and be no row anywhere."""
-  size = units * stack_lib.rows_per_line(width)
-  draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
-  table = draw.integers(-9, 9, (size, width)).astype(np.float32)
-  ids = np.array(data.draw(st.lists(st.integers(-3, size + 3), min_size=1, max_size=20)), np.int32)
-  rows = draw.integers(-9, 9, (len(ids), width)).astype(np.float32)
-  lines, is_row = Lines(rows_lib.pack(table), width), (ids >= 0) & (ids < size)
-  read = np.where(is_row[:, None], table[np.clip(ids, 0, size - 1)], 0)
-  np.testing.assert_array_equal(lines.take(jnp.asarray(ids)), read)
-  added = table.copy()
-  np.add.at(added, ids[is_row], rows[is_row])
-  found = rows_lib.unpack(lines.add(jnp.asarray(ids), rows).array, width)
-  np.testing.assert_array_equal(found, added)
-  distinct, first = np.unique(ids, return_index=True)
-  written, chosen = table.copy(), is_row[first]
-  written[distinct[chosen]] = rows[first][chosen]
-  put = lines.put(jnp.asarray(distinct), rows[first])
-  np.testing.assert_array_equal(rows_lib.unpack(put.array, width), written)
+  size, draw = 3 * stack_lib.rows_per_line(width), np.random.default_rng(width)
+  numbers = lambda count: draw.integers(-9, 9, (count, width)).astype(np.float32)
+  ids = np.array([-3, -1, 0, 1, size - 1, size, size + 3, 2, 0, 1, 1, -1], np.int32)
+  distinct = np.array([-3, 1, size - 1, size, size + 3, 0], np.int32)
+  table, rows, new = numbers(size), numbers(len(ids)), numbers(len(distinct))
+  is_row = lambda ids: (ids >= 0) & (ids < size)
+
+  @jax.jit
+  def run(table, rows, new):
+    lines = Lines(rows_lib.pack(table), width)
+    changed = lines.add(ids, rows), lines.put(distinct, new)
+    return lines.take(ids), *(rows_lib.unpack(x.array, width) for x in changed)
+
+  read = np.where(is_row(ids)[:, None], table[np.clip(ids, 0, size - 1)], 0)
+  added, written = table.copy(), table.copy()
+  np.add.at(added, ids[is_row(ids)], rows[is_row(ids)])
+  written[distinct[is_row(distinct)]] = new[is_row(distinct)]
+  for found, wanted in zip(run(table, rows, new), (read, added, written), strict=True):
+    np.testing.assert_array_equal(found, wanted)
 
 
-# --- steps ----------------------------------------------------------------------------------------
-
-
-OF_NAME = {
-  optimizer_id(i): getattr(embed, name)(0.125, **config)
-  for i, (name, config) in enumerate(OPTIMIZERS)
-} | {name: make() for name, make in EXTRA.items()}
-# Every optimizer on one device and eight, and on rows that have to be filled up.
-CASES = [(name, *at) for name in OF_NAME for at in ((1, 16), (8, 16), (1, 10), (8, 10))]
-SLOTS = [("adam-epsilon", 1, 16), ("rowwise_adagrad", 1, 16), ("custom_optimizer", 1, 16)]
-QUICK, FILLED = ("adagrad", 1, 16), ("adagrad", 8, 10)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-  ("name", "devices", "dim"), slow_unless(CASES, lambda *case: case in (QUICK, FILLED))
-)
-def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(name, devices, dim, monkeypatch):
-  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
-  mesh, optimizer = make_mesh() if devices == 8 else None, OF_NAME[name]
-  given = features(optimizer, dim)
-  layers = [made(given, mesh, storage=way) for way in ("packed", "rows")]
-  is_packed = [stack.is_packed for stack in layers[0].spec.stacks.values()]
-  assert all(is_packed) == optimizer.lazy
-  (_, packed), (_, plain) = (train(layer, 20) for layer in layers)
-  assert_equal(packed, plain)
-
-
-@pytest.mark.parametrize(
-  ("name", "devices", "dim"),
-  slow_unless(CASES, lambda *case: case in (QUICK, FILLED, *SLOTS), lambda *case: case == QUICK),
-)
-def test_steps_on_lines_equal_those_on_rows(name, devices, dim, monkeypatch):
-  """But for the order of sums, which accelerators choose themselves."""
-  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
-  mesh = make_mesh() if devices == 8 else None
-  given = features(OF_NAME[name], dim)
-  packed, plain = (train(made(given, mesh, storage=way), 3) for way in ("packed", "rows"))
-  assert_close(packed, plain, scale=2e-5)
-
-
-@pytest.mark.ci
-def test_bfloat16_with_stochastic_rounding(as_on):
-  given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
-  layers = [made(given, storage=way) for way in ("packed", "rows")]
-  for layer in layers:
-    activations, residual = nnx.jit(lambda layer, ids: layer.lookup(ids))(layer, batch(0))
-    layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
-  packed, plain = (layer.tables["a"] for layer in layers)
-  assert packed.dtype == jnp.bfloat16
-  assert_equal(np.asarray(packed, np.float32), np.asarray(plain, np.float32))
-
-
-def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
+def test_places_that_fill_up_a_line_are_never_read_nor_trained(monkeypatch):
   """Padding is the first number that is no row, which in a packed array is a place."""
-  table = embed.TableConfig(5, 4, optimizer=embed.sgd(1.0), combiner="sum", name="t")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
+  ones = lambda key, shape, dtype: np.ones(shape, dtype)
+  table = embed.TableConfig(5, 4, ones, embed.sgd(1.0), "sum", "t")
   plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(4, np.int32))
   plan["t"].storage = "packed"
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-  look_up = nnx.jit(lambda layer, ids: layer.lookup(ids), graph=False)
-  activations, residual = look_up(layer, np.array([4, 5, 6, -1]))
-  assert not activations[1:].any()
-  layer.apply_gradients(jnp.ones((4, 4)), residual)
-  ((stored,),) = [jax.tree.leaves(nnx.state(layer, embed.Table))]
-  assert stored.shape == (1, 128)
-  assert not stored.reshape(16, 8)[5:].any()
+
+  @nnx.jit
+  def step(layer, ids, grads):
+    activations, residual = layer.lookup(ids)
+    layer.apply_gradients(grads, residual)
+    return activations
+
+  activations = np.asarray(step(layer, np.array([4, 5, 6, -1]), np.ones((4, 4), np.float32)))
+  assert activations.tolist() == [[1] * 4, *[[0] * 4] * 3]
+  (stored,) = jax.tree.leaves(nnx.state(layer, embed.Table))
+  rows = np.asarray(stored).reshape(16, 8)
+  assert rows[:, 0].tolist() == [1, 1, 1, 1, 0, *[0] * 11]
+  assert not rows[:, 4:].any()
   assert int(layer.report["dropped_ids"]) == 2
 
 
@@ -173,25 +107,22 @@ def test_the_default_follows_the_devices(monkeypatch):
   assert stored("TPU v6 lite", "packed") == "packed"
 
 
-@pytest.mark.parametrize(
-  ("dim", "optimizer", "text"),
-  [
-    (16, embed.adagrad(0.5), "a, b: packed, 8 rows to a line of 128 columns"),
-    (100, embed.adagrad(0.5), "a, b: packed, filled up to 128 columns"),
-    (128, embed.adagrad(0.5), "a, b: not packed: its rows have 128 columns on a device"),
-    (16, embed.adam(lazy_adam=False), "a, b: not packed: its optimizer moves every row in a step"),
-  ],
-)
-def test_a_plan_says_how_tables_are_stored(dim, optimizer, text, monkeypatch):
+def test_a_plan_says_what_it_does_not_pack(monkeypatch):
   monkeypatch.delenv(stack_lib.PACKING_SWITCH, raising=False)
-  plan = embed.plan(features(optimizer, dim), None, batch(0))
-  assert "packed" not in repr(plan)
-  plan["a"].storage = plan["b"].storage = "packed"
-  assert text in repr(plan)
-  again = embed.Plan.from_json(plan.to_json(), plan.features)
-  assert again["a"].storage == "packed"
-  with pytest.raises(ValueError, match=r"storage must be one of .*'packed'.*Got 'lines'"):
-    plan["a"].storage = "lines"
+  is_packed = {
+    (16, embed.adagrad(0.5)): True,
+    (100, embed.adagrad(0.5)): True,
+    (128, embed.adagrad(0.5)): False,  # a row is a line
+    (16, embed.adam(lazy_adam=False)): False,  # every row is read and written in order
+  }
+  for (dim, optimizer), expected in is_packed.items():
+    plan = embed.plan(features(optimizer, dim), None, batch(0))
+    assert "packed" not in repr(plan)
+    plan["a"].storage = plan["b"].storage = "packed"
+    (stack,) = plan.stacks().values()
+    assert stack.is_packed == expected
+    assert ("a, b: not packed: " in repr(plan)) == (not expected)
+    assert ("a, b: packed" in repr(plan)) == expected
 
 
 def test_a_plan_counts_what_rows_take():

@@ -1,139 +1,218 @@
-"""The distinct rows of a batch, in both formulations, for ids that hash badly too."""
+"""The distinct rows of a batch and their sums, in both formulations, against NumPy."""
 
 import functools
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from suites import slow_unless
 
 import embed
 from embed.engine import grads as grads_lib
 from embed.engine import update
-from embed.engine.bags import Bags
-from embed.engine.grads import GradRows
+from embed.engine.bags import Bags, LookupRecord
+from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import Layout, StackSpec
+from embed.tools import reference
+
+# --- distinct ids ---------------------------------------------------------------------------------
 
 WAYS = {"hash": grads_lib.distinct_by_hash, "sort": grads_lib.distinct_by_sort}
 SIZE = 96  # one shape, one compilation
+LARGEST = 2**31 - 1
 
 
-@functools.cache
-def compiled(way, fill):
-  return jax.jit(functools.partial(WAYS[way], fill=fill))
-
-
-def check(way, ids, fill):
-  found = compiled(way, fill)(jnp.asarray(ids, jnp.int32))
-  place, distinct, number = (np.asarray(x) for x in found)
-  wanted = np.unique(ids[ids != fill])
-  assert number == len(wanted)
-  np.testing.assert_array_equal(np.sort(distinct[:number]), wanted)
-  assert (distinct[number:] == fill).all()
-  used = ids != fill
-  np.testing.assert_array_equal(distinct[place[used]], ids[used])
-  assert (place[~used] == len(ids)).all()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@given(st.lists(st.integers(0, 2**31 - 2), min_size=SIZE, max_size=SIZE))
-def test_any_ids(way, ids):
-  check(way, np.array(ids), 2**31 - 1)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@given(st.lists(st.integers(0, 9), min_size=SIZE, max_size=SIZE))
-def test_many_duplicates_and_padding(way, ids):
-  check(way, np.array(ids), 9)
+def ids_made_to_collide():
+  """Ids that share their cell in the first round of hashing."""
+  bits = (4 * SIZE - 1).bit_length()
+  every = np.arange(1 << 18, dtype=np.uint32)
+  cells = (every * np.uint32(0x9E3779B1)) >> np.uint32(32 - bits)
+  same = every[cells == cells[5]][:SIZE].astype(np.int32)
+  assert len(same) == SIZE
+  return same
 
 
 ADVERSARIAL = {
   "all equal": np.full(SIZE, 7),
-  "all padding": np.full(SIZE, 2**31 - 1),
+  "all padding": np.full(SIZE, LARGEST),
   "a range": np.arange(SIZE),
   "multiples of 2^20": np.arange(SIZE) << 20,
   "powers of two": 1 << (np.arange(SIZE) % 31),
-  "the largest": 2**31 - 2 - np.arange(SIZE),
+  "the largest": LARGEST - 1 - np.arange(SIZE),
+  "made to collide": ids_made_to_collide(),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_ids(way, name):
-  check(way, ADVERSARIAL[name], 2**31 - 1)
+def test_distinct_ids(way):
+  distinct = jax.jit(WAYS[way], static_argnums=1)
+
+  def check(name, ids, fill):
+    place, rows, number = map(np.asarray, distinct(ids.astype(np.int32), fill))
+    wanted, used = np.unique(ids[ids != fill]), ids != fill
+    assert number == len(wanted), name
+    np.testing.assert_array_equal(np.sort(rows[:number]), wanted, name)
+    assert (rows[number:] == fill).all(), name
+    np.testing.assert_array_equal(rows[place[used]], ids[used], name)
+    assert (place[~used] == len(ids)).all(), name
+
+  draw = np.random.default_rng(0)
+  for trial in range(20):
+    check(f"drawn {trial}", draw.integers(0, LARGEST, SIZE), LARGEST)
+    check(f"many duplicates {trial}", draw.integers(0, 10, SIZE), 9)
+  for name, ids in ADVERSARIAL.items():
+    check(name, ids, LARGEST)
+  for length in (1, 65):
+    check(f"of length {length}", np.arange(length)[::-1] * 3, LARGEST)
 
 
-def test_ids_made_to_collide():
-  """Ids that share their cell in the first round are told apart in the next ones."""
-  n, bits = SIZE, (4 * SIZE - 1).bit_length()
-  every = np.arange(1 << 18, dtype=np.uint32)
-  cells = (every * np.uint32(0x9E3779B1)) >> np.uint32(32 - bits)
-  same = every[cells == cells[5]][:n].astype(np.int32)
-  assert len(same) == n
-  check("hash", same, 2**31 - 1)
+# --- from activations to rows ---------------------------------------------------------------------
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("n", [1, 65, 5000])
-def test_any_length(n):
-  for way in WAYS:
-    check(way, np.arange(n) % 7, 7)
-    check(way, np.arange(n)[::-1] * 3, 2**31 - 1)
+def test_gains_of_every_form_of_bags():
+  """One gain for each id, for each bag, of ragged bags, or none."""
+  g = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+  padded, of_ids, of_bags = (
+    jnp.array([[4, 4], [0, 9], [1, 2]]),
+    jnp.array([[1.0, 3.0], [0.5, 7.0], [2.0, 4.0]]),
+    jnp.array([[2.0], [3.0], [4.0]]),
+  )
+  segments, gains = jnp.array([0, 0, 1, 3, 1]), jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])
+  ragged = lambda gains: Bags(jnp.array([4, 4, 0, 1, 2]), gains, segments, (3,))
+  each = lambda *factors: [[f, 2.0 * f] for f in factors]
+  cases = {  # bags; the ids in order, 5 for padding, and their gradients
+    "none": (Bags(padded), [4, 4, 0, 5, 1, 2], each(1, 1, 10, 0, 100, 100)),
+    "ids": (Bags(padded, of_ids), [4, 4, 0, 5, 1, 2], each(1, 3, 5, 0, 200, 400)),
+    "bags": (Bags(padded, of_bags), [4, 4, 0, 5, 1, 2], each(2, 2, 30, 0, 400, 400)),
+    "ragged": (ragged(gains), [4, 4, 0, 1, 2], each(1, 2, 30, 0, 50)),
+    "ragged, none": (ragged(None), [4, 4, 0, 1, 2], each(1, 1, 10, 0, 10)),
+  }
+
+  @jax.jit
+  def rows(g, bags):
+    parts = {name: [grads_lib.from_activations(g, of)] for name, of in bags.items()}
+    return {name: grads_lib.expand_rows(part, 5) for name, part in parts.items()}
+
+  found = rows(g, {name: bags for name, (bags, _, _) in cases.items()})
+  for name, (_, ids, gradients) in cases.items():
+    assert found[name][0].tolist() == ids, name
+    assert found[name][1].tolist() == gradients, name
 
 
-@pytest.mark.ci
+def test_scaled_gradients():
+  bags = Bags(np.zeros((2, 1), np.int32))
+  grads = [
+    ActivationGrads((jnp.full((2, 3), 3, jnp.bfloat16),), LookupRecord((bags,), ("t",))),
+    DistinctRows(jnp.array([4]), jnp.full((1, 3), 5.0)),
+  ]
+  activations, rows = jax.jit(update.scaled)(grads, 0.5)
+  assert (activations.grads[0].dtype, rows.ids.tolist()) == (jnp.float32, [4])
+  np.testing.assert_array_equal(activations.grads[0], np.full((2, 3), 1.5))
+  np.testing.assert_array_equal(rows.values, np.full((1, 3), 2.5))
+
+
+def test_table_rows_are_of_one_table():
+  """Of a stack of two, and back: ids of the other table are no row of this one."""
+  stack = StackSpec("s", ("a", "b"), Layout((5, 3)), 2, np.dtype(np.float32), embed.sgd(0.1))
+  bags = lambda *ids: Bags(np.array(ids, np.int32)[:, None])
+  record = LookupRecord((bags(4, 1, 4), bags(2, 9)), ("a", "b"))
+  g = lambda *rows: np.array(rows, np.float32)[:, None] * np.ones(2, np.float32)
+
+  @jax.jit
+  def both(grads):
+    calls, tables = [ActivationGrads(grads, record)], {}
+    summed = [update.sum_rows(stack, calls)]
+    for name in "ab":
+      alone, together = (
+        update.table_rows(stack, calls, name),
+        update.table_rows(stack, summed, name),
+      )
+      tables[name] = alone, together, update.from_table_rows(stack, *together, name)
+    return tables
+
+  wanted = {"a": ({1: 2.0, 4: 5.0}, {1: 2.0, 4: 5.0}), "b": ({2: 7.0}, {5 + 2: 7.0})}
+  sizes = {"a": 5, "b": 3}
+  for name, (alone, together, back) in both((g(1.0, 2.0, 4.0), g(7.0, 8.0))).items():
+    of_table, of_stack = wanted[name]
+    for ids, values in (alone, together):
+      of = {i: v for i, v in zip(ids.tolist(), values[:, 0].tolist(), strict=True) if v}
+      assert of == of_table, name
+      assert set(ids.tolist()) - set(of) <= {sizes[name]}, name
+    pairs = zip(back.ids.tolist(), back.values[:, 0].tolist(), strict=True)
+    assert {i: v for i, v in pairs if v} == of_stack, name
+
+
+# --- sums and steps, in chunks --------------------------------------------------------------------
+
+
 def test_spans_and_chunks_cover_every_row(monkeypatch):
   """More distinct rows than fit a span, and chunks that do not divide it."""
   monkeypatch.setattr(update, "SPAN", 10)
-  monkeypatch.setattr(grads_lib, "CACHED", 3 * 2)
+  monkeypatch.setattr(grads_lib, "CACHED", 4 * 2)  # rows of a chunk, numbers of a row
   rng = np.random.default_rng(0)
   v, d = 200, 2
-  ids = rng.permutation(v)[:90].reshape(30, 3).astype(np.int32)
-  ids[5:9, 1] = v  # padding
-  ids[:, 2] = ids[::-1, 0]  # duplicates
   grads = rng.normal(size=(30, d)).astype(np.float32)
   table = rng.normal(size=(v, d)).astype(np.float32)
-  part = GradRows(jnp.asarray(grads), jnp.asarray(ids))
   row_step = lambda at, g, x: {"parameters": x["parameters"] - g, "n": x["n"] + 1}
-  arrays = {"parameters": jnp.asarray(table), "n": jnp.zeros(v)}
-  stepped = update.step_summed(arrays, jnp.asarray(ids.reshape(-1)), [part], row_step)
-  new = np.asarray(stepped["parameters"])
-  wanted, touched = table.copy(), np.zeros(v)
-  for row, g in zip(ids, grads, strict=True):
-    for i in row[row < v]:
-      wanted[i] -= g
-      touched[i] = 1
-  np.testing.assert_allclose(new, wanted, atol=1e-5)
-  np.testing.assert_array_equal(stepped["n"], touched)
-  np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
+  step = jax.jit(
+    lambda arrays, part: update.step_summed(arrays, part.ids.reshape(-1), [part], row_step)
+  )
+  distinct = rng.permutation(np.arange(1, v))[:90].reshape(30, 3).astype(np.int32)
+  some = distinct.copy()
+  some[5:9, 1] = v  # padding
+  some[:, 2] = some[::-1, 0]  # duplicates
+  for ids in (some, distinct):
+    stepped = step({"parameters": table, "n": np.zeros(v, np.float32)}, GradRows(grads, ids))
+    new = np.asarray(stepped["parameters"])
+    wanted, touched = table.copy(), np.zeros(v)
+    for row, g in zip(ids, grads, strict=True):
+      for i in row[row < v]:
+        wanted[i] -= g
+        touched[i] = 1
+    np.testing.assert_allclose(new, wanted, atol=1e-5)
+    np.testing.assert_array_equal(stepped["n"], touched)
+    np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
 
 
-@pytest.mark.ci
 def test_both_formulations_step_alike():
-  """What runs on an accelerator, run here, is what runs on CPU."""
+  """What runs on an accelerator, run here, and what runs on CPU."""
   rng = np.random.default_rng(1)
   v, d = 50, 4
-  ids = jnp.asarray(rng.integers(0, v + 1, (20, 5)), jnp.int32)
-  grads, gains = rng.normal(size=(20, d)), rng.normal(size=(20, 5))
-  part = grads_lib.from_activations(
-    jnp.asarray(grads, jnp.float32), Bags(ids, jnp.asarray(gains, jnp.float32))
-  )
+  ids = rng.integers(0, v + 1, (20, 5)).astype(np.int32)
+  gains, grads = (rng.normal(size=(20, n)).astype(np.float32) for n in (5, d))
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
-  scalars = update.StepScalars.at(stack, 0)
-  arrays = {
-    "parameters": jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
-    "momenta": jnp.zeros((v, d)),
-    "velocities": jnp.zeros((v, d)),
-  }
-  on_cpu = update.step_table(stack, scalars, arrays, [part])
-  step = functools.partial(update.step_stored, stack, scalars)
-  position, unique, _ = grads_lib.distinct_by_sort(grads_lib.flat_ids([part], v), v)
-  sums = grads_lib.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-  at_once = update.step_in_chunks(stack, step, arrays, unique, sums)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
+  before = reference.initial_variables("adam", rng.normal(size=(v, d)))
+
+  @jax.jit
+  def steps(arrays, part):
+    scalars = update.StepScalars.at(stack, 0)
+    row_step = functools.partial(update.step_stored, stack, scalars)
+    position, unique, _ = grads_lib.distinct_by_sort(grads_lib.flat_ids([part], v), v)
+    sums = grads_lib.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
+    at_once = update.step_in_chunks(stack, row_step, arrays, unique, sums)
+    return update.step_table(stack, scalars, arrays, [part]), at_once
+
+  arrays = {name: x.astype(np.float32) for name, x in before.items()}
+  each = (gains[..., None] * grads[:, None]).reshape(-1, d)
+  wanted = reference.apply_rows("adam", before, np.where(ids < v, ids, -1).reshape(-1), each, 0.1)
+  for found in steps(arrays, GradRows(grads, ids, gains)):
+    for name, x in wanted.items():
+      np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_which_steps_are_added_without_reading_a_row():
+  """A linear step that nothing else enters, of rows that an addition does not round."""
+  table = np.zeros((3, 2), np.float32)
+  assert update._is_plain_sum(embed.sgd(0.1, gradient_multiplier=0.5), table)
+  assert not update._is_plain_sum(embed.sgd(0.1), table.astype(jnp.bfloat16))
+  assert not update._is_plain_sum(embed.adagrad(0.1), table)
+  for settings in (
+    {"clipvalue": 1.0},
+    {"weight_decay_factor": 0.5},
+    {"clip_weight_min": -1.0},
+    {"clip_weight_max": 1.0},
+  ):
+    assert not update._is_plain_sum(embed.sgd(0.1, **settings), table), settings
 
 
 def in_chunks_of(size, monkeypatch):
@@ -141,26 +220,25 @@ def in_chunks_of(size, monkeypatch):
   monkeypatch.setattr(grads_lib, "_SMALLEST", size)
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 200])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("count", "weighted"), [(63, False), (65, True), (200, True)])
 def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monkeypatch):
   rng, v, d = np.random.default_rng(0), 30, 4
   numbers = lambda *shape: rng.integers(-8, 9, shape).astype(np.float32)  # sums are exact
   gains = numbers(count, 3) if weighted else None
-  part = GradRows(numbers(count, d), rng.integers(-1, v + 2, (count, 3)).astype(np.int32), gains)
-  part = part._replace(ids=np.where(part.ids < 0, v, part.ids))
-  to = numbers(v, d)
-  at_once = grads_lib.add_in_chunks(jnp.asarray(to), [part, part])
+  part = GradRows(numbers(count, d), rng.integers(0, v + 2, (count, 3)).astype(np.int32), gains)
+  to, add = numbers(v, d), lambda to, part: grads_lib.add_in_chunks(to, [part, part])
+  at_once = jax.jit(add)(to, part)
   in_chunks_of(64, monkeypatch)
-  np.testing.assert_array_equal(grads_lib.add_in_chunks(jnp.asarray(to), [part, part]), at_once)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
   np.add.at(expected, part.ids.reshape(-1)[kept], 2 * each[kept])
   np.testing.assert_array_equal(at_once, expected)
+  in_chunks = jax.jit(lambda *args: add(*args))(to, part)
+  np.testing.assert_array_equal(in_chunks, expected)
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 200])
+@pytest.mark.parametrize("count", [65, 200])
 def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   """Also those of the last chunk, which begins within the one before it."""
   rng, v, d = np.random.default_rng(0), 300, 4
@@ -183,13 +261,9 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  ("number", "error"),
-  slow_unless([(100_000, 2e-4), (1_000_000, 1e-2)], lambda number, _: number < 1_000_000),
-)
-def test_what_many_occurrences_of_a_row_sum_to(number, error):
+def test_what_many_occurrences_of_a_row_sum_to():
   """What is written at `embed.RowGrads` of sums in float32."""
-  ids, grads = jnp.zeros((number, 1), jnp.int32), jnp.full((number, 1), 0.1)
-  summed = grads_lib.sum_per_row([GradRows(grads, ids)], 2)
+  ids, grads = np.zeros((100_000, 1), np.int32), np.full((100_000, 1), 0.1, np.float32)
+  summed = jax.jit(lambda part: grads_lib.sum_per_row([part], 2))(GradRows(grads, ids))
   assert summed.ids[0] == 0
-  np.testing.assert_allclose(summed.values[0, 0], number * np.float32(0.1), rtol=error)
+  np.testing.assert_allclose(summed.values[0, 0], 100_000 * np.float32(0.1), rtol=2e-4)

@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import ways
 from flax import nnx
-from suites import slow_unless
 
 import embed
 
@@ -37,10 +35,11 @@ def run_alone(script, folder):
 
 def small(combiner="sum", vocabulary_size=4, dim=1, **feature):
   """A layer with one table, whose row i is 10 ** i."""
-  table = embed.TableConfig(vocabulary_size, dim, combiner=combiner, name="t")
-  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table, **feature)}, rngs=nnx.Rngs(0))
-  layer.load_tables({"t": 10.0 ** np.arange(vocabulary_size)[:, None] * np.ones(dim)})
-  return layer
+  powers = lambda key, shape, dtype: (10.0 ** np.arange(shape[0])[:, None] * np.ones(dim)).astype(
+    dtype
+  )
+  table = embed.TableConfig(vocabulary_size, dim, powers, None, combiner, "t")
+  return embed.SparseEmbed({"f": embed.FeatureConfig(table, **feature)}, rngs=nnx.Rngs(0))
 
 
 def call(model, *args):
@@ -50,12 +49,16 @@ def call(model, *args):
 # ------------------------------------------------------------------------------ by hand
 
 
-def test_numbers():
+@pytest.mark.parametrize("way", ["rows", "lines", *ways.ci("kernels")], indirect=True)
+def test_numbers(way):
+  """Of ids that are rows and of others, and of arrays that are trained later."""
   exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
   assert list(exported.arrays) == ["t"]
   assert exported.arrays["t"].tolist() == [[1], [10], [100], [1000]]
-  act = exported.program.call(exported.arrays, {"f": np.array([[0, 3]])})
-  assert act["f"].tolist() == [[1001]]
+  serve = lambda arrays, ids: exported.program.call(arrays, {"f": np.array([ids])})["f"].tolist()
+  assert serve(exported.arrays, [0, 3]) == [[1001]]
+  assert serve(exported.arrays, [9, -9]) == [[0]]
+  assert serve({"t": 2 * exported.arrays["t"]}, [1, 1]) == [[40]]
 
 
 def test_any_batch():
@@ -63,11 +66,12 @@ def test_any_batch():
   exported = embed.export(call, layer, {"f": embed.Padded([[1, 2]])}, any_batch=True)
   for batch in (1, 3):
     act = exported.program.call(exported.arrays, {"f": np.full((batch, 2), 2)})["f"]
-    assert act[..., 0].tolist() == [[100, 100, 0]] * batch
+    assert np.asarray(act)[..., 0].tolist() == [[100, 100, 0]] * batch
   with pytest.raises(ValueError, match="shape"):
     exported.program.call(exported.arrays, {"f": np.full((1, 3), 2)})
 
 
+@pytest.mark.ci
 def test_any_batch_of_a_custom_combiner():
   last = lambda valency, vectors, weights: vectors[jnp.maximum(valency - 1, 0)]
   table = embed.TableConfig(5, 2, combiner=embed.CustomCombiner(last, 3), name="t")
@@ -79,11 +83,6 @@ def test_any_batch_of_a_custom_combiner():
   np.testing.assert_array_equal(found, exported.arrays["t"][[4, 2, 1]])
 
 
-def test_ids_out_of_range_are_dropped():
-  exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
-  assert exported.program.call(exported.arrays, {"f": np.array([[9, -9]])})["f"].tolist() == [[0]]
-
-
 @pytest.mark.parametrize("max_valency", [None, 2])
 def test_ragged(max_valency):
   """Any batch, the values being a buffer; or any number of values as well."""
@@ -93,6 +92,9 @@ def test_ragged(max_valency):
   plain = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 0, 2, 2, 2])}
   act = exported.program.call(exported.arrays, {"f": plain})["f"]
   assert act.tolist() == [[0], [55], [0], [0]]
+  longer = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 3, 3, 3, 3])}
+  act = exported.program.call(exported.arrays, {"f": longer})["f"]
+  assert np.asarray(act)[:1].tolist() == [[55 if max_valency else 37]]
 
   batch, number = jax.export.symbolic_shape("batch, number")
   struct = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -135,13 +137,6 @@ def test_structures_are_plain():
   exported.program.serialize()  # JAX refuses structures that it could not read back
 
 
-def test_rows_trained_later_go_with_the_program_of_before():
-  layer = small()
-  exported = embed.export(call, layer, {"f": np.array([1])})
-  act = exported.program.call({"t": 2 * exported.arrays["t"]}, {"f": np.array([1])})
-  assert act["f"].tolist() == [[20]]
-
-
 def test_lookups_in_plain_arrays():
   config = {"f": embed.FeatureConfig(embed.TableConfig(4, 1, combiner="sum", name="t"))}
   lookup = lambda tables, inputs: embed.serving_lookup(inputs, None, tables, config)
@@ -154,10 +149,14 @@ def test_lookups_in_plain_arrays():
 # ------------------------------------------------------------------------ what is in it
 
 
+zeros = jax.nn.initializers.zeros
+
+
 class Towers(nnx.Module):
   def __init__(self):
     rngs = nnx.Rngs(0)
-    user, item = embed.TableConfig(8, 4, name="user"), embed.TableConfig(8, 4, name="item")
+    user, item = (embed.TableConfig(8, 4, zeros, name=name) for name in ("user", "item"))
+
     self.query = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, embed.adam(), rngs=rngs)
     self.items = embed.SparseEmbed({"item": embed.FeatureConfig(item)}, embed.adam(), rngs=rngs)
     self.head = nnx.Linear(4, 4, rngs=rngs)
@@ -171,9 +170,10 @@ class Towers(nnx.Module):
 
 
 def test_only_what_is_read_is_there():
+  """And the model is left as it was, with its slots."""
   model = Towers()
   model.eval()
-  ids = np.array([1, 2])
+  ids, before = np.array([1, 2]), jax.tree.leaves(nnx.state(model))
   one = embed.export(Towers.user, model, {"user": ids})
   assert sorted(one.arrays) == ["head/bias", "head/kernel", "query/user"]
   both = embed.export(Towers.__call__, model, {"user": ids, "item": ids})
@@ -182,6 +182,8 @@ def test_only_what_is_read_is_there():
   assert list(scores.arrays) == ["items/item"]
   tied = embed.export(lambda m, q: q @ m.items.tables["item"].T, model, np.ones((2, 4), np.float32))
   assert list(tied.arrays) == ["items/item"]
+  assert list(model.query.variables["user"]) == ["parameters", "momenta", "velocities"]
+  assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
 def test_the_program_does_not_grow_with_the_tables():
@@ -193,20 +195,21 @@ def test_the_program_does_not_grow_with_the_tables():
 
 def test_a_bfloat16_table_is_not_copied():
   """It is stored as uint16, and the gather reads it as such."""
-  table = embed.TableConfig(100_000, 8, name="t", dtype=jnp.bfloat16)
+  halves = lambda key, shape, dtype: np.full(shape, 0.5, dtype)
+  table = embed.TableConfig(100_000, 8, halves, name="t", dtype=jnp.bfloat16)
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
   exported = embed.export(call, layer, {"f": np.array([7])})
   assert exported.arrays["t"].dtype == np.uint16
   inputs = {"f": np.array([9])}
   act = exported.program.call(exported.arrays, inputs)["f"]
   assert act.dtype == jnp.bfloat16
-  np.testing.assert_array_equal(act, layer(inputs)["f"])
+  assert np.asarray(act).tolist() == [[0.5] * 8]
   compiled = jax.jit(exported.program.call).lower(exported.arrays, inputs).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 10_000
 
 
 def test_names_that_numpy_savez_would_refuse(tmp_path):
-  table = embed.TableConfig(2, 1, name="file")
+  table = embed.TableConfig(2, 1, zeros, name="file")
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
   exported = embed.export(call, layer, {"f": np.array([1])})
   exported.save(tmp_path / "a" / "b")
@@ -215,17 +218,14 @@ def test_names_that_numpy_savez_would_refuse(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  "sharding", slow_unless(["mod", "div", "column", "replicated"], "mod".__eq__)
-)
-def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
+def test_a_model_on_a_mesh_is_exported_as_on_one_device():
   """Five rows and three columns: nothing divides by eight."""
   table = embed.TableConfig(5, 3, name="t", optimizer=embed.adam())
   make = lambda **where: embed.SparseEmbed(
     {"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0), **where
   )
   mesh = jax.make_mesh((8,), ("data",))
-  one, spread = make(), make(mesh=mesh, sharding=sharding)
+  one, spread = make(), make(mesh=mesh)
   batch = {"f": embed.Padded([[1, 4, -1], [0, 2, 2]])}
   a, b = (embed.export(call, layer, batch, any_batch=True) for layer in (one, spread))
   np.testing.assert_array_equal(a.arrays["t"], b.arrays["t"])
@@ -233,17 +233,6 @@ def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
   assert a.program.mlir_module() == b.program.mlir_module()
 
 
-def test_the_model_is_left_as_it_was():
-  layer = embed.SparseEmbed(
-    {"f": embed.FeatureConfig(embed.TableConfig(4, 2, name="t"))}, embed.adam(), rngs=nnx.Rngs(0)
-  )
-  before = jax.tree.map(np.asarray, layer.variables)
-  embed.export(call, layer, {"f": np.array([1])})
-  assert list(layer.variables["t"]) == ["parameters", "momenta", "velocities"]
-  jax.tree.map(np.testing.assert_array_equal, before, layer.variables)
-
-
-@pytest.mark.ci
 def test_platforms():
   layer = small("mean")
   exported = embed.export(
@@ -279,101 +268,62 @@ def test_errors_say_what_to_write():
 
 
 class Ranker(nnx.Module):
-  """Bags, a sequence, a ragged and a weighted feature, one table of them in bfloat16."""
+  """A weighted and a ragged feature, one table of them in bfloat16, and a state beside."""
 
   def __init__(self, rngs):
     movie = embed.TableConfig(50, 8, name="movie", optimizer=embed.adam(0.1))
-    user = embed.TableConfig(9, 8, combiner="sqrtn", name="user", dtype=jnp.bfloat16)
-    self.embed = embed.SparseEmbed(
-      {
-        "watched": embed.FeatureConfig(movie),
-        "history": embed.FeatureConfig(movie, max_sequence_length=3),
-        "tags": embed.FeatureConfig(user),
-        "user": embed.FeatureConfig(user),
-      },
-      embed.adagrad(0.1),
-      rngs=rngs,
-    )
+    tag = embed.TableConfig(9, 8, combiner="sqrtn", name="tag", dtype=jnp.bfloat16)
+    features = {"watched": embed.FeatureConfig(movie), "tags": embed.FeatureConfig(tag)}
+    self.embed = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
     self.norm = nnx.BatchNorm(8, rngs=rngs)
-    self.head = nnx.Linear(8, 1, rngs=rngs)
-    self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
   def __call__(self, batch, weights):
     act = self.embed(batch, weights)
-    x = act["watched"] + act["history"].sum(1) + act["user"].astype(jnp.float32)
-    x = self.norm(x + act["tags"].astype(jnp.float32))
-    return {"score": self.head(self.dropout(jax.nn.relu(x)))[:, 0], "bags": act["watched"]}
+    return {"score": self.norm(act["watched"] + act["tags"].astype(jnp.float32))}
 
 
-def ranker_batch(batch, seed):
-  random = np.random.default_rng(seed)
-  ids = lambda *shape: random.integers(-1, 50, shape).astype(np.int32)
-  weights = random.uniform(0.5, 2, (batch, 4)).astype(np.float32)
-  tags = {"values": random.integers(0, 9, 12), "row_splits": np.arange(batch + 1) * (12 // batch)}
-  return (
-    {
-      "watched": ids(batch, 4),
-      "history": ids(batch, 5),
-      "tags": jax.tree.map(np.int32, tags),
-      "user": random.integers(0, 9, batch).astype(np.int32),
-    },
-    {"watched": weights},
-  )
+def ranker_batch(size):
+  draw = np.random.default_rng(size)
+  ids = draw.integers(-1, 50, (size, 4)).astype(np.int32)
+  weights = draw.uniform(0.5, 2, (size, 4)).astype(np.float32)
+  values, splits = draw.integers(0, 9, 12).astype(np.int32), np.arange(size + 1, dtype=np.int32)
+  return {"ids": ids, "weights": weights, "values": values, "row_splits": splits * (12 // size)}
 
 
-def as_given(batch, weights):
-  kinds = {
-    "watched": embed.Padded(batch["watched"]),
-    "history": embed.Padded(batch["history"]),
-    "tags": embed.Ragged(**batch["tags"]),
-  }
-  return batch | kinds, {"watched": embed.Padded(weights["watched"])}
+def as_given(ids, weights, values, row_splits):
+  batch = {"watched": embed.Padded(ids), "tags": embed.Ragged(values, row_splits)}
+  return batch, {"watched": embed.Padded(weights)}
 
 
 SERVE = """
-import pathlib, sys
+import pathlib
 import jax, numpy as np
 
 program = jax.export.deserialize(bytearray(pathlib.Path("program.bin").read_bytes()))
 arrays = dict(np.load("arrays.npz"))
 for size in (2, 4):
   given = dict(np.load(f"batch_{size}.npz"))
-  tags = {"values": given["tags_values"], "row_splits": given["tags_row_splits"]}
-  batch = {name: given[name] for name in ("watched", "history", "user")} | {"tags": tags}
-  out = program.call(arrays, batch, {"watched": given["weights"]})
+  tags = {name: given[name] for name in ("values", "row_splits")}
+  out = program.call(arrays, {"watched": given["ids"], "tags": tags}, {"watched": given["weights"]})
   np.savez(f"out_{size}.npz", **out)
-assert not [name for name in ("embed", "flax") if sys.modules[name]]
 """
 
 
 @pytest.mark.ci
 def test_a_fresh_process_gives_the_same_bits(tmp_path):
-  """A trained model, exported for batches of any size, against the model itself under jit."""
+  """A model, exported for batches of any size, against the model itself under jit."""
   model = Ranker(nnx.Rngs(0))
-  optimizer = embed.Optimizer(model, optax.adam(0.01))
-
-  @nnx.jit
-  def train_step(model, optimizer, batch, weights):
-    loss = lambda m, *inputs: jnp.mean(m(*inputs)["score"] ** 2)
-    optimizer.update(model, embed.value_and_grad(loss)(model, batch, weights)[1])
-
-  for step in range(2):
-    train_step(model, optimizer, *as_given(*ranker_batch(2, step)))
+  model.norm.mean[...] = jnp.arange(8.0)
   model.eval()
-  exported = embed.export(call, model, *as_given(*ranker_batch(2, 0)), any_batch=True)
+  exported = embed.export(call, model, *as_given(**ranker_batch(2)), any_batch=True)
   exported.save(tmp_path)
-  assert not [name for name in exported.arrays if "moment" in name or "accum" in name]
   for size in (2, 4):
-    batch, weights = ranker_batch(size, 10 + size)
-    flat = {"tags_" + k: v for k, v in batch.pop("tags").items()} | {"weights": weights["watched"]}
-    np.savez(tmp_path / f"batch_{size}.npz", **batch, **flat)
+    np.savez(tmp_path / f"batch_{size}.npz", **ranker_batch(size))
   run_alone(SERVE, tmp_path)
   for size in (2, 4):
-    wanted = nnx.jit(call)(model, *as_given(*ranker_batch(size, 10 + size)))
-    out = dict(np.load(tmp_path / f"out_{size}.npz"))
-    assert set(out) == set(wanted)
-    for name, value in wanted.items():
-      harness.assert_same_bits(out[name], value)
+    wanted = nnx.jit(call)(model, *as_given(**ranker_batch(size)))
+    with np.load(tmp_path / f"out_{size}.npz") as out:
+      np.testing.assert_array_equal(out["score"], wanted["score"])
 
 
 @pytest.mark.ci

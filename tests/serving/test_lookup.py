@@ -4,18 +4,15 @@ import contextlib
 import functools
 
 import conformance
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import recorded_calls
-from conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
+import ways
+from cases import each, refused
+from conformance import LOOKUPS, lookup_config, lookup_inputs
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
-from meshes import fractions, ids
-from suites import slow_unless
 
 import embed
 from embed.tools import check, reference
@@ -32,7 +29,8 @@ def serve(inputs, weights=None, combiner="sum", quantize=False, **feature):
   """One feature of a table whose row i is 10 ** i."""
   table = embed.TableConfig(4, 1, combiner=combiner, name="t")
   config = embed.FeatureConfig(table, name="clicks", **feature)
-  return embed.serving_lookup(inputs, weights, {"t": ROWS}, config, quantize=quantize)
+  lookup = functools.partial(embed.serving_lookup, quantize=quantize)
+  return np.asarray(jax.jit(lambda: lookup(inputs, weights, {"t": ROWS}, config))())
 
 
 def sparse(rows, shape=None, dtype=np.int32):
@@ -55,13 +53,11 @@ ragged_floats = functools.partial(ragged, dtype=np.float32)
 # ------------------------------------------------------------------------------ by hand
 
 
-@pytest.mark.parametrize(
-  ("shape", "wanted"), [((2,), (2, 1)), ((2, 1), (2, 1, 1)), ((2, 3), (2, 3, 1))]
-)
-def test_dense_arrays_keep_their_shape(shape, wanted):
-  act = serve(np.full(shape, 2))
-  assert act.shape == wanted
-  assert (act == 100).all()
+def test_dense_arrays_keep_their_shape():
+  for shape in ((2,), (2, 1), (2, 3)):
+    act = serve(np.full(shape, 2))
+    assert act.shape == (*shape, 1)
+    assert (act == 100).all()
 
 
 def test_combiners():
@@ -72,10 +68,10 @@ def test_combiners():
   np.testing.assert_allclose(serve(bags, weights, "sqrtn"), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-def test_validation_leaves_out_weights_that_are_not_positive(combiner):
+def test_validation_leaves_out_weights_that_are_not_positive():
   bags, weights = sparse([[0, 1], [2, 3]]), floats([[4.0, -4.0], [0.0, -1.0]])
-  assert serve(bags, weights, combiner).tolist() == [[1], [0]]
+  for combiner in ("mean", "sqrtn"):
+    assert serve(bags, weights, combiner).tolist() == [[1], [0]]
 
 
 def test_what_is_left_out_is_not_read():
@@ -83,7 +79,7 @@ def test_what_is_left_out_is_not_read():
   table = embed.TableConfig(4, 1, name="t")
   tables, config = {"t": np.where(ROWS == 1, np.nan, ROWS)}, embed.FeatureConfig(table)
   bags, weights = [[0, 1]], [[0.0, 2.0]]
-  lookup = lambda *inputs: embed.serving_lookup(*inputs, tables, config).tolist()
+  lookup = lambda *of: jax.jit(lambda: embed.serving_lookup(*of, tables, config))().tolist()
   assert lookup(sparse(bags), floats(weights)) == [[10]]
   assert np.isnan(lookup(ragged(bags), ragged_floats(weights)))
 
@@ -99,20 +95,20 @@ def test_other_inputs_keep_all_weights():
   assert serve(*padded, "mean").tolist() == [[14.5]]
 
 
-@pytest.mark.parametrize("validate", [True, False])
-def test_higher_ranks_are_always_pruned(validate):
+def test_higher_ranks_are_always_pruned():
   indices = [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
   bags = embed.Sparse(indices, [0, 1, 2], (1, 3, 2))
   weights = embed.Sparse(indices, [2.0, -1.0, -1.0], (1, 3, 2))
-  act = serve(bags, weights, "mean", validate_weights_and_indices=validate)
-  assert act.tolist() == [[[1], [0], [0]]]
+  for validate in (True, False):
+    act = serve(bags, weights, "mean", validate_weights_and_indices=validate)
+    assert act.tolist() == [[[1], [0], [0]]]
 
 
-@pytest.mark.parametrize("validate", [True, False])
-def test_negative_ids_are_padding_and_empty_bags_zeros(validate):
+def test_negative_ids_are_padding_and_empty_bags_zeros():
   bags = sparse([[1, -1], [], [-5]], (4, 2))
-  act = serve(bags, None, "mean", validate_weights_and_indices=validate)
-  assert act.tolist() == [[10], [0], [0], [0]]
+  for validate in (True, False):
+    act = serve(bags, None, "mean", validate_weights_and_indices=validate)
+    assert act.tolist() == [[10], [0], [0], [0]]
   assert serve(np.array([-1, 3])).tolist() == [[0], [1000]]
 
 
@@ -154,12 +150,14 @@ def test_quantization_is_on_request():
   table = embed.TableConfig(
     4, 1, combiner="sum", name="t", quantization_config=embed.QuantizationConfig(3, 0.0, 50.0)
   )
-  lookup = functools.partial(embed.serving_lookup, feature_config=embed.FeatureConfig(table))
-  bags = embed.Padded([[1, 3]])
-  assert lookup(bags, None, {"t": ROWS}).tolist() == [[1010]]
-  assert lookup(bags, None, {"t": ROWS}, quantize=True).tolist() == [[0 + 50]]
+  arguments = embed.Padded([[1, 3]]), None, {"t": ROWS}, embed.FeatureConfig(table)
+  lookup = lambda quantize: jax.jit(
+    lambda: embed.serving_lookup(*arguments, quantize=quantize)
+  )().tolist()
+  assert (lookup(False), lookup(True)) == ([[1010]], [[0 + 50]])
 
 
+@pytest.mark.ci
 def test_tables_on_a_mesh():
   """Eagerly they are brought to one device; under jit an Explicit mesh is refused by name."""
   table = embed.TableConfig(16, 2, name="t")
@@ -192,9 +190,10 @@ def test_tables_by_name_or_by_config():
 
 def test_the_tables_dtype():
   table = embed.TableConfig(4, 1, name="t", dtype=jnp.bfloat16)
-  rows = jnp.asarray(ROWS, jnp.bfloat16)
+  rows = ROWS.astype(jnp.bfloat16)
   bags, weights = embed.Padded([[0, 0, 0]]), embed.Padded([[256.0, 1.0, 1.0]])
-  act = embed.serving_lookup(bags, weights, {"t": rows}, embed.FeatureConfig(table))
+  feature = embed.FeatureConfig(table)
+  act = jax.jit(lambda: embed.serving_lookup(bags, weights, {"t": rows}, feature))()
   assert act.dtype == jnp.bfloat16
   assert act.tolist() == [[1]]  # 258 / 258: in bfloat16 256 + 1 would be 256
 
@@ -202,18 +201,14 @@ def test_the_tables_dtype():
 # ------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize(
-  "bags", [np.array([2**33]), embed.Padded([[2**33]]), ragged([[2**33]], np.int64), [4]]
-)
-def test_ids_out_of_range_raise_eagerly_and_are_dropped_under_jit(bags, validate):
-  config = {"validate_weights_and_indices": validate}
-  with pytest.raises(ValueError, match=r"'clicks': id (8589934592|4) at"):
-    serve(bags, **config)
-  closed = jax.jit(lambda: serve(bags, **config))  # ids are constants: still to be seen
+def test_ids_out_of_range_raise_eagerly_and_are_dropped_under_jit():
+  bags = [np.array([2**33]), embed.Padded([[2**33]]), ragged([[2**33]], np.int64), [4]]
+  feature = embed.FeatureConfig(embed.TableConfig(4, 1, name="t"), name="clicks")
+  lookup = lambda x: embed.serving_lookup(x, None, {"t": ROWS}, feature)
+  refused([(x, r"'clicks': id (8589934592|4) at") for x in bags], lookup)
   with pytest.raises(ValueError, match="'clicks': id"):
-    closed()
-  assert jax.jit(lambda x: serve(x, **config))(np.array([4, 1])).tolist() == [[0], [10]]
+    serve([4])  # ids are constants of a program: still to be seen
+  assert jax.jit(lookup)(np.array([4, 1])).tolist() == [[0], [10]]
 
 
 def test_errors_name_the_feature():
@@ -251,16 +246,18 @@ def test_errors_of_structure():
     lookup({"a": [1]}, t=ROWS.astype(np.int32))
 
 
-@pytest.mark.parametrize("call", recorded_calls.SERVE)
-def test_recorded_calls(call):
+def test_recorded_calls():
   """Those that the layer is held to as well, and where it differs from TensorFlow, so do we."""
 
   def serve(features, weights, config):
     return embed.serving_lookup(features, weights, {"t": np.zeros((4, 2), np.float32)}, config)
 
-  error = recorded_calls.CALLS[call]
-  with contextlib.nullcontext() if error is None else pytest.raises(error):
-    recorded_calls.run(call, serve)
+  def check(call):
+    error = recorded_calls.CALLS[call]
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+      jax.jit(lambda: recorded_calls.run(call, serve))()
+
+  each({call: (call,) for call in recorded_calls.SERVE}, check)
 
 
 # ---------------------------------------------------------------------- the recorded cases
@@ -284,10 +281,7 @@ def is_error(name):
   return any(isinstance(expected(LOOKUPS[name], f), dict) for f in LOOKUPS[name]["features"])
 
 
-VALID = [name for name in LOOKUPS if not is_error(name)]
-
-
-def served(names, jit):
+def served(names, transform=lambda lookup: lookup):
   """Cases as features of one lookup, each under its own prefix."""
   features, tables, inputs, weights = {}, {}, {}, {}
   for name in names:
@@ -295,67 +289,67 @@ def served(names, jit):
     x, w = lookup_inputs(LOOKUPS[name], f"{name}:")
     features, tables, inputs, weights = features | config, tables | rows, inputs | x, weights | w
   lookup = functools.partial(embed.serving_lookup, feature_config=features)
-  return (jax.jit(lookup) if jit else lookup)(inputs, weights, tables)
+  return transform(lookup)(inputs, weights, tables)
 
 
-@functools.cache
-def served_together(group, jit):
-  return served([name for name in VALID if lookup_group(name) == group], jit)
+@pytest.mark.parametrize("group", ["rules", pytest.param("grid", marks=pytest.mark.ci)])
+def test_recorded(group):
+  """Combiners of every kind of input are the grid; the rest are rules of serving's own."""
+  is_grid = group == "grid"
+  names = [name for name in LOOKUPS if name.startswith("grid/") == is_grid and not is_error(name)]
+  assert len(names) > 50
+  activations = jax.tree.map(np.asarray, served(names, jax.jit))
+
+  def check(name):
+    for feature in LOOKUPS[name]["features"]:
+      wanted, found = expected(LOOKUPS[name], feature), activations[f"{name}:{feature}"]
+      assert found.shape == wanted.shape
+      np.testing.assert_allclose(found, wanted, **LOOKUPS[name]["tol"])
+
+  each({name: (name,) for name in names}, check)
 
 
-@pytest.mark.parametrize("jit", slow_unless([False, True], bool), ids=["eager", "jit"])
-@pytest.mark.parametrize("name", VALID)
-def test_recorded(name, jit):
-  case = LOOKUPS[name]
-  activations = served_together(lookup_group(name), jit)
-  for feature in case["features"]:
-    wanted, actual = expected(case, feature), activations[f"{name}:{feature}"]
-    assert actual.shape == wanted.shape
-    np.testing.assert_allclose(actual, wanted, **case["tol"])
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", [name for name in LOOKUPS if is_error(name)])
-def test_recorded_errors(name, jit):
-  assert {expected(LOOKUPS[name], f)["error"] for f in LOOKUPS[name]["features"]} == {"ValueError"}
-  with pytest.raises(ValueError, match=f"Weight specified for '{name}:f'"):
-    served([name], jit)
-
-
-def test_the_recorded_cases_are_not_all_as_in_training():
-  def differs(case, name):
-    train, serve = conformance.expected(case, name), expected(case, name)
-    if isinstance(train, dict) or isinstance(serve, dict):
-      return isinstance(train, dict) != isinstance(serve, dict)
-    return train.shape != serve.shape or not np.allclose(train, serve)
-
-  different = {n.split("/")[0] for n, c in LOOKUPS.items() for f in c["features"] if differs(c, f)}
-  assert different >= {"grid", "dense", "ragged_output_shape"}
+def test_recorded_errors():
+  wrong = [name for name in LOOKUPS if is_error(name)]
+  for name in wrong:
+    assert {expected(LOOKUPS[name], f)["error"] for f in LOOKUPS[name]["features"]} == {
+      "ValueError"
+    }
+  cases = [(name, f"Weight specified for '{name}:f'") for name in wrong]
+  refused(cases, lambda name: served([name]))
 
 
 # ------------------------------------------------------------------------- beside training
 
 
-@functools.cache
-def trained(combiner, length):
-  table = embed.TableConfig(6, 2, combiner=combiner, name="t")
-  config = {"f": embed.FeatureConfig(table, max_sequence_length=length)}
-  return embed.SparseEmbed(config, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.ci
-@given(
-  st.sampled_from(["padded", "ragged", "sparse"]),
-  st.sampled_from(["sum", "mean", "sqrtn"]),
-  st.sampled_from([0, 2]),
-  ids((3, 3), 6),
-  fractions((3, 3), 1, 8, 4),
-  st.booleans(),
-)
-def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, weighted):
-  """Where no rule of serving's own applies: bags and sequences, weights that are positive."""
-  layer = trained(combiner, length)
-  recorded = reference.as_kind(kind, values, weights if weighted and not length else None)
-  x, w = check.as_given(recorded)
-  served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
-  harness.assert_same_bits(served, layer({"f": x}, {"f": w})["f"])
+@pytest.mark.programs(20, "a whole layer, beside the lookups of this file")
+@pytest.mark.parametrize("way", ["rows", *ways.ci("lines", "kernels")], indirect=True)
+def test_equals_training_bit_for_bit(way):
+  """Where no rule of serving's own applies; where rows are stored otherwise, but for rounding."""
+  draw = np.random.default_rng(0)
+  rows = draw.normal(size=(6, 2)).astype(np.float32)
+  initializer = lambda key, shape, dtype: rows.astype(dtype)
+  bags = {"padded": "sum", "ragged": "mean", "sparse": "sqrtn"}
+  tables = {
+    kind: embed.TableConfig(6, 2, initializer, embed.sgd(), combiner, kind)
+    for kind, combiner in bags.items()
+  }
+  features = {kind: embed.FeatureConfig(table) for kind, table in tables.items()}
+  features |= {
+    f"sequence of {kind}": embed.FeatureConfig(table, max_sequence_length=2)
+    for kind, table in tables.items()
+  }
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  look_up = nnx.jit(lambda layer, x, w: layer(x, w))
+  serve = jax.jit(lambda x, w, t: embed.serving_lookup(x, w, t, features))
+  for _ in range(4):
+    inputs, weights = {}, {}
+    for name in features:
+      values = draw.integers(-1, 6, (3, 3)).astype(np.int32)
+      w = None if name.startswith("sequence") else draw.integers(1, 9, (3, 3)) / np.float32(4)
+      inputs[name], weights[name] = check.as_given(reference.as_kind(name.split()[-1], values, w))
+    served = serve(inputs, weights, dict.fromkeys(tables, rows))
+    trained = look_up(layer, inputs, weights)
+    for name, act in trained.items():
+      tolerance = 0 if way == "rows" else 1e-6
+      np.testing.assert_allclose(served[name], act, tolerance, tolerance, err_msg=name)

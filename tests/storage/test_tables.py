@@ -1,6 +1,5 @@
 """Tables as users and checkpoints see them: rows in order, the same from any mesh to any other."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -12,19 +11,21 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from cases import each
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, assert_equal, make_mesh
-from suites import slow_unless
 
 import embed
+from embed.engine.mesh import Placement
+from embed.engine.stack import Layout
+from embed.storage.tables import choose_view
 from recipes import hosts
 
 PLACES = {
   "mod": {"mesh": {}, "sharding": "mod"},
   "div": {"mesh": {"kind": "explicit"}, "sharding": "div"},
   "column": {"mesh": {}, "sharding": "column"},
-  "replicated": {"mesh": {}, "sharding": "replicated"},
   "three": {"mesh": {"shape": (3,)}, "sharding": "mod"},
   "plane": {"mesh": {"shape": (2, 4), "names": ("a", "b")}, "axis": ("b", "a")},
 }
@@ -55,18 +56,21 @@ def different_initializers():
   return {name: embed.FeatureConfig(table) for name, table in tables.items()}, optimizer
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def initial_values():
+  """Those of plain rows on one device."""
   return fetched(harness.Model(*different_initializers()).embed.variables)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("place", slow_unless(PLACES, "mod".__eq__))
-def test_initial_values_do_not_depend_on_the_mesh(place):
+@pytest.mark.parametrize(
+  ("way", "place"), [("rows", "mod"), ("lines", "mod"), ("rows", "plane")], indirect=["way"]
+)
+def test_initial_values_do_not_depend_on_the_mesh(initial_values, way, place):
   """Rows and slots, bit for bit, drawn per row or as a whole."""
   model = harness.Model(*different_initializers(), **at(place))
   found = jax.jit(lambda model: model.embed.variables)(model)
-  assert_equal(fetched(found), initial_values())
+  assert_equal(fetched(found), initial_values)
 
 
 # --- reading and loading -------------------------------------------------------------------------
@@ -79,23 +83,13 @@ def numbered_features():
   """The tables of one width share an array; a slot of one value per element and one per row."""
   slots = {"m": 0.0, "n": embed.Slot(per_row=True)}
   optimizer = embed.custom_optimizer(lambda g, w, s, lr: (w, s), slots)
-  tables = [embed.TableConfig(*shape, name=name) for name, shape in SIZES.items()]
+  zeros = jax.nn.initializers.zeros
+  tables = [embed.TableConfig(*shape, zeros, name=name) for name, shape in SIZES.items()]
   return [embed.FeatureConfig(table) for table in tables], optimizer
 
 
 def numbered_model(**where):
   return harness.Model(*numbered_features(), **where)
-
-
-def two_axes_model():
-  """Rows over one axis of a mesh, columns over the other."""
-  features, optimizer = numbered_features()
-  mesh = make_mesh("auto", (2, 4), ("a", "b"))
-  ids = [np.zeros(8, np.int32)] * len(features)
-  plan = embed.plan(features, mesh, ids, optimizer)
-  for entry in map(plan.__getitem__, plan):
-    entry.strategy, entry.axis, entry.column_axis = "mod", "a", "b"
-  return harness.Model(None, plan=plan)
 
 
 def numbered():
@@ -114,14 +108,24 @@ load = nnx.jit(lambda model, variables: model.embed.load_variables(variables))
 read = jax.jit(lambda model: model.embed.variables)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("place", slow_unless(PLACES, ("column", "plane").__contains__))
-def test_tables_are_read_as_they_are_loaded(place):
+@pytest.mark.programs(60, "tables and slots are made in a place of their own")
+@pytest.mark.parametrize(
+  ("way", "place"),
+  [
+    ("rows", "mod"),
+    *[pytest.param("rows", place, marks=pytest.mark.ci) for place in PLACES if place != "mod"],
+    pytest.param("lines", "mod", marks=pytest.mark.ci),
+    pytest.param("sparse_cores", "mod", marks=pytest.mark.weekly),
+  ],
+  indirect=["way"],
+)
+def test_tables_are_read_as_they_are_loaded(way, place):
   model, wanted = numbered_model(**at(place)), numbered()
   load(model, wanted)
   assert_equal(fetched(read(model)), wanted)
-  order = {name: list(arrays) for name, arrays in numbered_model().embed.variables.items()}
-  assert {name: list(arrays) for name, arrays in model.embed.variables.items()} == order
+  assert [list(arrays) for arrays in model.embed.variables.values()] == [
+    ["parameters", "m", "n"]
+  ] * len(wanted)
 
 
 @pytest.mark.ci
@@ -148,8 +152,13 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.ci
+@pytest.mark.parametrize(
+  ("entry", "dtype"),
+  [
+    ("from_tree", jnp.bfloat16), ("load_tables", jnp.bfloat16), ("load_variables", jnp.float32)
+  ],
+)  # fmt: skip
 def test_loaded_arrays_are_where_those_before_were(entry, dtype):
   """Not where the array was that they are loaded from."""
   optimizer = embed.rowwise_adagrad(0.5)
@@ -168,31 +177,37 @@ def test_loaded_arrays_are_where_those_before_were(entry, dtype):
     assert target(np.array([5, 0])).tolist() == [[10, 11], [0, 1]]
 
 
-@pytest.mark.ci
 def test_a_view_is_split_where_it_can_be():
-  """By rows, else by columns, else not at all."""
-  mesh = make_mesh()
-  specs = {"even": P("data"), "odd": P(), "wide": P(None, "data"), "some": P()}
-  tables = numbered_model(mesh=mesh).embed.tables
-  for name, spec in specs.items():
-    assert tables[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), name
+  """By rows, else by columns, else not at all; slots of one value per row have no columns."""
+  by_rows = Placement(make_mesh(), ("data",), (), ("data",))
+  plane = Placement(make_mesh("auto", (4, 2), ("a", "b")), ("a",), ("b",), ("a", "b"))
+  cases = {  # rows, columns, ndim, placement; the axes of rows and columns
+    "even": (40, 3, 2, by_rows, P(("data",), None)),
+    "odd": (37, 3, 2, by_rows, P(None, None)),
+    "wide": (21, 16, 2, by_rows, P(None, ("data",))),
+    "some": (21, 12, 2, by_rows, P(None, None)),
+    "a slot": (40, 16, 1, by_rows, P(("data",))),
+    "an odd slot": (21, 16, 1, by_rows, P(None)),
+    "even, plane": (40, 16, 2, plane, P(("a",), ("b",))),
+    "wide, plane": (21, 16, 2, plane, P(None, ("b", "a"))),
+    "odd, plane": (37, 3, 2, plane, P(None, None)),
+  }
+
+  def check(rows, dim, ndim, placement, spec):
+    layout = Layout((rows,), placement.shards)
+    assert choose_view(layout, 0, dim, ndim, placement).spec == spec
+
+  each(cases, check)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  ("make", "parts"),
-  [
-    # 12 columns divide by 4, so that every second device has a copy; 3 by nothing.
-    (lambda: numbered_model(mesh=make_mesh()), {"odd": (37, 3), "wide": (21, 2), "some": (21, 3)}),
-    (two_axes_model, {"even": (20, 3), "wide": (21, 2), "some": (21, 3)}),
-  ],
-  ids=["mod", "two_axes"],
-)
-def test_a_tree_holds_as_few_copies_as_shapes_allow(make, parts):
-  """And `like` says where its arrays are."""
+def test_a_tree_holds_as_few_copies_as_shapes_allow():
+  """And `like` says where its arrays are; 12 columns are in four parts, each on two devices."""
+  make = lambda: numbered_model(mesh=make_mesh())
+  parts = {"odd": (37, 3), "wide": (21, 2), "some": (21, 3)}
   model, wanted = make(), numbered()
   model.embed.load_variables(wanted)
   tree = embed.checkpoint.to_tree(model=model)
@@ -202,35 +217,47 @@ def test_a_tree_holds_as_few_copies_as_shapes_allow(make, parts):
   for name, shape in parts.items():
     for key in ("parameters", "m"):
       assert tables[f"embed/{name}"][key].addressable_shards[0].data.shape == shape, name
-  jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim) or 1 / 0, tree, like)
+  same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), tree, like)
+  assert all(jax.tree.leaves(same))
   other = make()
   embed.checkpoint.from_tree(tree, model=other)
   assert_equal(fetched(other.embed.variables), wanted)
 
 
+@pytest.mark.ci
+def test_trees_go_from_strategy_to_strategy():
+  wanted = numbered()
+  source = numbered_model(mesh=make_mesh())
+  source.embed.load_variables(wanted)
+  tree = embed.checkpoint.to_tree(model=source)
+  four = {"mesh": make_mesh("explicit", (4,)), "sharding": "div"}
+  for where in (four, {}):
+    target = numbered_model(**where)
+    embed.checkpoint.from_tree(tree, model=target)
+    tree = embed.checkpoint.to_tree(model=target)
+    assert_equal(fetched(target.embed.variables), wanted)
+
+
 class Ranker(nnx.Module):
-  """Two tables in one array and one of its own; dense layers with a state beside."""
+  """Tables of two arrays, and dense layers with a state beside."""
 
   def __init__(self, seed, **where):
-    rngs = nnx.Rngs(seed)
-    adam = embed.adam(0.1)
-    movie = embed.TableConfig(37, 4, name="movie", optimizer=adam)
-    genre = embed.TableConfig(8, 4, name="genre", optimizer=adam)
-    user = embed.TableConfig(11, 4, name="user", optimizer=embed.rowwise_adagrad(0.1))
-    tables = {"m": movie, "g": genre, "u": user}
-    features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+    rngs, adagrad = nnx.Rngs(seed), embed.rowwise_adagrad(0.1)
+    movie = embed.TableConfig(37, 4, name="movie", optimizer=embed.adam(0.1))
+    user = embed.TableConfig(11, 4, name="user", optimizer=adagrad)
+    features = {"m": embed.FeatureConfig(movie), "u": embed.FeatureConfig(user)}
     self.embed = embed.SparseEmbed(features, rngs=rngs, **where)
     self.head = nnx.Linear(4, 4, rngs=rngs)
     self.norm = nnx.BatchNorm(4, rngs=rngs)
 
   def __call__(self, ids):
-    act = self.embed({"m": ids, "g": ids % 8, "u": ids % 11})
-    return jnp.mean((self.norm(self.head(act["m"] + act["g"])) * act["u"]) ** 2)
+    act = self.embed({"m": ids, "u": ids % 11})
+    return jnp.mean((self.norm(self.head(act["m"])) * act["u"]) ** 2)
 
 
 def run(devices, strategy="mod", seed=0, replicate=True):
-  mesh = make_mesh("auto", (devices,)) if devices > 1 else None
-  model = Ranker(seed, mesh=mesh, sharding=strategy if mesh else "mod")
+  mesh = make_mesh("auto", (devices,))
+  model = Ranker(seed, mesh=mesh, sharding=strategy)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
   if replicate:
     hosts.replicate(mesh, model, optimizer)
@@ -244,8 +271,10 @@ def train(model, optimizer, steps, start=0):
     optimizer.update(model, grads)
     return loss
 
-  ids = [np.arange(i, i + 12) * 5 % 37 for i in range(start, start + steps)]
-  return [float(step(model, optimizer, i)) for i in ids]
+  return [
+    float(step(model, optimizer, np.arange(i, i + 12) * 5 % 37))
+    for i in range(start, start + steps)
+  ]
 
 
 def tree_of(model, optimizer):
@@ -266,17 +295,10 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  ("devices", "strategy"),
-  slow_unless(
-    [(1, "none"), (4, "div"), (8, "column"), (4, "replicated"), (3, "mod")],
-    lambda *case: case == (4, "div"),
-  ),
-)
-def test_a_run_goes_on_elsewhere(saved, devices, strategy):
+def test_a_run_goes_on_elsewhere(saved):
   """From Orbax, on other devices, by another strategy: all bits come back, and losses go on."""
   manager, tree, losses = saved
-  model, optimizer = run(devices, strategy, seed=1)
+  model, optimizer = run(4, "div", seed=1)
   like = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree_of(model, optimizer))
   restored = manager.restore(2, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
   embed.checkpoint.from_tree(restored.state, model=model, optimizer=optimizer)
@@ -285,22 +307,10 @@ def test_a_run_goes_on_elsewhere(saved, devices, strategy):
 
 
 @pytest.mark.ci
-def test_trees_go_from_strategy_to_strategy(saved):
-  """Without Orbax, one after another."""
-  tree = saved[1]
-  for devices, strategy in ((8, "column"), (1, "none")):
-    target = run(devices, strategy, seed=1)
-    embed.checkpoint.from_tree(tree, model=target[0], optimizer=target[1])
-    tree = tree_of(*target)
-    assert_equal(fetched(tree), saved[1])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("source", [8, pytest.param(1, marks=pytest.mark.weekly)])
-def test_a_tree_from_other_devices(saved, source):
+def test_a_tree_from_other_devices(saved):
   """Committed to devices that are not those of the model, which has dense parameters on none."""
   _, tree, losses = saved
-  tree = jax.device_put(tree, jax.NamedSharding(make_mesh(shape=(source,)), P()))
+  tree = jax.device_put(tree, jax.NamedSharding(make_mesh(), P()))
   model, optimizer = run(4, seed=1, replicate=False)
   embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
   assert_close(train(model, optimizer, 1, start=2), losses[:1], scale=1e-5)

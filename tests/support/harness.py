@@ -8,9 +8,6 @@ import numpy as np
 from flax import nnx
 
 import embed
-from embed.engine import backends
-from embed.engine import stack as stack_lib
-from embed.kernels import cpu as cpu_kernels
 
 
 class Model(nnx.Module):
@@ -116,15 +113,3 @@ def without_ids(batch=8):
     if weights(x, settings) is not None
   }
   return plain | weighted
-
-
-def assert_same_bits(served, trained):
-  """What serving computes, always by XLA's operations on plain rows, against the model itself.
-
-  The bits are the same if the model computes so too. Compiled kernels and packed rows add up a bag
-  in another order, and agree to the rounding of float32.
-  """
-  if cpu_kernels.is_on() or backends.is_on(stack_lib.PACKING_SWITCH, default=False):
-    np.testing.assert_allclose(served, trained, rtol=1e-6, atol=1e-6)
-  else:
-    np.testing.assert_array_equal(served, trained)

@@ -1,5 +1,6 @@
 """Every optimizer and way to use it, for the tests that go through them all."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -89,4 +90,28 @@ EXTRA = {
     lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1}), {"n": embed.Slot(per_row=True)}
   ),
   "frozen": embed.frozen,
+}
+
+
+def _across_the_row(g, w, s, lr):
+  """Scales by the row's largest gradient; "n" counts a row's steps, "k" those of an element."""
+  scale = jnp.max(jnp.abs(g), axis=-1) + 1
+  moved = s["m"] + g / scale[..., None]
+  return w - lr * moved, {"n": s["n"] + scale, "m": moved, "k": s["k"] + 1}
+
+
+# All that how rows are stored and stepped can see of an optimizer.
+STEPS = {
+  "sum": embed.sgd(0.125),  # added to the rows, which are not read
+  "summed": embed.sgd(0.125, clipvalue=0.25, weight_decay_factor=0.125, gradient_multiplier=0.5),
+  "elements": embed.adagrad(0.125),  # a slot [V, D]
+  "row": embed.rowwise_adagrad(0.125, epsilon=0.25),  # a slot [V]
+  "fading": embed.rowwise_adagrad(0.125, half_life=4.0),  # uses the step
+  "both": embed.custom_optimizer(
+    _across_the_row,
+    {"n": embed.Slot(per_row=True), "m": 0.0, "k": embed.Slot(0, dtype=jnp.int32)},
+    0.125,
+  ),
+  "each": embed.adagrad(0.125, use_gradient_accumulation=False),
+  "every": embed.adam(0.125, epsilon=1e-3, lazy_adam=False),
 }

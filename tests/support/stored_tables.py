@@ -1,4 +1,4 @@
-"""Two small tables and their training, for tests of how tables are stored."""
+"""Two small tables, for tests of how tables are stored."""
 
 import dataclasses
 import itertools
@@ -6,21 +6,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import embed
-
-
-def two_tables():
-  """A table of two features, and one of its own: for tests of profiles."""
-  movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")
-  user = embed.TableConfig(9, 8, name="user")
-  return {
-    "watched": embed.FeatureConfig(movie),
-    "seen": embed.FeatureConfig(movie),
-    "user": embed.FeatureConfig(user),
-  }
 
 
 def fetched(tree):
@@ -29,13 +17,6 @@ def fetched(tree):
 
 def wave(x):
   return jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
-
-
-def train_step(layer, optimizer, ids):
-  loss_fn = lambda layer, ids: sum(map(wave, layer(ids).values()))
-  loss, grads = embed.value_and_grad(loss_fn)(layer, ids)
-  optimizer.update(layer, grads)
-  return loss, layer(ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +53,3 @@ class TwoTables:
     for name, (key, value) in itertools.product(plan, settings.items()):
       setattr(plan[name], key, value)
     return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
-
-  def train(self, layer, steps):
-    """Loss and activations of the last step, and all rows and slots after it."""
-    optimizer, step = embed.Optimizer(layer, optax.sgd(0.1)), nnx.jit(train_step)
-    for i in range(steps):
-      out = step(layer, optimizer, self.batch(i))
-    return fetched((out, layer.variables))

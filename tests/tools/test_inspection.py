@@ -1,7 +1,5 @@
 """What `python -m embed inspect` says of checkpoints and profiles."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,27 +45,20 @@ def run(tmp_path_factory):
   return folder
 
 
-TABLES = [
-  "table        rows  dim     dtype  bytes  slots                row norm  untouched",
-  "embed/movie     4    4   float32    192  momenta, velocities         2        50%",
-  "embed/user      3    2  bfloat16     12                          1.414",
-]
-
-
-def test_a_checkpoint(run, capsys):
+@pytest.mark.ci
+def test_a_checkpoint(run, monkeypatch, capsys):
+  """Of any folder of a run; shapes alone read nothing."""
   assert program.main(["inspect", str(run)]) == 0
-  path, _, *table, _, total = capsys.readouterr().out.splitlines()
+  path, _, header, movie, user, _, total = capsys.readouterr().out.splitlines()
   assert path == str(run / "checkpoints" / "12" / "state")
-  assert table == TABLES
+  assert header.split()[:4] == ["table", "rows", "dim", "dtype"]
+  assert movie.split() == [
+    "embed/movie", "4", "4", "float32", "192", "momenta,", "velocities", "2", "50%"
+  ]  # fmt: skip
+  assert user.split() == ["embed/user", "3", "2", "bfloat16", "12", "1.414"]
   assert total.startswith("tables: 2, 204 with their slots; other arrays: ")
-
-
-@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/12", "checkpoints/12/state"])
-def test_any_folder_of_a_run(run, part):
-  assert inspection.describe(run / part) == inspection.describe(run)
-
-
-def test_shapes_alone_read_nothing(run, monkeypatch, capsys):
+  for part in ("checkpoints", "checkpoints/12", "checkpoints/12/state"):
+    assert inspection.describe(run / part) == inspection.describe(run)
   monkeypatch.setattr(inspection, "statistics", None)
   assert program.main(["inspect", "--shapes", str(run / "checkpoints" / "1")]) == 0
   out = capsys.readouterr().out
@@ -83,32 +74,3 @@ def test_untouched_rows_have_the_commonest_slots():
   assert inspection.statistics({"parameters": rows, "a": accumulators, "n": counts})[1] == "50%"
   momenta = np.array([[0, 0], [0, 0], [0, 1], [2, 2]])  # a row whole, or not
   assert inspection.statistics({"parameters": rows, "m": momenta})[1] == "50%"
-
-
-def test_a_profile(tmp_path, capsys):
-  table = embed.TableConfig(10, 2, name="movie")
-  profile = embed.profile(embed.FeatureConfig(table), [embed.Padded([[3, 7], [3, -1]])])
-  profile.save(tmp_path / "sample.npz")
-  assert program.main(["inspect", str(tmp_path / "sample.npz")]) == 0
-  assert capsys.readouterr().out == f"{profile!r}\n"
-
-
-def test_what_is_neither(tmp_path, monkeypatch, run, capsys):
-  np.savez(tmp_path / "other.npz", x=np.ones(3))
-  (tmp_path / "text.npz").write_text("not an archive")
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "dense", {"w": np.ones(3)})
-  (tmp_path / "empty").mkdir()
-  for name, message in (
-    ("other.npz", "was not written by embed.Profile.save"),
-    ("text.npz", "was not written by embed.Profile.save"),
-    ("none.npz", "No such file"),
-    ("none", "holds no checkpoint: give a run's workdir"),
-    ("empty", "holds no checkpoint"),
-    ("dense", "has no tables: it was not written from embed.checkpoint.to_tree"),
-  ):
-    assert program.main(["inspect", str(tmp_path / name)]) == 1
-    assert message in capsys.readouterr().err
-  monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-  assert program.main(["inspect", str(run)]) == 1
-  assert "pip install -e '.[recipes]'" in capsys.readouterr().err

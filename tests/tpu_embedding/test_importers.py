@@ -5,6 +5,7 @@ tpu_embedding_v2_utils.py, of V1's tpu_embedding.py, and of its initializers).
 """
 
 import collections
+import functools
 import pickle
 
 import conformance
@@ -12,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import each, refused
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import embed
-from embed.engine.stack import Layout
 
 # ------------------------------------------------------------- what stands for TensorFlow
 
@@ -134,8 +133,8 @@ def test_features_and_tables():
   assert not features["pair"].table.validate_weights_and_indices
   others = (features["more"][1][0], features["pair"].table, features["pair"].other)
   assert all(f.table is table for f in others)
-  layer = embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0))
-  assert list(layer.tables) == ["table_0", "video"]
+  layer = nnx.eval_shape(lambda: embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0)))
+  assert list(layer.spec.tables) == ["table_0", "video"]
 
 
 def test_two_tables_of_equal_fields_stay_two():
@@ -215,15 +214,13 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize(
-  ("name", "attributes", "wanted"), OPTIMIZERS, ids=[o[0] for o in OPTIMIZERS]
-)
-def test_optimizers(name, attributes, wanted):
+def test_optimizers():
   """Every argument differs from its default, or is V1's."""
-  theirs = tf_optimizer(name, learning_rate=0.5, **attributes)
-  assert imported(optimizer=theirs).optimizer == wanted
   table = TFFeature(TFTable(4, 2, name="t"))
-  assert embed.from_tpu_embedding(table, theirs).optimizer == wanted
+  for name, attributes, wanted in OPTIMIZERS:
+    theirs = tf_optimizer(name, learning_rate=0.5, **attributes)
+    assert imported(optimizer=theirs).optimizer == wanted, name
+    assert embed.from_tpu_embedding(table, theirs).optimizer == wanted, name
 
 
 def test_arguments_of_all_optimizers():
@@ -281,42 +278,46 @@ def test_the_default_initializer_is_ours():
 
 
 def test_constants():
-  for theirs, value in [
-    (Object("Zeros"), 0),
-    (Object("Ones"), 1),
-    (Object("Constant", value=2.5), 2.5),
-  ]:
+  constant = Object("Constant", value=2.5)
+  for theirs, value in ((Object("Zeros"), 0), (Object("Ones"), 1), (constant, 2.5)):
     assert (draw(imported(theirs), 8) == value).all()
 
 
-@pytest.mark.parametrize(
-  ("theirs", "low", "high", "mean", "stddev"),
-  [
-    (Object("RandomUniform", minval=-1.0, maxval=3.0), -1, 3, 1, 4 / np.sqrt(12)),
-    (Object("RandomUniform", minval=0.0, maxval=None), 0, 1, 0.5, 1 / np.sqrt(12)),
-    (Object("RandomNormal", mean=2.0, stddev=0.5), -1, 5, 2, 0.5),
-    (Object("TruncatedNormal", mean=2.0, stddev=0.5), 1, 3, 2, 0.8796 * 0.5),
-    # fan_in 6 rows, fan_out 4 columns: variances 2/6, 1/5 (as uniform in ±sqrt(3/5)), 1/4.
-    (
-      Object("VarianceScaling", scale=2.0, mode="fan_in", distribution="untruncated_normal"),
-      -3, 3, 0, np.sqrt(2 / 6),
-    ),
-    (
-      Object("GlorotUniform", scale=1.0, mode="fan_avg", distribution="uniform"),
-      -np.sqrt(3 / 5), np.sqrt(3 / 5), 0, np.sqrt(1 / 5),
-    ),
-    (
-      Object("VarianceScaling", scale=1.0, mode="fan_out", distribution="truncated_normal"),
-      -1.14, 1.14, 0, 0.5,
-    ),
-  ],
-)  # fmt: skip
-def test_distributions(theirs, low, high, mean, stddev):
-  values = draw(imported(theirs))
-  assert low <= values.min()
-  assert values.max() <= high
-  np.testing.assert_allclose(values.mean(), mean, atol=0.03)
-  np.testing.assert_allclose(values.std(), stddev, rtol=0.03)
+DISTRIBUTIONS = [  # an initializer; the least, the largest, the mean and the deviation of its draws
+  (Object("RandomUniform", minval=-1.0, maxval=3.0), -1, 3, 1, 4 / np.sqrt(12)),
+  (Object("RandomUniform", minval=0.0, maxval=None), 0, 1, 0.5, 1 / np.sqrt(12)),
+  (Object("RandomNormal", mean=2.0, stddev=0.5), -1, 5, 2, 0.5),
+  (Object("TruncatedNormal", mean=2.0, stddev=0.5), 1, 3, 2, 0.8796 * 0.5),
+  # fan_in 6 rows, fan_out 4 columns: variances 2/6, 1/5 (as uniform in ±sqrt(3/5)), 1/4.
+  (
+    Object("VarianceScaling", scale=2.0, mode="fan_in", distribution="untruncated_normal"),
+    -3, 3, 0, np.sqrt(2 / 6),
+  ),
+  (
+    Object("GlorotUniform", scale=1.0, mode="fan_avg", distribution="uniform"),
+    -np.sqrt(3 / 5), np.sqrt(3 / 5), 0, np.sqrt(1 / 5),
+  ),
+  (
+    Object("VarianceScaling", scale=1.0, mode="fan_out", distribution="truncated_normal"),
+    -1.14, 1.14, 0, 0.5,
+  ),
+]  # fmt: skip
+
+
+def test_distributions():
+  tables = [imported(theirs) for theirs, *_ in DISTRIBUTIONS]
+  shape = (5000, tables[0].dim)
+  draws = jax.jit(lambda key: [table.initializer(key, shape, jnp.float32) for table in tables])
+
+  def check(values, low, high, mean, stddev):
+    assert low <= values.min()
+    assert values.max() <= high
+    np.testing.assert_allclose(values.mean(), mean, atol=0.03)
+    np.testing.assert_allclose(values.std(), stddev, rtol=0.03)
+
+  drawn = [np.asarray(x, np.float64) for x in draws(jax.random.key(0))]
+  pairs = enumerate(zip(drawn, DISTRIBUTIONS, strict=True))
+  each({str(i): (values, *numbers) for i, (values, (_, *numbers)) in pairs}, check)
 
 
 def test_imported_configs_go_to_input_workers():
@@ -335,9 +336,8 @@ def rate():
   return 0.1
 
 
-@pytest.mark.parametrize(
-  ("table", "says"),
-  [
+def test_what_has_no_counterpart():
+  cases = [
     (
       {"optimizer": tf_optimizer("CustomOptimizer")},
       "no counterpart of table 't', a CustomOptimizer: pass replace.*custom_optimizer",
@@ -355,11 +355,8 @@ def rate():
     ({"initializer": Object("Constant", value=[1, 2])}, "constant array.*load_tables"),
     ({"combiner": Object("CustomCombiner")}, "combiner of table 't'.*replace"),
     ({"dtype": np.int32}, "`dtype` must be float32"),
-  ],
-)
-def test_what_has_no_counterpart(table, says):
-  with pytest.raises(ValueError, match=says):
-    imported(**table)
+  ]
+  refused(cases, lambda table: imported(**table))
 
 
 def test_replacements():
@@ -385,13 +382,16 @@ def test_replacements():
 # ---------------------------------------------------------------------- tables and slots
 
 
+@functools.cache
 def a_layer(vocabulary_size=5, optimizer=None, name="a/b"):
+  """What is known of a layer without its arrays."""
   optimizer = embed.rowwise_adagrad() if optimizer is None else optimizer
   tables = [
     embed.TableConfig(vocabulary_size, 2, name=name, optimizer=optimizer),
     embed.TableConfig(3, 2, name="a", optimizer=embed.sgd()),
   ]
-  return embed.SparseEmbed([embed.FeatureConfig(t) for t in tables], rngs=nnx.Rngs(0))
+  features = [embed.FeatureConfig(t) for t in tables]
+  return nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
 
 
 def rows(*shape):
@@ -418,23 +418,18 @@ def test_whole_arrays():
     np.testing.assert_array_equal(found[table][key], wanted)
 
 
+@pytest.mark.programs(40, "the rows of each number of shards have shapes of their own")
 @pytest.mark.parametrize("strategy", ["div", "mod"])
-@pytest.mark.parametrize("case", range(4))
-def test_recorded_row_maps(case, strategy):
-  recorded = conformance.load("sharding")["div_mod"][case]
-  size, shards = recorded["vocabulary_size"], recorded["num_shards"]
-  layer, table = a_layer(size, embed.sgd()), rows(size, 2)
-  split = [table[ids] for ids in recorded[strategy]]
-  for parts, n in [(split, None), (np.concatenate(split), shards)]:
-    arrays = {
-      "a/b": parts,
-      "a": rows(3, 2) if n is None else np.concatenate(by_strategy(rows(3, 2), n, strategy)),
-    }
-    found = embed.import_variables(arrays, layer, partition_strategy=strategy, shards=n)
-    np.testing.assert_array_equal(found["a/b"]["parameters"], table)
-  placed = Layout((size,), shards, contiguous=strategy == "div")
-  at = [np.asarray(placed.own_ids(0, s)) for s in range(shards)]
-  assert [ids[ids < size].tolist() for ids in at] == recorded[strategy]
+def test_recorded_row_maps(strategy):
+  for recorded in conformance.load("sharding")["div_mod"]:
+    size, shards = recorded["vocabulary_size"], recorded["num_shards"]
+    layer, table = a_layer(size, embed.sgd()), rows(size, 2)
+    split = [table[ids] for ids in recorded[strategy]]
+    other = np.concatenate(by_strategy(rows(3, 2), shards, strategy))
+    for parts, of_a, n in ((split, rows(3, 2), None), (np.concatenate(split), other, shards)):
+      arrays = {"a/b": parts, "a": of_a}
+      found = embed.import_variables(arrays, layer, partition_strategy=strategy, shards=n)
+      np.testing.assert_array_equal(found["a/b"]["parameters"], table)
 
 
 def test_rows_of_padding_are_cut():
@@ -449,25 +444,26 @@ def test_rows_of_padding_are_cut():
   np.testing.assert_array_equal(found["a/b"]["parameters"], table)
 
 
-@pytest.mark.ci
-@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["div", "mod"]))
-def test_shards_come_back_in_order(size, shards, strategy):
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_shards_come_back_in_order(strategy):
   """Of tables and of slots of one value per row; no layer is made, only what it knows."""
-  layer = nnx.eval_shape(lambda: a_layer(size))
-  arrays = {
-    "a/b/parameters": by_strategy(rows(size, 2), shards, strategy),
-    "a/b/accumulators": tuple(by_strategy(rows(size), shards, strategy)),
-    "a": by_strategy(rows(3, 2), shards, strategy),
-  }
-  found = embed.import_variables(arrays, layer, partition_strategy=strategy)
-  joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
-  whole = embed.import_variables(joined, layer, partition_strategy=strategy, shards=shards)
-  for result in (found, whole):
-    np.testing.assert_array_equal(result["a/b"]["parameters"], rows(size, 2))
-    np.testing.assert_array_equal(result["a/b"]["accumulators"], rows(size))
-    np.testing.assert_array_equal(result["a"]["parameters"], rows(3, 2))
+  for size, shards in ((1, 1), (1, 9), (8, 4), (13, 5), (40, 9), (7, 8)):
+    layer = a_layer(size)
+    arrays = {
+      "a/b/parameters": by_strategy(rows(size, 2), shards, strategy),
+      "a/b/accumulators": tuple(by_strategy(rows(size), shards, strategy)),
+      "a": by_strategy(rows(3, 2), shards, strategy),
+    }
+    found = embed.import_variables(arrays, layer, partition_strategy=strategy)
+    joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
+    whole = embed.import_variables(joined, layer, partition_strategy=strategy, shards=shards)
+    for result in (found, whole):
+      np.testing.assert_array_equal(result["a/b"]["parameters"], rows(size, 2))
+      np.testing.assert_array_equal(result["a/b"]["accumulators"], rows(size))
+      np.testing.assert_array_equal(result["a"]["parameters"], rows(3, 2))
 
 
+@pytest.mark.ci
 def test_a_layer_on_a_mesh_takes_them():
   mesh = jax.make_mesh((8,), ("data",))
   table = embed.TableConfig(13, 3, name="t", optimizer=embed.adam())
@@ -490,9 +486,8 @@ def test_slots_that_are_not_wanted():
   assert list(frozen["a/b"]) == ["parameters"]
 
 
-@pytest.mark.parametrize(
-  ("change", "arguments", "says"),
-  [
+def test_arrays_that_do_not_fit():
+  cases = [
     ({"a/b": None}, {}, "'a/b/parameters' or 'a/b' is missing"),
     ({"a/b/accumulators": None}, {}, "'a/b/accumulators' is missing"),
     ({"a": rows(3, 2)}, {}, "'a/parameters' and 'a' are the same table"),
@@ -509,9 +504,11 @@ def test_slots_that_are_not_wanted():
     ({"a/b": [rows(3, 2), rows(3, 2)]}, {}, r"has shape \(3, 2\) on shard 1 of 2; with 'div'"),
     ({"a/b": []}, {}, "'a/b' has no shards"),
     ({}, {"partition_strategy": "Div"}, "Invalid partition_strategy 'Div': write 'div' or 'mod'"),
-  ],
-)
-def test_arrays_that_do_not_fit(change, arguments, says):
-  arrays = {name: value for name, value in (ARRAYS | change).items() if value is not None}
-  with pytest.raises(ValueError, match=says):
-    embed.import_variables(arrays, a_layer(), **arguments)
+  ]
+
+  def check(change, arguments, says):
+    arrays = {name: value for name, value in (ARRAYS | change).items() if value is not None}
+    with pytest.raises(ValueError, match=says):
+      embed.import_variables(arrays, a_layer(), **arguments)
+
+  each({case[2]: case for case in cases}, check)

@@ -11,6 +11,7 @@ import grain
 import numpy as np
 import pytest
 from absl import flags
+from cases import refused
 from flax import nnx
 from raw_features import xxh64
 
@@ -44,57 +45,40 @@ def test_weighted():
   assert short([["a", "b"]], [[1, 2]])[1].values.tolist() == [[1]]
 
 
-@pytest.mark.parametrize(
-  ("weights", "message"),
-  [
-    ([[1.0], [1.0]], "'score' must have a weight where there is a value"),
-    ([[1.0, 2.0, 3.0], []], "'score' must have a weight where there is a value"),
-    ([[1.0, np.nan], [1.0]], "'score' holds a weight of nan"),
-    ([[1.0, None], [1.0]], "'score' holds a weight of nan"),
-    ([[1.0, 1e300], [1.0]], "'score' holds a weight of inf"),
-    ([["1", "2"], ["3"]], "numbers must be integers or floats"),
-  ],
-)
-def test_weights_must_fit(weights, message):
-  with pytest.raises(ValueError, match=message):
-    Weighted(HashBucket(10), "score")([["a", "b"], ["c"]], weights)
+def test_weights_must_fit():
+  cases = [
+    ([[1.0], [1.0]], "'score'"),  # too few
+    ([[1.0, np.nan], [1.0]], "'score'.*nan"),
+    ([[1.0, None], [1.0]], "'score'.*nan"),
+    ([["1", "2"], ["3"]], "numbers"),
+  ]
+  weigh = Weighted(HashBucket(10), "score")
+  refused(cases, lambda weights: weigh([["a", "b"], ["c"]], weights))
 
 
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: Identity(0), "`num_buckets` must be an int in 1 .. 2147483646. Got 0"),
-    (lambda: HashBucket(2**31), "`num_buckets` must be an int in 1 .. 2147483646"),
-    (lambda: HashBucket(10, salt=-1), "`salt` must be an int in 0"),
-    (lambda: HashBucket(True), "`num_buckets` must be an int"),
-    (lambda: HashBucket(10.0), "`num_buckets` must be an int"),
-    (lambda: HashBucket(None), "`num_buckets` must be an int"),
-    (lambda: Identity(5, default_value=5), "`default_value` must be an int in -1 .. 4. Got 5"),
-    (lambda: Identity(5, max_valency=0), "`max_valency` must be an int in 1"),
-    (lambda: Vocabulary([]), "at least one token"),
-    (lambda: Vocabulary("genres.txt"), r"write Vocabulary.from_file\('genres.txt'\)"),
-    (lambda: Vocabulary(["a", "b", "a"]), "Token 'a' is repeated, at 0 and 2"),
-    (lambda: Vocabulary(["a", ""]), "Token 1 is padding"),
-    (lambda: Vocabulary([5, -1]), "Token 1 is padding"),
-    (lambda: Vocabulary(["a", 1]), "not strings mixed with integers"),
+def test_arguments():
+  cases = [
+    (lambda: Identity(0), "num_buckets.*0"),
+    (lambda: HashBucket(2**31), "num_buckets"),
+    (lambda: HashBucket(True), "num_buckets"),
+    (lambda: HashBucket(10, salt=-1), "salt"),
+    (lambda: Identity(5, default_value=5), "default_value.*5"),
+    (lambda: Identity(5, max_valency=0), "max_valency"),
+    (lambda: Vocabulary([]), "token"),
+    (lambda: Vocabulary("genres.txt"), "from_file"),
+    (lambda: Vocabulary(["a", "b", "a"]), "'a' is repeated, at 0 and 2"),
+    (lambda: Vocabulary(["a", ""]), "Token 1"),
+    (lambda: Vocabulary(["a", 1]), "strings.*integers"),
     (lambda: Vocabulary(["a"], num_oov_buckets=1, default_value=0), "not both"),
-    (lambda: Vocabulary(["a"], default_value=1), "`default_value` must be an int in -1 .. 0"),
-    (lambda: Vocabulary(["a"], num_oov_buckets=-1), "`num_oov_buckets` must be an int in 0"),
-    (lambda: Bucketized([]), "`boundaries` must be strictly increasing"),
-    (lambda: Bucketized([1, 1]), "`boundaries` must be strictly increasing"),
-    (lambda: Bucketized([float("nan")]), "`boundaries` must be strictly increasing"),
-    (lambda: Bucketized(["1"]), "numbers must be"),
-    (lambda: Crossed(["a"], 10), "`keys` must be two or more"),
-    (lambda: Crossed("ab", 10), "`keys` must be two or more"),
+    (lambda: Vocabulary(["a"], num_oov_buckets=-1), "num_oov_buckets"),
+    (lambda: Bucketized([1, 1]), "boundaries"),
+    (lambda: Bucketized([float("nan")]), "boundaries"),
+    (lambda: Crossed(["a"], 10), "keys"),
     (lambda: Crossed(["a", Bucketized([1])], 10), "columns that name theirs"),
-    (lambda: Crossed(["a", "b"], 0), "`num_buckets` must be an int"),
-    (lambda: Weighted("tag", "score"), r"such as Weighted\(HashBucket\(1000\), 'score'\)"),
-    (lambda: Transforms({"a": 5}), "Feature 'a': expected a transform"),
-  ],
-)
-def test_arguments(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
+    (lambda: Weighted("tag", "score"), "Weighted"),
+    (lambda: Transforms({"a": 5}), "'a'"),
+  ]
+  refused(cases, lambda make: make())
 
 
 TRANSFORMS = Transforms(
@@ -147,6 +131,7 @@ def test_a_batch():
   assert list(sizes.values()) == [1000, 100, 4, 4, 4, 1000, 50]
 
 
+@pytest.mark.ci
 def test_another_process_finds_the_same_and_starts_no_device():
   """Python's own hash differs between processes; a worker must not take an accelerator."""
   code = """
@@ -191,26 +176,18 @@ def test_a_layer_reads_it():
   np.testing.assert_array_equal(act["again"][2], np.zeros(4))
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"store": [1, 4, 2]}, r"Feature 'store': 4 is not in 0 .. 3"),
-    ({"age": [1, None, 3]}, "Feature 'age': nan lies in no bucket"),
-    ({"user": np.ones(3)}, "Feature 'user': float64 values cannot be categories"),
-    ({"genre": [["a"] * 4, [], []]}, "Feature 'genre': Bag 0 is longer than max_valency=3"),
-    ({"city": [1.5, 2, 3]}, "Feature 'city_x_age': key 'city': a column holds strings"),
-    ({"tag_score": [[1], [1], []]}, "Feature 'tag': 'tag_score' must have a weight where"),
-  ],
-)
-def test_errors_name_the_feature(change, message):
-  with pytest.raises(ValueError, match=message):
-    TRANSFORMS(BATCH | change)
-
-
-def test_a_missing_raw_feature_raises():
+def test_errors_name_the_feature():
+  cases = [
+    ({"store": [1, 4, 2]}, "'store': 4 is not in 0 .. 3"),
+    ({"age": [1, None, 3]}, "'age': nan"),
+    ({"user": np.ones(3)}, "'user': float64"),
+    ({"genre": [["a"] * 4, [], []]}, "'genre': Bag 0.*max_valency=3"),
+    ({"city": [1.5, 2, 3]}, "'city_x_age': key 'city'"),
+    ({"tag_score": [[1], [1], []]}, "'tag': 'tag_score'"),
+  ]
+  refused(cases, lambda change: TRANSFORMS(BATCH | change))
   batch = {name: column for name, column in BATCH.items() if name != "city"}
-  with pytest.raises(ValueError, match=r"Feature 'city_x_age': the batch has no 'city', only \["):
-    TRANSFORMS(batch)
+  refused([(batch, "'city_x_age': the batch has no 'city'")], TRANSFORMS)
 
 
 def test_pickles_hold_no_index():

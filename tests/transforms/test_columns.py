@@ -61,13 +61,13 @@ def test_bucketized():
   assert Bucketized([0, 10], default_value=-1)(filled).values.tolist() == [[1, -1]]
 
 
-@pytest.mark.parametrize("boundary", [0.1, 0.3, 0.7, 1e-3, 16777217.0])
-def test_a_boundary_is_reached_in_any_precision(boundary):
+def test_a_boundary_is_reached_in_any_precision():
   """0.7 in float32 is below 0.7 in float64: a batch from a file and a request must agree."""
-  column = Bucketized([boundary])
-  for dtype in (np.float16, np.float32, np.float64):
-    with np.errstate(over="ignore"):
-      assert column(np.array([boundary]).astype(dtype)).tolist() == [1], dtype
+  for boundary in (0.1, 0.7, 16777217.0):
+    for dtype in (np.float16, np.float32, np.float64):
+      with np.errstate(over="ignore"):
+        number = np.array([boundary]).astype(dtype)
+      assert Bucketized([boundary])(number).tolist() == [1], (boundary, dtype)
 
 
 def test_integers_are_bucketized_exactly():
@@ -149,36 +149,33 @@ def test_every_kind_of_bags_gives_the_same(column, values):
   assert found == dict.fromkeys(found, found["lists"])
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 64, 1000])
-def test_a_permutation_is_one_and_spreads_multiples_over_shards(size):
-  ids = np.arange(size)
-  permuted = Identity(size, permuted=True)(ids)
-  assert sorted(permuted.tolist()) == ids.tolist()
-  if size == 1000:
-    shards = np.bincount(permuted[ids % 8 == 0] % 8, minlength=8)
-    assert shards.min() > 125 / 8 / 3
-  assert Identity(size, permuted=True)([-1]).tolist() == [-1]
+def test_a_permutation_is_one_and_spreads_multiples_over_shards():
+  for size in (1, 64, 1000):
+    column = Identity(size, permuted=True)
+    assert sorted(column(np.arange(size)).tolist()) == list(range(size))
+    assert column([-1]).tolist() == [-1]
+  shards = np.bincount(column(np.arange(0, 1000, 8)) % 8, minlength=8)
+  assert shards.tolist() == [
+    13,
+    18,
+    20,
+    22,
+    13,
+    15,
+    10,
+    14,
+  ]  # a change here changes every table that was trained
 
 
 def test_several_hashes_are_a_bag():
   single = [HashBucket(1000, salt=salt) for salt in (3, 4, 5)]
-  column = MultiHash(1000, num_hashes=3, salt=3)
-  assert column(["a", "b"]).values.tolist() == [[h(x).item() for h in single] for x in ("a", "b")]
-  assert column([["a"], []]).values.tolist() == [[h("a").item() for h in single], [-1] * 3]
-  ragged = column(embed.Ragged(np.array(["a", "b", "c"]), np.array([0, 1, 3])))
-  assert ragged.row_splits.tolist() == [0, 3, 9]
-  assert ragged.values.tolist() == [h(x).item() for x in "abc" for h in single]
-  with pytest.raises(ValueError, match=r"no embed\.Sparse"):
-    column(embed.Sparse(np.array([[0, 0]]), np.array(["a"]), (1, 1)))
+  found = MultiHash(1000, num_hashes=3, salt=3)(["a", "b"])
+  assert found.values.tolist() == [[h(x).item() for h in single] for x in ("a", "b")]
 
 
 def test_quotients_and_remainders_are_digits():
-  ids = np.arange(-1, 97)
-  high, low = (QuotientRemainder(97, 10, remainder=part)(ids) for part in (False, True))
-  assert (high[1:] * 10 + low[1:] == ids[1:]).all()
-  assert (high[0], low[0]) == (-1, -1)
-  assert (high.max(), low.max()) == (9, 9)
-  assert QuotientRemainder(97, 10).vocabulary_size == 10
+  high, low = (QuotientRemainder(97, 10, remainder=part)([-1, 96, 7]) for part in (False, True))
+  assert (high.tolist(), low.tolist()) == ([-1, 9, 0], [-1, 6, 7])
 
 
 def test_raw_ids_of_strings_and_integers():

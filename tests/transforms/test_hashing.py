@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xxhash
+from cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,22 +31,18 @@ def test_integers_hash_as_their_eight_bytes(pairs, seed):
   assert keys.hashes(words, seed).tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
-def test_the_dtype_of_an_integer_does_not_matter(dtype):
+def test_the_dtype_of_an_integer_does_not_matter():
   expected = xxhash.xxh64_intdigest((7).to_bytes(8, "little"))
-  assert keys.hashes(np.array([7], dtype), 0).tolist() == [expected]
+  for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64):
+    assert keys.hashes(np.array([7], dtype), 0).tolist() == [expected], dtype
 
 
-@given(st.lists(st.binary()))
-def test_bytes_hash_as_they_are(items):
-  found = keys.hashes(keys.to_keys(objects(*items)), 5)
-  assert found.tolist() == [xxhash.xxh64_intdigest(item, 5) for item in items]
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
-def test_strings_hash_as_their_utf8(items):
-  expected = [xxhash.xxh64_intdigest(item.encode()) for item in items]
-  assert keys.hashes(keys.to_keys(objects(*items)), 0).tolist() == expected
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))), st.lists(st.binary()))
+def test_strings_hash_as_their_utf8_and_bytes_as_they_are(strings, items):
+  expected = [xxhash.xxh64_intdigest(item.encode(), 5) for item in strings]
+  assert keys.hashes(keys.to_keys(objects(*strings)), 5).tolist() == expected
+  expected = [xxhash.xxh64_intdigest(item, 5) for item in items]
+  assert keys.hashes(keys.to_keys(objects(*items)), 5).tolist() == expected
 
 
 @given(st.lists(UINT64), st.integers(1, 2**31 - 2))
@@ -65,20 +62,16 @@ def test_lists_of_64_bit_integers_stay_exact():
       keys.to_keys(objects(*beyond))
 
 
-@pytest.mark.parametrize(
-  ("values", "message"),
-  [
-    (np.array([1.5]), "float64 values cannot be categories.*Bucketized"),
-    (np.array([True]), "bool values cannot be categories"),
-    (objects(1, "1"), r"not strings mixed with integers. Got \['int', 'str'\]"),
-    (objects("a", float("nan")), r"Got \['float', 'str'\]"),
-    (objects(True, 1), r"Got \['bool', 'int'\]"),
-    (objects(["a"], "b"), r"Got \['list', 'str'\]"),
-  ],
-)
-def test_what_is_no_category_raises(values, message):
-  with pytest.raises(ValueError, match=message):
-    keys.to_keys(values)
+def test_what_is_no_category_raises():
+  cases = [
+    (np.array([1.5]), "float64.*Bucketized"),
+    (np.array([True]), "bool"),
+    (objects(1, "1"), r"\['int', 'str'\]"),
+    (objects("a", float("nan")), r"\['float', 'str'\]"),
+    (objects(True, 1), r"\['bool', 'int'\]"),
+    (objects(["a"], "b"), r"\['list', 'str'\]"),
+  ]
+  refused(cases, keys.to_keys)
 
 
 def test_padding_is_empty_or_minus_one():
@@ -91,7 +84,6 @@ def test_padding_is_empty_or_minus_one():
     keys.is_padding(np.array([0, -7]))
 
 
-@pytest.mark.parametrize("values", [np.array(["1"]), objects("1"), objects(None, "1"), [True]])
-def test_what_is_no_number_raises(values):
-  with pytest.raises(ValueError, match="numbers must be integers or floats"):
-    keys.to_numbers(np.asarray(values))
+def test_what_is_no_number_raises():
+  cases = [np.array(["1"]), objects("1"), objects(None, "1"), np.array([True])]
+  refused([(values, "numbers must be integers or floats") for values in cases], keys.to_numbers)

@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_features import xxh64
@@ -31,35 +32,29 @@ def test_vocabulary():
     Vocabulary([7], num_oov_buckets=1)(["a"])
 
 
-@pytest.mark.parametrize(
-  ("content", "tokens"),
-  [
+def test_a_file_has_a_token_on_each_line(tmp_path):
+  path = tmp_path / "genres.txt"
+  for content, tokens in (
     (b"drama\ncomedy\n", ("drama", "comedy")),
     (b"drama\ncomedy", ("drama", "comedy")),
     (b"\xef\xbb\xbfdrama\r\nfilm noir\r\n", ("drama", "film noir")),
-    ("kömödie\x85\u2028x\n".encode(), ("kömödie\x85\u2028x",)),  # no line breaks to anybody else
-  ],
-)
-def test_a_file_has_a_token_on_each_line(tmp_path, content, tokens):
-  (tmp_path / "genres.txt").write_bytes(content)
-  column = Vocabulary.from_file(tmp_path / "genres.txt", num_oov_buckets=1, key="genre")
-  assert column == Vocabulary(tokens, num_oov_buckets=1, key="genre")
-  assert column.tokens == tokens
+    ("kömödie\x85\u2028x\n".encode(), ("kömödie\x85\u2028x",)),  # no line breaks to others
+  ):
+    path.write_bytes(content)
+    column = Vocabulary.from_file(path, num_oov_buckets=1, key="genre")
+    assert column == Vocabulary(tokens, num_oov_buckets=1, key="genre")
+    assert column.tokens == tokens
 
 
-@pytest.mark.parametrize(
-  ("content", "message"),
-  [
-    (b"a\nb\na\n", "genres.txt, line 3: 'a' is already on line 1"),
-    (b"a\n\nb\n", "genres.txt, line 2: '' is padding"),
-    (b"", "genres.txt, line 1: '' is padding"),
-    (b"a\n\xff\n", "genres.txt, line 2: 'utf-8' codec can't decode"),
-  ],
-)
-def test_a_damaged_file_names_the_line(tmp_path, content, message):
-  (tmp_path / "genres.txt").write_bytes(content)
-  with pytest.raises(ValueError, match=message):
-    Vocabulary.from_file(tmp_path / "genres.txt")
+def test_a_damaged_file_names_the_line(tmp_path):
+  cases = [
+    (b"a\nb\na\n", "line 3: 'a' is already on line 1"),
+    (b"a\n\nb\n", "line 2: '' is padding"),
+    (b"", "line 1: '' is padding"),
+    (b"a\n\xff\n", "line 2: 'utf-8'"),
+  ]
+  path = tmp_path / "genres.txt"
+  refused(cases, lambda content: (path.write_bytes(content), Vocabulary.from_file(path)))
 
 
 def test_a_file_of_integers(tmp_path):
