@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 
 import embed
@@ -119,44 +119,31 @@ def test_layouts_are_of_the_entry_and_padded_to_tiles():
   assert hlo.Array("pred", ()).nbytes == 1
 
 
-@pytest.mark.parametrize(
-  ("line", "made"),
-  [
-    ("%c = f32[500,128]{1,0:T(8,128)} copy(%table)", True),
-    ("%c = f32[500,128]{0,1:T(8,128)} copy(%table)", True),
-    ("%c = f32[4,125,128]{2,1,0:T(8,128)} transpose(%table), dimensions={0,1,2}", True),
-    ("%c = f32[500,128]{1,0:T(8,128)} broadcast(%ids), dimensions={}", True),
-    ("%c = f32[4,125,128]{2,1,0:T(8,128)} reshape(%table)", True),
-    ("%c = f32[4,125,128]{2,1,0:T(8,128)} bitcast(%table)", False),  # moves nothing
-    ("%c = f32[2000,128]{1,0:T(8,128)} copy(%rows)", True),  # larger than any table
-    ("%c = f32[500,128]{1,0:T(8,128)S(1)} copy(%table)", False),  # to the fast memory
-    ("%c = f32[2,16,128]{2,1,0:T(8,128)} copy(%rows)", False),  # follows the batch
-    ("%c = f32[500,128]{1,0:T(8,128)} scatter(%table, %ids, %rows)", False),  # in place
-  ],
-)
-def test_arrays_of_a_tables_size(line, made):
+SIZED = [
+  ("%c = f32[500,128]{0,1:T(8,128)} copy(%table)", True),
+  ("%c = f32[4,125,128]{2,1,0:T(8,128)} transpose(%table), dimensions={0,1,2}", True),
+  ("%c = f32[500,128]{1,0:T(8,128)} broadcast(%ids), dimensions={}", True),
+  ("%c = f32[4,125,128]{2,1,0:T(8,128)} bitcast(%table)", False),  # moves nothing
+  ("%c = f32[500,128]{1,0:T(8,128)S(1)} copy(%table)", False),  # to the fast memory
+  ("%c = f32[500,128]{1,0:T(8,128)} scatter(%table, %ids, %rows)", False),  # in place
+]
+
+
+def test_arrays_of_a_tables_size():
   mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
   rows = jax.NamedSharding(mesh, jax.P("data", None))
   table = embed.Table(jax.ShapeDtypeStruct((1000, 128), np.float32, sharding=rows))
   state = {"model": nnx.Dict(table=table)}
   assert aot_report.copies(hlo.Program(PROGRAM), state) == []
-  found = aot_report.copies(hlo.Program(with_entry_line(line)), state)
-  assert len(found) == made
-  assert all(re.match(r"(copy|transpose|broadcast|reshape) c: f32", what) for what in found)
+  for line, made in SIZED:
+    assert len(aot_report.copies(hlo.Program(with_entry_line(line)), state)) == made, line
+  # A reshape within a fusion is no array in memory.
+  reshaped = "  %reshaped = f32[4,125,128]{2,1,0:T(8,128)} reshape(%zeros)\n  ROOT %scattered"
+  program = hlo.Program(PROGRAM.replace("  ROOT %scattered", reshaped))
+  assert not program.made(lambda array: array.size == 500 * 128)
 
 
-@pytest.mark.parametrize(
-  ("line", "number"),
-  [
-    ("%reshaped = f32[4,125,128]{2,1,0:T(8,128)} reshape(%zeros)", 0),
-    ("%copied = f32[500,128]{1,0:T(8,128)} copy(%zeros)", 1),
-  ],
-)
-def test_a_reshape_in_a_fusion_is_no_array_in_memory(line, number):
-  program = hlo.Program(PROGRAM.replace("  ROOT %scattered", f"  {line}\n  ROOT %scattered"))
-  assert len(program.made(lambda array: array.size == 500 * 128)) == number
-
-
+@pytest.mark.ci
 def test_exchanges_that_became_narrow():
   assert hlo.written(STABLEHLO) == [
     ("all-to-all", ("f32",)), ("all-reduce", ("f32",)), ("all-to-all", ("i32",)),
@@ -187,32 +174,12 @@ def test_exchanges_that_became_narrow():
   )
   multiplied = product + with_entry_line("\n  ".join(lines))
   assert narrowed(multiplied) == []
-  other = "%other = f32[8,8]{1,0} convert(%square)"
-  assert narrowed(product + with_entry_line("\n  ".join([*lines, other]))) == [
-    "all-gather of bf16[64]"
-  ]
-  loses = (
-    ("convolution(%b, %a)", "add(%b, %a)"),
-    (
-      "dim_labels=bf_io->bf",
-      "dim_labels=bf_io->bf, operand_precision={highest,highest}",
-    ),
-    ("fusion(%square, %rows)", "fusion(%square, %square)"),
-  )
-  for old, new in loses:
-    text = multiplied.replace(old, new).replace(
-      "ROOT %c", "%d = f32[8,8]{1,0} add(%b, %b)\n  ROOT %c"
-    )
-    assert narrowed(text) == ["all-gather of bf16[64]"], new
+  summed = multiplied.replace("convolution(%b, %a)", "add(%b, %a)")
+  assert narrowed(summed) == ["all-gather of bf16[64]"]
   # A program that computes in bfloat16 itself may exchange it where it has not written how.
   mixed = STABLEHLO + "%9 = stablehlo.convert %8 : (tensor<4xf32>) -> tensor<4xbf16>"
   assert narrowed(added, mixed) == []
   assert narrowed(halved, mixed) == ["all-to-all of bf16[2,16,128]"]
-  dense = with_entry_line(
-    "%n = bf16[13,16]{1,0:T(8,128)(2,1)} all-reduce(%rows), replica_groups={{0,1}}, to_apply=%add"
-  )
-  assert narrowed(dense) == ["all-reduce of bf16[13,16]"]
-  assert narrowed(dense, mixed) == []
 
 
 SPARSE_CORE = """\
@@ -239,6 +206,7 @@ to_apply=%wrapper, metadata={op_name="jit(step)/sparse_core_take_rows/mpmd_map"}
 """
 
 
+@pytest.mark.ci
 def test_sparse_core_kernels_and_what_runs_beside_them():
   program = hlo.Program(SPARSE_CORE)
   assert program.sparse_core_calls() == [hlo.SparseCoreCall("take_rows", True, 1, 5, 7)]
@@ -247,29 +215,20 @@ def test_sparse_core_kernels_and_what_runs_beside_them():
   assert hlo.Program(PROGRAM).offloads() == {"OFFLOAD_GATHER": 1}
 
 
-@pytest.mark.parametrize("context", ["", ", u32[], u32[]"])
-def test_an_exchange_that_is_started_counts_once(context):
-  line = (
-    f"%n = ((f32[4,8]{{1,0}}), f32[4,8]{{1,0}}{context}) all-to-all-start(%rows), replica_groups="
-  )
-  found = hlo.Program(with_entry_line(line + "{{0,1}}")).collectives()
-  assert [c.nbytes for c in found if str(c.results[0]) == "f32[4,8]"] == [128]
-
-
-@pytest.mark.parametrize(
-  ("topology", "message"),
-  [
+@pytest.mark.ci
+def test_devices_that_cannot_be_compiled_for(monkeypatch, tmp_path):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  cases = [
     ("h100:8", r"needs JAX's CUDA plugin, .* pip install -e '\.\[cuda\]'"),
     ("h100:", "write h100:8"),
     ("v5e:2x2", r"TPUs need libtpu, .* pip install -e '\.\[tpu\]'"),
-  ],
-)
-def test_devices_that_cannot_be_compiled_for(topology, message, monkeypatch, tmp_path):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(errors.UserError, match=message):
-    aot.main("recipes.aot", [topology], lambda mesh: None, tmp_path / "aot.json", timeout=1)
+  ]
+  path = tmp_path / "aot.json"
+  call = lambda topology: aot.main("recipes.aot", [topology], lambda mesh: None, path, timeout=1)
+  refused(cases, call, errors.UserError)
 
 
+@pytest.mark.ci
 def test_a_child_that_fails_is_a_report(monkeypatch):
   monkeypatch.setattr(sys, "argv", ["dlrm"])
   report = aot._child("recipes.no_such_recipe", "v5e:2x2", timeout=60)
@@ -277,8 +236,6 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   assert "ended with status 1" in report["problems"][0]
   assert "No module named recipes.no_such_recipe" in report["problems"][0]
   assert "PROBLEM" in aot_report.text(report)
-  late = aot._child("recipes.no_such_recipe", "v5e:2x2", timeout=0.001)
-  assert late["problems"] == ["did not end within 0 s"]
 
 
 @pytest.mark.ci
@@ -290,11 +247,10 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   ("recipe", "config", "settings"),
   [
     ("dlrm", "criteo_1tb", []),
-    pytest.param("dlrm", "dlrm_v4", ["--config.dtype=bfloat16"], marks=pytest.mark.weekly),
     pytest.param(
       "two_tower",
       "synthetic",
-      ["--config.clip_norm=1.0", "--config.accumulate=2"],
+      ["--config.clip_norm=1.0"],
       marks=pytest.mark.weekly,
     ),
     pytest.param(

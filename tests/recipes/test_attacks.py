@@ -13,9 +13,9 @@ import types
 
 import numpy as np
 import pytest
+from cases import each, refused
 from flax import nnx
 from recipe_runs import write_run
-from served_models import CLICKS, run_of, write_clicks
 
 import embed
 import embed.deltas
@@ -68,12 +68,6 @@ def replaced(path, by):
 
 
 ENTRY = {"size": 1, "xxh3_128": "0"}
-NO_FILES = {  # what may stand at the name of a file, and the words for it
-  "pipe": "is no regular file",
-  "/dev/zero": "is a symbolic link",
-  "/etc/passwd": "is a symbolic link",
-  "nowhere": "is a symbolic link",
-}
 
 
 @pytest.fixture
@@ -86,84 +80,75 @@ def checkpoint(tmp_path):
   return folder
 
 
-@pytest.mark.parametrize(
-  ("changes", "words"),
-  [
-    ({"follows": 20}, "follows step 20"),
-    ({"follows": 30}, "follows step 30"),
+def test_manifests_that_lead_elsewhere(checkpoint):
+  manifest = checkpoint / arrays.MANIFEST
+  content = manifest.read_text()
+
+  def call(changes):
+    manifest.write_text(content)
+    sealed(checkpoint, **changes)
+    with pytest.raises(UserError):
+      checkpoints.newest(checkpoint.parent)
+    checkpoints.of_step(checkpoint.parent, 20)
+
+  cases = [
     ({"follows": -1}, "follows step -1"),
     ({"follows": "../../.."}, "follows is '../../..', expected"),
-    ({"follows": "/etc"}, "follows is '/etc', expected"),
-    ({"follows": True}, "follows is True, expected"),
-    ({"progress": {"step": 20, "best_step": []}}, r"best_step is \[\], expected"),
     ({"files": []}, r"files is \[\], expected dict"),
-    ({"files": {"state/arrays": {"size": 7}}}, "has no 'xxh3_128'"),
     ({"files": {"../../secret": ENTRY}}, "names '../../secret'"),
     ({"files": {"/dev/zero": ENTRY}}, "names '/dev/zero'"),
-    ({"files": {"": ENTRY}}, "names ''"),
     ({"files": {"a\0b": ENTRY}}, "names"),
-  ],
-)
-def test_manifests_that_lead_elsewhere(changes, words, checkpoint):
-  sealed(checkpoint, **changes)
-  with within(10), pytest.raises(UserError, match=rf"checkpoints/20.*{words}"):
-    checkpoints.of_step(checkpoint.parent, 20)
-  with within(10), pytest.raises(UserError, match=words):
-    checkpoints.newest(checkpoint.parent)
+  ]
+  refused([(changes, rf"checkpoints/20.*{words}") for changes, words in cases], call, UserError)
 
 
-@pytest.mark.parametrize("by", NO_FILES)
-@pytest.mark.parametrize("name", ["state/arrays", arrays.MANIFEST])
-def test_checkpoints_with_what_is_no_file(name, by, checkpoint):
-  replaced(checkpoint / name, by)
-  with within(10), pytest.raises(UserError, match=f"{name} {NO_FILES[by]}"):
-    checkpoints.of_step(checkpoint.parent, 20)
-
-
-@pytest.mark.parametrize("by", NO_FILES)
-@pytest.mark.parametrize("name", ["result.json", "metrics.jsonl"])
-def test_runs_with_what_is_no_file(name, by, tmp_path):
+@pytest.mark.ci
+def test_what_is_no_file_is_not_read(checkpoint, tmp_path):
+  """A pipe would be waited for, and a link leads elsewhere."""
   run = pathlib.Path(write_run(tmp_path / "run"))
-  replaced(run / name, by)
-  with within(10), pytest.raises(UserError, match=rf"{name}"):
-    report.load(run)
-  if name == "result.json":
-    with within(10), pytest.raises(UserError, match=f"{name} {NO_FILES[by]}"):
-      runs_lib.result(run)
+  manifest, result, log = checkpoint / arrays.MANIFEST, run / "result.json", run / "metrics.jsonl"
+  of_step = lambda: checkpoints.of_step(checkpoint.parent, 20)
+  cases = [
+    (manifest, of_step, "pipe", "is no regular file"),
+    (checkpoint / "state" / "arrays", of_step, "/dev/zero", "is a symbolic link"),
+    (result, lambda: runs_lib.result(run), "/etc/passwd", "is a symbolic link"),
+    (log, lambda: report.load(run), "/etc/passwd", "is a symbolic link"),
+  ]
+  for path, call, by, words in cases:
+    content = path.read_bytes()
+    replaced(path, by)
+    with within(10), pytest.raises(UserError, match=f"{path.name} {words}"):
+      call()
+    restore(path, content)
 
 
-@pytest.mark.parametrize("name", ["report.md", "report.png"])
-def test_a_report_writes_through_no_link(name, tmp_path, capsys):
+@pytest.mark.ci
+def test_nothing_is_written_or_copied_through_a_link(clicks, tmp_path, capsys):
+  mine = tmp_path / "bashrc"
+  mine.write_text("mine")
   run = pathlib.Path(write_run(tmp_path / "run"))
-  (tmp_path / "bashrc").write_text("mine")
-  (run / name).symlink_to(tmp_path / "bashrc")
+  for name in ("report.md", "report.png"):
+    (run / name).symlink_to(mine)
   report.main([str(run)])
-  assert (tmp_path / "bashrc").read_text() == "mine"
-  assert not (run / name).is_symlink()
-
-
-def test_a_journal_and_a_config_write_through_no_link(tmp_path, capsys):
-  (tmp_path / "bashrc").write_text("mine\n")
-  (tmp_path / "run").mkdir()
-  (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "bashrc")
+  assert not (run / "report.md").is_symlink()
+  (tmp_path / "new").mkdir()
+  (tmp_path / "new" / "metrics.jsonl").symlink_to(mine)
   with pytest.raises(UserError, match=r"metrics\.jsonl is a symbolic link"):
-    Journal(tmp_path / "run", 0, types.SimpleNamespace(steps=1, batch_size=1))
-  write_clicks(tmp_path / "clicks.csv", rows=400)
-  (tmp_path / "my.py").symlink_to(tmp_path / "bashrc")
+    Journal(tmp_path / "new", 0, types.SimpleNamespace(steps=1, batch_size=1))
+  (tmp_path / "my.py").symlink_to(mine)
   out = f"--out={tmp_path / 'my.py'}"
-  describe.main([str(tmp_path / "clicks.csv"), "--label=clicked", "--force", out])
-  assert (tmp_path / "bashrc").read_text() == "mine\n"
+  describe.main([str(clicks.file), "--label=clicked", "--force", out])
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "served.partial").symlink_to(tmp_path / "folder")
+  export.export(clicks.workdir, tmp_path / "served", platforms=("cpu",))
+  assert not list((tmp_path / "folder").iterdir())
+  assert mine.read_text() == "mine"
 
-
-@pytest.mark.parametrize("by", ["pipe", "secret"])
-def test_transforms_are_copied_without_links(by, tmp_path):
   (tmp_path / "serve").mkdir()
-  (tmp_path / "secret").write_text("private key")
-  (tmp_path / "serve" / "columns.json").write_text("{}")
-  replaced(tmp_path / "serve" / "columns.json", by if by == "pipe" else tmp_path / by)
-  with within(10), pytest.raises(UserError, match=r"serve/columns\.json is"):
-    runs_lib._copy(tmp_path / "serve", tmp_path / "run")
-  assert not (tmp_path / "run").exists()
+  (tmp_path / "serve" / "columns.json").symlink_to(mine)
+  with pytest.raises(UserError, match=r"serve/columns\.json is a symbolic link"):
+    runs_lib._copy(tmp_path / "serve", tmp_path / "copied")
+  assert not (tmp_path / "copied").exists()
   (tmp_path / "linked").symlink_to(tmp_path / "serve")
   with pytest.raises(UserError, match="linked is a symbolic link"):
     files.copy_folder(tmp_path / "linked", tmp_path / "copy")
@@ -178,40 +163,45 @@ def write_table(path, header="city"):
   return path
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    'day """;open("ran", "w");""" .csv',
-    'a\n"""\nopen("ran", "w")\n"""\n.csv',
-    '\\"""\nopen("ran", "w")#.csv',
-    "a'''\nopen('ran', 'w')\n'''.csv",
-    f"a{MARKS}b.csv",
-  ],
-)
-@pytest.mark.parametrize("is_column", [False, True])
-def test_names_are_no_code(name, is_column, tmp_path, monkeypatch, capsys):
+NAMES = {
+  "closed": 'day """;open("ran", "w");""" .csv',
+  "lines": 'a\n"""\nopen("ran", "w")\n"""\n.csv',
+  "backslash": '\\"""\nopen("ran", "w")#.csv',
+  "single": "a'''\nopen('ran', 'w')\n'''.csv",
+  "direction": f"a{MARKS}b.csv",
+}
+
+
+def test_names_are_no_code(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  column = name.replace('"', '""').replace(".csv", "")
-  table = write_table(pathlib.Path("t.csv" if is_column else name), f'"{column}"')
-  extra = ["--label=clicked", "--out=my.py"]
-  try:
-    describe.main([str(table), *extra])
-  except SystemExit:  # a header over several lines is refused
-    assert is_column
-    assert not pathlib.Path("my.py").exists()
-    return
-  text = pathlib.Path("my.py").read_text()
-  assert all(char.isprintable() or char == "\n" for char in text)
-  config = runpy.run_path("my.py")["get_config"]()
-  assert not pathlib.Path("ran").exists()
-  if not is_column:
-    assert config["files"] == name
+
+  def check(name, is_column):
+    column = name.replace('"', '""').replace(".csv", "")
+    table = write_table(pathlib.Path("t.csv" if is_column else name), f'"{column}"')
+    pathlib.Path("my.py").unlink(missing_ok=True)
+    try:
+      describe.main([str(table), "--label=clicked", "--out=my.py"])
+    except SystemExit:  # a header over several lines is refused
+      assert is_column
+      assert not pathlib.Path("my.py").exists()
+      return
+    text = pathlib.Path("my.py").read_text()
+    assert all(char.isprintable() or char == "\n" for char in text)
+    config = runpy.run_path("my.py")["get_config"]()
+    assert not pathlib.Path("ran").exists()
+    assert is_column or config["files"] == name
+
+  each(
+    {f"{key}, {of}": (NAMES[key], of == "column") for key in NAMES for of in ("file", "column")},
+    check,
+  )
 
 
 def escapes(text):
   return [char for char in text if not (char.isprintable() or char == "\n")]
 
 
+@pytest.mark.ci
 def test_a_description_shows_escape_sequences(tmp_path, capsys):
   table = tmp_path / f"a{ESCAPE}.csv"
   lines = [f"{i % 2},c{i % 7}{ESCAPE},{i}" for i in range(400)]
@@ -229,6 +219,7 @@ def test_a_description_shows_escape_sequences(tmp_path, capsys):
 BAD = f'<script>alert(1)</script>|`**[a](javascript:b){ESCAPE}\n# "c'
 
 
+@pytest.mark.ci
 def test_a_report_shows_text_from_results(tmp_path, capsys):
   run = pathlib.Path(write_run(tmp_path / "run", model=BAD, source=BAD, note=BAD))
   other = pathlib.Path(write_run(tmp_path / "other", model=BAD, source=BAD, note=f"{BAD}2"))
@@ -258,48 +249,22 @@ def test_no_page_names_a_package_that_an_index_may_give_to_others():
 # --- exports --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("clicks")
-  file = write_clicks(folder / "clicks.csv", rows=200)
-  table = {"batch_size": 64, "dim": 8, "files": str(file), "columns": CLICKS}
-  run_of("dlrm", table, folder / "run")
-  return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def served(run):
-  return export.export(run, run.parent / "served", platforms=("cpu",))
-
-
 @pytest.mark.ci
-def test_an_export_writes_through_no_link(run, tmp_path):
-  (tmp_path / "mine").mkdir()
-  (tmp_path / "mine" / "README.md").write_text("mine")
-  (tmp_path / "served.partial").symlink_to(tmp_path / "mine")
-  export.export(run, tmp_path / "served", platforms=("cpu",))
-  assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
-  assert (tmp_path / "mine" / "README.md").read_text() == "mine"
-
-
-@pytest.mark.ci
-def test_a_prediction_shows_escape_sequences(served, tmp_path, capfd):
+def test_a_prediction_shows_escape_sequences(clicks, tmp_path, capfd):
   rows = tmp_path / "rows.csv"
   header = f"price,age,city,shop,tags,x{ESCAPE}"
   contents = [
     f"{header},x{ESCAPE}\n1,2,a,b,c,d,e\n",  # two columns of a name
-    f"pric{ESCAPE},age,city,shop,tags\n1,2,a,b,c\n",  # none
     f"{header}\n{ESCAPE},2,a,b,c,d\n",  # no number
-    f"price,age,city,shop,tags,score{ESCAPE}\n1,2,a,b\n",
   ]
   for content in contents:
     rows.write_text(content)
     with pytest.raises(SystemExit):
-      predict.main([str(served), str(rows)])
+      predict.main([str(clicks.served), str(rows)])
   with pytest.raises(SystemExit):
-    predict.main([str(served), f"{rows}{ESCAPE}"])
+    predict.main([str(clicks.served), f"{rows}{ESCAPE}"])
   shown = capfd.readouterr().err
-  assert shown.count("error: ") == 5
+  assert shown.count("error: ") == 3
   assert not escapes(shown)
 
 
@@ -310,30 +275,29 @@ def as_json(content):
     return None
 
 
-def damage(draw, folder, other):
-  """Damages a file of a folder once; returns its name."""
-  names = files.names(folder)
-  name = draw.choice(names)
+def damage(draw, folder, name, kind):
+  """Damages a file of a folder."""
   path, content = folder / name, (folder / name).read_bytes()
-  at, kind = draw.randrange(max(len(content), 1)), draw.randrange(8)
-  if kind <= 2 and content:
+  at = draw.randrange(max(len(content), 1))
+  if kind == "bit" and content:
     changed = bytearray(content)
     changed[at] ^= 1 << draw.randrange(8)
     path.write_bytes(changed)
-  elif kind == 3 and content:
+  elif kind == "cut" and content:
     path.write_bytes(content[:at])
-  elif kind == 4:
+  elif kind == "longer":
     path.write_bytes(content[:at] + draw.randbytes(9) + content[at:])
-  elif kind == 5 and (other / name).read_bytes() != content:
-    shutil.copyfile(other / name, path)  # of another export
-  elif kind == 6 and isinstance(value := as_json(content), dict):
+  elif kind == "other" and content[::-1] != content:
+    path.write_bytes(content[::-1])
+  elif kind == "edited" and isinstance(value := as_json(content), dict):
     value[draw.choice([*value, "new"])] = draw.choice([None, -1, "../x", [], {}, 1e308, True])
     path.write_text(json.dumps(value))
-  elif kind == 7:
-    replaced(path, draw.choice(["pipe", "/dev/zero", folder / draw.choice(names)]))
+  elif kind == "pipe":
+    replaced(path, "pipe")
+  elif kind == "link":
+    replaced(path, draw.choice(["/dev/zero", folder / draw.choice(files.names(folder))]))
   else:
     path.unlink()
-  return name
 
 
 def restore(path, content):
@@ -341,30 +305,35 @@ def restore(path, content):
   path.write_bytes(content)
 
 
-COUNTS = [20, pytest.param(5000, marks=pytest.mark.weekly)]
+KINDS = ("bit", "cut", "longer", "other", "edited", "pipe", "link", "removed")
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(count, served, run, tmp_path):
-  folder, other = tmp_path / "served", tmp_path / "other"
-  shutil.copytree(served, folder)
-  export.export(run, other, platforms=("cpu",))
-  for path in (other / "arrays.npz", other / "README.md", other / "program.bin"):
-    path.write_bytes(path.read_bytes()[::-1])  # of another model
-  content = {name: (folder / name).read_bytes() for name in files.names(folder)}
-  rows = {"price": ["1"], "age": ["2"], "city": ["c1"], "shop": ["s1"], "tags": [""]}
-  expected = serving.load(folder).predict(rows)
-  for seed in range(count):
-    name = damage(random.Random(seed), folder, other)
+def check_damages(trained, folder, damages):
+  """Each damage, `(name, kind)`, is noticed when the folder is loaded, and the file is named."""
+  shutil.copytree(trained.served, folder)
+  for seed, (name, kind) in enumerate(damages):
+    content = (folder / name).read_bytes()
+    damage(random.Random(seed), folder, name, kind)
     try:
-      # The manifest of another export names the files that differ from it.
-      said = "served/" if name == arrays.MANIFEST else name.replace(".", r"\.")
-      with within(10), pytest.raises(UserError, match=said):
+      with within(10), pytest.raises(UserError, match=name.replace(".", r"\.")):
         serving.load(folder)
     except BaseException as error:
-      raise AssertionError(f"seed {seed}, {name}") from error
-    restore(folder / name, content[name])
-  np.testing.assert_array_equal(serving.load(folder).predict(rows), expected)
+      raise AssertionError(f"seed {seed}, {name}, {kind}") from error
+    restore(folder / name, content)
+  serving.load(folder)
+
+
+def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(clicks, tmp_path):
+  names = {"bit": "arrays.npz", "cut": "program.bin", "edited": "served.json"}
+  damages = [(names.get(kind, "transforms/columns.json"), kind) for kind in KINDS]
+  check_damages(clicks, tmp_path / "served", [*damages, (arrays.MANIFEST, "bit")])
+
+
+@pytest.mark.weekly
+def test_random_damages_of_a_served_folder_are_noticed(clicks, tmp_path):
+  draw, names = random.Random(0), files.names(clicks.served)
+  damages = [(draw.choice(names), draw.choice(KINDS)) for _ in range(5000)]
+  check_damages(clicks, tmp_path / "served", damages)
 
 
 # --- damages of everything else -------------------------------------------------------------------
@@ -380,8 +349,8 @@ def fields(value, path=()):
   """Yields the paths of all parts of a JSON value."""
   yield path
   items = value.items() if isinstance(value, dict) else ()
-  for key, each in items:
-    yield from fields(each, (*path, key))
+  for key, part in items:
+    yield from fields(part, (*path, key))
 
 
 def edited(draw, value):
@@ -428,76 +397,45 @@ def check_fuzzed(path, call, count, is_edited, expected=UserError):
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most
 
 
-FUZZED = [20, pytest.param(300, marks=pytest.mark.weekly)]
-
-
-@pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize(
-  ("name", "is_edited"), [("result.json", False), ("result.json", True), ("metrics.jsonl", False)]
-)
-def test_damaged_runs_are_reported_or_named(name, is_edited, count, tmp_path):
-  run = pathlib.Path(write_run(tmp_path / "run"))
-
-  def call():
-    groups = report.grouped([report.load(run)])
-    report.markdown(groups, "title", None)
-    report.text(groups)
-
-  check_fuzzed(run / name, call, count, is_edited)
-
-
-@pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_manifests_are_named(is_edited, count, checkpoint):
-  path = checkpoint / arrays.MANIFEST
-  check_fuzzed(path, lambda: checkpoints.newest(checkpoint.parent), count, is_edited)
+FUZZED = 300
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("count", FUZZED)
 @pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_configs_are_named_or_exported(is_edited, count, run, tmp_path):
-  copy = tmp_path / "run"
-  shutil.copytree(run, copy)
-  call = lambda: parts(copy)
-  check_fuzzed(copy / "config.json", call, count, is_edited)
+def test_damaged_files_are_named_or_read(is_edited, clicks, checkpoint, tmp_path):
+  reported, copy = pathlib.Path(write_run(tmp_path / "reported")), clicks.copy(tmp_path)
+
+  def call_report():
+    groups = report.grouped([report.load(reported)])
+    report.markdown(groups, "title", None)
+    report.text(groups)
+
+  newest, export_parts = lambda: checkpoints.newest(checkpoint.parent), lambda: parts(copy)
+  cases = [
+    (reported / "result.json", call_report),
+    (checkpoint / arrays.MANIFEST, newest),
+    (copy / "config.json", export_parts),
+    (copy / "serve" / "columns.json", export_parts),
+  ]
+  if not is_edited:
+    cases += [
+      (reported / "metrics.jsonl", call_report),
+      (copy / "serve" / "columns.parquet", export_parts),
+    ]
+  for path, call in cases:
+    check_fuzzed(path, call, FUZZED, is_edited)
 
 
-@pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize(
-  ("name", "is_edited"),
-  [
-    ("columns.json", False),
-    ("columns.json", True),
-    ("columns.parquet", False),
-    ("sides.json", False),
-  ],
-)
-def test_damaged_vocabularies_are_named(name, is_edited, count, run, tmp_path):
-  copy = tmp_path / "run"
-  shutil.copytree(run, copy)
-  check_fuzzed(copy / "serve" / name, lambda: parts(copy), count, is_edited)
+@pytest.mark.ci
+def test_a_vocabulary_that_is_cut_is_named(clicks, tmp_path):
+  copy = clicks.copy(tmp_path)
+  path = copy / "serve" / "columns.json"
+  path.write_bytes(path.read_bytes()[:-20])
+  with pytest.raises(UserError, match=str(path.parent)):
+    parts(copy)
 
 
-@pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize("name", ["ids.npy", "meta.json"])
-def test_damaged_prepared_data_are_made_again(name, count, tmp_path, capsys):
-  def build(folder):
-    arrays.column(folder, "ids", (100,), np.int32)[:] = np.arange(100)
-    return {}
-
-  def call():
-    columns, _ = arrays.prepared(tmp_path, "data", {}, build)
-    np.testing.assert_array_equal(columns["ids"], np.arange(100))
-
-  call()
-  (path,) = tmp_path.glob(f"data-*/{name}")
-  check_fuzzed(path, call, count, is_edited=False)
-
-
-@pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_deltas_are_named(is_edited, count, tmp_path):
+def write_delta(folder):
   table = embed.TableConfig(50, 4, name="item")
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   since = embed.deltas.fingerprint(1, model=layer)
@@ -505,13 +443,32 @@ def test_damaged_deltas_are_named(is_edited, count, tmp_path):
   rows[[3, 7]] = 1.0
   layer.load_tables({"item": rows})
   delta, _ = embed.deltas.changes(since, 2, model=layer)
-  embed.deltas.write(tmp_path / "delta", delta)
-  expected = str(embed.deltas.read(tmp_path / "delta"))
+  embed.deltas.write(folder, delta)
+  return folder
+
+
+@pytest.mark.ci
+def test_a_delta_with_a_flipped_bit_is_named(tmp_path):
+  folder = write_delta(tmp_path / "delta")
+  for name in files.names(folder):
+    content = (folder / name).read_bytes()
+    damage(random.Random(0), folder, name, "bit")
+    with pytest.raises((ValueError, OSError)):
+      embed.deltas.read(folder)
+    restore(folder / name, content)
+  embed.deltas.read(folder)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_damaged_deltas_are_named(is_edited, tmp_path):
+  folder = write_delta(tmp_path / "delta")
+  expected = str(embed.deltas.read(folder))
 
   def call():
-    assert str(embed.deltas.read(tmp_path / "delta")) == expected
+    assert str(embed.deltas.read(folder)) == expected
 
-  for name in files.names(tmp_path / "delta"):
-    path = tmp_path / "delta" / name
+  for name in files.names(folder):
+    path = folder / name
     if path.stat().st_size and (not is_edited or as_json(path.read_bytes())):
-      check_fuzzed(path, call, count, is_edited, (ValueError, OSError))
+      check_fuzzed(path, call, FUZZED, is_edited, (ValueError, OSError))

@@ -4,10 +4,11 @@ import jax
 import ml_collections
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 
 import embed
-from recipes import errors, hosts
+from recipes import hosts
 from recipes.run.settings import RUN
 from recipes.training import build
 
@@ -29,56 +30,46 @@ def make(sharding="mod", inputs=inputs, devices=8, **settings):
   return build.tables(config, FEATURES, optimizer, rngs=nnx.Rngs(0), mesh=mesh, inputs=inputs)
 
 
-def bytes_of(layer, table):
-  """Bytes of a table's stack on one device."""
-  array = layer.arrays[layer.spec.stack_of[table].name]["parameters"].get_value()
-  return array.addressable_shards[0].data.nbytes
+def abstract(*args, **settings):
+  """The layer without its rows."""
+  return nnx.eval_shape(lambda: make(*args, **settings))
 
 
-def test_one_strategy_for_all_tables():
-  layer = make("replicated")
-  assert not any(stack.is_split for stack in layer.spec.stacks.values())
-  assert all(stack.is_split for stack in make("div").spec.stacks.values())
+def test_each_table_has_its_strategy_or_all_have_one():
+  is_split = lambda *args: {name: abstract(*args).spec.stack_of[name].is_split for name in FEATURES}
+  assert is_split("replicated") == {"user": False, "country": False}
+  assert is_split("div") == {"user": True, "country": True}
+  assert is_split({"country": "replicated"}) == {"user": True, "country": False}
 
 
-def test_a_strategy_for_each_table():
-  """A table that is left out is split: 80,000 rows of 8 floats over 8 devices."""
-  layer = make({"country": "replicated"})
-  assert bytes_of(layer, "country") == 16 * 8 * 4
-  assert bytes_of(layer, "user") == 80_000 * 8 * 4 // 8
+@pytest.mark.ci
+def test_rows_do_not_depend_on_the_strategy():
   ids = {"user": np.array([79_999]), "country": np.array([3])}
-  one = make("mod", devices=1)(ids)
-  jax.tree.map(np.testing.assert_array_equal, layer(ids), one)  # rows do not depend on it
+  several, one = (make(*args) for args in (({"country": "replicated"},), ("mod", inputs, 1)))
+  jax.tree.map(np.testing.assert_array_equal, several(ids), one(ids))
+  array = several.arrays[several.spec.stack_of["user"].name]["parameters"].get_value()
+  assert array.addressable_shards[0].data.nbytes == 80_000 * 8 * 4 // 8
 
 
+@pytest.mark.ci
 def test_a_plan_is_printed_and_a_dict_has_the_last_word(capsys):
-  planned = make(hbm_bytes=10**9)
+  planned = abstract(hbm_bytes=10**9)
   said = capsys.readouterr().err
   assert "strategy" in said
   assert "fits" in said
   assert not planned.spec.stack_of["country"].is_split  # moves fewer bytes, says the plan
   assert planned.spec.stack_of["user"].is_split
-  assert make({"country": "mod"}, hbm_bytes=10**9).spec.stack_of["country"].is_split
+  assert abstract({"country": "mod"}, hbm_bytes=10**9).spec.stack_of["country"].is_split
 
 
-def test_a_model_that_is_not_trained_needs_no_plan(capsys):
-  make(hbm_bytes=10, inputs=None, devices=1)
+def test_mistakes(capsys):
+  cases = [
+    (({"contry": "mod"}, {}), "names contry, and the tables are country, user: write one of"),
+    (("mod", {"hbm_bytes": 1000}), "more than hbm_bytes=1,000: use more devices"),
+    (("mod", {"hbm_bytes": -1}), "hbm_bytes is -1: write the bytes of a device, or 0"),
+    (({"user": "rows"}, {}), "'rows'"),
+  ]
+  refused(cases, lambda given: abstract(given[0], **given[1]))
+  capsys.readouterr()
+  abstract(hbm_bytes=10, inputs=None, devices=1)  # what is not trained needs no plan
   assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  ("sharding", "settings", "message"),
-  [
-    ({"contry": "mod"}, {}, "names contry, and the tables are country, user: write one of"),
-    ("mod", {"hbm_bytes": 1000}, "more than hbm_bytes=1,000: use more devices"),
-    ("mod", {"hbm_bytes": -1}, "hbm_bytes is -1: write the bytes of a device, or 0"),
-  ],
-)
-def test_mistakes(sharding, settings, message):
-  with pytest.raises(errors.UserError, match=message):
-    make(sharding, **settings)
-
-
-def test_an_unknown_strategy_is_named():
-  with pytest.raises(ValueError, match="'rows'"):
-    make({"user": "rows"})

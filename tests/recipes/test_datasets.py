@@ -1,14 +1,14 @@
 """Data sets by name: one error for all recipes, one way to load, and columns without rows."""
 
-import doctest
 import time
 from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cases import each
 
-from recipes import arrays, datasets, errors, sampling
+from recipes import arrays, datasets, errors
 from recipes.dlrm import data as clicks
 from recipes.sequence import data as sequences
 from recipes.two_tower import data as pairs
@@ -45,13 +45,6 @@ def config(name, folder):
   return SimpleNamespace(dataset=name, rows=4, cache_dir=str(folder))
 
 
-@pytest.mark.parametrize("module", [datasets, sampling])
-def test_docstrings(module):
-  tested = doctest.testmod(module)
-  assert tested.attempted
-  assert not tested.failed
-
-
 def test_a_data_set_is_prepared_once_and_read_through_its_view(tmp_path):
   plain = TOYS.load(config("plain", tmp_path))
   assert plain.columns["x"].tolist() == [0, 1, 2, 3]
@@ -62,6 +55,7 @@ def test_a_data_set_is_prepared_once_and_read_through_its_view(tmp_path):
   assert TOYS.load(config("made", tmp_path)).columns["x"].tolist() == [0, 2, 4, 6]
 
 
+@pytest.mark.weekly
 def test_of_processes_that_share_a_cache_one_prepares_and_the_others_wait(tmp_path):
   started = []
 
@@ -82,10 +76,12 @@ def test_a_data_set_is_described_without_its_data_or_loaded(tmp_path):
   assert TOYS.describe(config("plain", tmp_path)).columns["x"].shape == (4,)
 
 
-@pytest.mark.parametrize("recipe", [clicks, pairs, sequences])
-def test_an_unknown_name_is_the_users_error_and_lists_the_names(recipe):
-  names = sorted(recipe.DATA_SETS)
-  assert "synthetic" in names
-  with pytest.raises(errors.UserError) as error:
-    recipe.load(SimpleNamespace(dataset="movies"))
-  assert str(error.value) == f"unknown dataset 'movies': choose one of {names}"
+def test_an_unknown_name_is_the_users_error_and_lists_the_names():
+  def check(recipe):
+    names = sorted(recipe.DATA_SETS)
+    assert "synthetic" in names
+    with pytest.raises(errors.UserError) as error:
+      recipe.load(SimpleNamespace(dataset="movies"))
+    assert str(error.value) == f"unknown dataset 'movies': choose one of {names}"
+
+  each({recipe.__name__: (recipe,) for recipe in (clicks, pairs, sequences)}, check)

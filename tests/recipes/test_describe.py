@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import each, refused
 from served_models import run_of
 
-from recipes import describe, export, predict
+from recipes import describe, export, hosts, predict
+from recipes.dlrm import train
 from recipes.errors import UserError
 from recipes.run import settings as run_settings
 from recipes.tables import profile, proposing, settings
@@ -79,7 +81,7 @@ def look(capsys, *arguments):
   return capsys.readouterr().out
 
 
-def refused(capsys, *arguments):
+def refusal(capsys, *arguments):
   """Runs the command, which refuses; returns the line that says why."""
   with pytest.raises(SystemExit):
     look(capsys, *arguments)
@@ -104,48 +106,50 @@ def built_of(config, recipe, tmp_path):
   module = {"dlrm": "tables.clicks", "two_tower": "two_tower.table", "sequence": "sequence.table"}
   build = importlib.import_module(f"recipes.{module[recipe]}").build
   folder = tmp_path / recipe
-  folder.mkdir()
+  folder.mkdir(exist_ok=True)
   return build(settings.settings(run_settings.completed(recipe, config)), folder)
 
 
-@pytest.mark.parametrize(
-  ("values", "expected"),
-  [
-    ([3] * 50, ("", {})),
-    ([None] * 50, ("", {})),
-    ([f"{i:x}" for i in range(50)], ("", {})),
-    (list(range(7, 57)), ("", {})),
-    (["a long text of many words, number " + str(i) for i in range(50)], ("", {})),
-    (["1,5", "2,5", "3,1"] * 20, ("", {})),
-    (["1,500", "17", "2,300,000.5"] * 20, ("", {})),
-    (["['a', 'b']", "['b']"] * 20, ("", {})),
-    (["2024-01-01", "2024-01-02"] * 20, ("", {})),
-    (["1/31/2024", "2/1/2024"] * 20, ("", {})),
-    (["31.12.2024 10:00", "1.1.2025 9:30"] * 20, ("", {})),
-    (["1.2.30", "1.10.4"] * 20, ("category", {})),  # versions
-    ([str(2**64), str(2**65)] * 20, ("category", {})),
-    (["a", "b", None] * 20, ("category", {})),
-    ([1, 2, 3, 4] * 20, ("category", {})),
-    (["02139", "10001"] * 20, ("category", {})),
-    ([10**12 + i for i in range(20)] * 20, ("category", {})),
-    (["New York", "San Francisco", "Los Angeles"] * 20, ("category", {})),
-    (["Paris, France", "Rome, Italy", "Bonn, Germany"] * 20, ("category", {})),
-    (["a|b", "b|c", "a|c", "a|b|c", "a"] * 20, ("bag", {})),
-    (["a;b", "b;c", "a;c", "a;b;c"] * 20, ("bag", {"separator": ";"})),
-    (["a, b", "b, c", "a, c", "a, b, c"] * 20, ("bag", {"separator": ","})),
-    ([["a", "b"], ["b"], []] * 20, ("bag", {})),
-    ([[1, 2], [3, 4], [5, 6]] * 20, ("bag", {})),
-    ([[0.5, 2.0], [3.0], []] * 20, ("bag", {})),
-    ([[0.5, 2.0], [3.0, 4.0], []] * 20, ("vector", {"width": 2})),
-    (np.linspace(0, 1, 80).tolist(), ("number", {})),
-    ([17, 90, 25, 33, 41, 60, 18, 19] * 5 + list(range(40)), ("number", {})),
-    ([*np.linspace(0, 1, 80).tolist(), None], ("number", {"missing": "indicator"})),
-    ([2**i for i in range(20)] * 2 + list(range(60)), ("number", {"log": True})),
-    ([*np.linspace(-1, 1, 80).tolist(), "-", "-"], ("number", {"missing": "indicator"})),
-  ],
-)  # fmt: skip
-def test_values_decide_the_kind(values, expected):
-  assert kind(values) == expected
+KINDS = [
+  ([3] * 50, ("", {})),
+  ([None] * 50, ("", {})),
+  ([f"{i:x}" for i in range(50)], ("", {})),
+  (list(range(7, 57)), ("", {})),
+  (["a long text of many words, number " + str(i) for i in range(50)], ("", {})),
+  (["1,5", "2,5", "3,1"] * 20, ("", {})),
+  (["1,500", "17", "2,300,000.5"] * 20, ("", {})),
+  (["['a', 'b']", "['b']"] * 20, ("", {})),
+  (["2024-01-01", "2024-01-02"] * 20, ("", {})),
+  (["1/31/2024", "2/1/2024"] * 20, ("", {})),
+  (["31.12.2024 10:00", "1.1.2025 9:30"] * 20, ("", {})),
+  (["1.2.30", "1.10.4"] * 20, ("category", {})),  # versions
+  ([str(2**64), str(2**65)] * 20, ("category", {})),
+  (["a", "b", None] * 20, ("category", {})),
+  ([1, 2, 3, 4] * 20, ("category", {})),
+  (["02139", "10001"] * 20, ("category", {})),
+  ([10**12 + i for i in range(20)] * 20, ("category", {})),
+  (["New York", "San Francisco", "Los Angeles"] * 20, ("category", {})),
+  (["Paris, France", "Rome, Italy", "Bonn, Germany"] * 20, ("category", {})),
+  (["a|b", "b|c", "a|c", "a|b|c", "a"] * 20, ("bag", {})),
+  (["a;b", "b;c", "a;c", "a;b;c"] * 20, ("bag", {"separator": ";"})),
+  (["a, b", "b, c", "a, c", "a, b, c"] * 20, ("bag", {"separator": ","})),
+  ([["a", "b"], ["b"], []] * 20, ("bag", {})),
+  ([[1, 2], [3, 4], [5, 6]] * 20, ("bag", {})),
+  ([[0.5, 2.0], [3.0], []] * 20, ("bag", {})),
+  ([[0.5, 2.0], [3.0, 4.0], []] * 20, ("vector", {"width": 2})),
+  (np.linspace(0, 1, 80).tolist(), ("number", {})),
+  ([17, 90, 25, 33, 41, 60, 18, 19] * 5 + list(range(40)), ("number", {})),
+  ([*np.linspace(0, 1, 80).tolist(), None], ("number", {"missing": "indicator"})),
+  ([2**i for i in range(20)] * 2 + list(range(60)), ("number", {"log": True})),
+  ([*np.linspace(-1, 1, 80).tolist(), "-", "-"], ("number", {"missing": "indicator"})),
+]
+
+
+def test_values_decide_the_kind():
+  def check(values, expected):
+    assert kind(values) == expected
+
+  each({f"{values[:4]}": (values, expected) for values, expected in KINDS}, check)
 
 
 def test_a_click_table(tmp_path, capsys):
@@ -153,7 +157,6 @@ def test_a_click_table(tmp_path, capsys):
   printed = look(capsys, path, "--label=clicked", f"--out={out}")
   lines = {line.split("  ")[0]: line for line in printed.splitlines()}
   assert "6 columns, all 600 rows" in printed
-  assert max(len(line) for line in lines.values() if str(tmp_path) not in line) <= 100
   assert "left out: unique per row" in lines["row_id"]
   assert "left out: constant" in lines["same"]
   assert "number, log: heavy tail" in lines["price"]
@@ -200,6 +203,7 @@ def test_the_time_is_when_a_row_happened(tmp_path):
   assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
 
 
+@pytest.mark.ci
 def test_ratings_serve_all_recipes(tmp_path, capsys):
   columns = log_columns()
   columns = {"u": columns["visitor"], "i": columns["product"], "rating": RNG.integers(1, 6, 3000)}
@@ -218,19 +222,19 @@ def test_ratings_serve_all_recipes(tmp_path, capsys):
     built(out, recipe, tmp_path)
 
 
-@pytest.mark.parametrize("columns", [60, 200])
-def test_wide_tables_fit_in_thirty_lines(tmp_path, capsys, columns):
+@pytest.mark.ci
+def test_wide_tables_have_short_configs(tmp_path, capsys):
   texts = lambda i: RNG.choice(["", "a", "b"], ROWS)
   numbers = lambda i: np.round(RNG.lognormal(1, 3, ROWS), 2)
-  table = {f"a_long_column_name_{i:03d}": (texts, numbers)[i % 2](i) for i in range(columns)}
+  table = {f"a_long_column_name_{i:03d}": (texts, numbers)[i % 2](i) for i in range(60)}
   table["target"] = RNG.integers(2, size=ROWS)
   path, out = write(tmp_path / "wide.csv", table), tmp_path / "my.py"
-  printed = look(capsys, path, "--label=target", f"--out={out}")
-  assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 100
+  look(capsys, path, "--label=target", f"--out={out}")
   assert len(out.read_text().splitlines()) <= 30
-  assert len(completed(out, "dlrm", tmp_path).columns) == columns + 1
+  assert len(completed(out, "dlrm", tmp_path).columns) == 61
 
 
+@pytest.mark.ci
 def test_every_table_that_the_recipes_read(tmp_path, capsys):
   columns = click_columns()
   plain = look(capsys, write(tmp_path / "a.csv", columns), "--label=clicked")
@@ -250,6 +254,7 @@ def test_every_table_that_the_recipes_read(tmp_path, capsys):
   assert "of about 1,200" in look(capsys, folder, "--label=clicked", "--rows=500")
 
 
+@pytest.mark.ci
 def test_a_sample_is_of_several_places(tmp_path):
   file = tmp_path / "a.parquet"
   pq.write_table(pa.table({"n": np.arange(1000)}), file, row_group_size=100)
@@ -262,6 +267,7 @@ def test_a_sample_is_of_several_places(tmp_path):
   assert 7000 < read.total < 9000
 
 
+@pytest.mark.ci
 def test_a_table_of_items_is_a_setting_of_another(tmp_path, capsys):
   items = {
     "sku": range(100, 150),
@@ -293,57 +299,60 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path, capsys):
   assert "5 rows: has too few fields" in printed
   assert runpy.run_path(str(out))["get_config"]()["on_bad_row"] == "skip"
   path.write_text(path.read_text() + "too,many\n" * 500)
-  assert "2 instead of 6" in refused(capsys, path, "--label=clicked")
+  assert "2 instead of 6" in refusal(capsys, path, "--label=clicked")
 
 
 def test_a_config_is_not_overwritten(tmp_path, capsys):
   path, out = write(tmp_path / "clicks.csv", click_columns()), tmp_path / "my.py"
   out.write_text("mine")
-  assert "add --force" in refused(capsys, path, "--label=clicked", f"--out={out}")
+  assert "add --force" in refusal(capsys, path, "--label=clicked", f"--out={out}")
   assert out.read_text() == "mine"
   look(capsys, path, "--label=clicked", f"--out={out}", "--force")
   assert "get_config" in out.read_text()
   assert "--force" not in out.read_text()
 
 
-@pytest.mark.parametrize(
-  ("arguments", "line"),
-  [
-    (["--label=click"], "--label=click: no column; did you mean 'clicked'?"),
-    (["--label=same"], "has one value in these rows, 'x'"),
-    (["--label=tags"], "say which is a click, --positive="),
-    (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
-    (["--positive=1"], "give --label too"),
-    (["--user=same", "--item=same"], "are both 'same'"),
-    (["--label=clicked", "--time=tags"], "a time is a number that grows"),
-    (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
-    (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
-    (["--rows=0"], "read one row or more"),
-    (["--delimiter=;", "--quote=;"], "--delimiter"),
-    (["--encoding=utf-99"], "--encoding='utf-99' is unknown"),
-  ],
-)  # fmt: skip
-def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, line):
+MISTAKES = [
+  (["--label=click"], "--label=click: no column; did you mean 'clicked'?"),
+  (["--label=same"], "has one value in these rows, 'x'"),
+  (["--label=tags"], "say which is a click, --positive="),
+  (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
+  (["--positive=1"], "give --label too"),
+  (["--user=same", "--item=same"], "are both 'same'"),
+  (["--label=clicked", "--time=tags"], "a time is a number that grows"),
+  (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
+  (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
+  (["--rows=0"], "read one row or more"),
+  (["--delimiter=;", "--quote=;"], "--delimiter"),
+  (["--encoding=utf-99"], "--encoding='utf-99' is unknown"),
+  (["--label=y", "--out=my.py"], "No column is left to learn from"),
+]
+
+
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   path = write(tmp_path / "clicks.csv", click_columns())
-  assert line in refused(capsys, path, *arguments)
-  assert not (tmp_path / "my.py").exists()
+  empty = {"y": [i % 2 for i in range(ROWS)], "id": range(ROWS), "same": [1] * ROWS}
+  write(tmp_path / "empty.csv", empty)
+
+  def check(arguments, line):
+    file = tmp_path / "empty.csv" if "--label=y" in arguments else path
+    assert line in refusal(capsys, file, *arguments)
+    assert not (tmp_path / "my.py").exists()
+
+  each({str(arguments): (arguments, line) for arguments, line in MISTAKES}, check)
 
 
-def test_a_header_may_be_a_value_or_come_again(tmp_path, capsys):
-  path = tmp_path / "tags.csv"
-  rows = "".join(f"{'tag' if i == 3 else 'a'},{i % 7},{i % 2}\n" for i in range(40))
-  path.write_text("tag,count,clicked\n" + rows)
-  assert "tag" in look(capsys, path, "--label=clicked")
-  path.write_text("tag,clicked\na,1\nb,0\ntag,clicked\na,0\nb,1\n")
-  look(capsys, path)
-
-
+@pytest.mark.ci
 def test_a_first_line_that_is_a_row(tmp_path, capsys):
+  tags = tmp_path / "tags.csv"
+  rows = "".join(f"{'tag' if i == 3 else 'a'},{i % 7},{i % 2}\n" for i in range(40))
+  tags.write_text("tag,count,clicked\n" + rows)  # a name of the header is a value too
+  assert "tag" in look(capsys, tags, "--label=clicked")
   path = tmp_path / "u.data"
   rows = (f"{196 + i % 2}\t{242 + i % 9}\t{i % 5}\t{881250949 + i}" for i in range(40))
   path.write_text("\n".join(rows) + "\n")
-  assert "name its 4 columns, as --names=" in refused(capsys, path)
+  assert "name its 4 columns, as --names=" in refusal(capsys, path)
   printed = look(capsys, path, "--names=user,item,rating,time")
   assert "recipes.sequence" in printed
   out = tmp_path / "my.py"
@@ -375,25 +384,29 @@ def test_evidence_is_of_other_rows():
     assert evidence(some, y).leak == leak
 
 
-@pytest.mark.parametrize(
-  ("values", "effect", "expected"),
-  [
-    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
-    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * n / 200, "number"),
-    (RNG.integers(200, size=8000), lambda n: 0.3 + 0 * n, ""),
+@pytest.mark.ci
+def test_the_label_tells_ids_from_numbers():
+  is_seventh, grows = lambda n: 0.1 + 0.8 * (n % 7 == 3), lambda n: 0.1 + 0.8 * n / 200
+  even, skewed = RNG.integers(200, size=8000), RNG.zipf(1.3, 8000) % 200
+  cases = {
+    "ids": (even, is_seventh, "category"),
+    "numbers": (even, grows, "number"),
+    "neither": (even, lambda n: 0.3 + 0 * n, ""),
     # Half of the rows have a frequent value; it is the others whose order tells.
-    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
-    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * n / 200, "number"),
-  ],
-)
-def test_the_label_tells_ids_from_numbers(values, effect, expected):
-  y = (np.random.default_rng(1).random(8000) < effect(values)).astype(float)
-  assert evidence(values, y).favors == expected
-  assert evidence(values[:40], y[:40]).favors == ""  # too few rows
-  # By the name alone, `shop_id` would be a category and `income` a number.
-  columns = [profile.of_arrays(name, [pa.array(values)], ()) for name in ("shop_id", "income")]
-  kinds = [proposing.feature(column, 8000, y).kind for column in columns]
-  assert kinds == [expected or "category", expected or "number"]
+    "skewed ids": (skewed, is_seventh, "category"),
+    "skewed numbers": (skewed, grows, "number"),
+  }
+
+  def check(values, effect, expected):
+    y = (np.random.default_rng(1).random(8000) < effect(values)).astype(float)
+    assert evidence(values, y).favors == expected
+    assert evidence(values[:40], y[:40]).favors == ""  # too few rows
+    # By the name alone, `shop_id` would be a category and `income` a number.
+    columns = [profile.of_arrays(name, [pa.array(values)], ()) for name in ("shop_id", "income")]
+    kinds = [proposing.feature(column, 8000, y).kind for column in columns]
+    assert kinds == [expected or "category", expected or "number"]
+
+  each(cases, check)
 
 
 def test_leaks_are_left_out(tmp_path, capsys):
@@ -414,47 +427,20 @@ def test_leaks_are_left_out(tmp_path, capsys):
   assert '"paid", "paid_on", "status"' in out.read_text()
 
 
-def test_a_name_without_words_hints_at_nothing(tmp_path):
-  columns = {"$$$": list("abcd") * 150, "имя": list("abcdef") * 100}
-  plan = proposing.propose(
-    profile.read([write(tmp_path / "a.csv", columns)], Format(), ROWS), Roles()
-  )
-  assert [each.kind for each in plan.columns.values()] == ["category", "category"]
-
-
-def test_returns_in_a_log_are_named(tmp_path, capsys):
+@pytest.mark.ci
+def test_returns_and_small_catalogues_are_named(tmp_path, capsys):
   path = write(tmp_path / "log.csv", returns())
   assert "quantity is below 0 in 2" in (printed := look(capsys, path))
   assert "{'kind': 'label', 'at_least': 1}" in " ".join(printed.split())
   path = write(path, log_columns() | {"quantity": RNG.integers(1, 9, 3000)})
-  assert "is below 0" not in look(capsys, path)
-
-
-def test_cutoffs_of_a_small_catalogue(tmp_path, capsys):
+  assert "is below 0" not in (printed := look(capsys, path))
+  assert "config.ks" not in printed  # 30 items
   log = {"user": [f"u{i // 4}" for i in range(400)], "item": [f"i{i % 4}" for i in range(400)]}
   printed = look(capsys, write(tmp_path / "log.csv", log))
   assert "--config.ks='(4,)' --config.select=valid_ndcg@4" in printed
-  assert "config.ks" not in look(capsys, write(tmp_path / "log.csv", log_columns()))  # 30 items
 
 
-@pytest.mark.parametrize(
-  ("names", "columns"),
-  [
-    ({"Year": 2013, "Month": 2, "DayofMonth": 3}, ("Year", "Month", "DayofMonth")),
-    (
-      {"in_year": 2013, "in_month": 2, "in_day_of_month": 3},
-      ("in_year", "in_month", "in_day_of_month"),
-    ),
-    ({"year": 2013, "month": 2, "day": 3, "minute": 59}, ("year", "month", "day")),  # of no hour
-  ],
-)
-def test_names_of_the_parts_of_a_date(tmp_path, names, columns):
-  table = click_columns() | {name: [value] * ROWS for name, value in names.items()}
-  read = profile.read([write(tmp_path / "a.csv", table)], Format(), ROWS)
-  plan = proposing.propose(read, Roles(label="clicked"))
-  assert plan.declared["time"] == {"kind": "time", "columns": columns}
-
-
+@pytest.mark.ci
 def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
   columns = click_columns() | {
     "dep_year": [2013] * ROWS,
@@ -475,6 +461,7 @@ def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
   assert "time" not in runpy.run_path(str(out))["get_config"]()["columns"]
 
 
+@pytest.mark.ci
 def test_oddities_are_named(tmp_path, capsys):
   rows = 1000
   columns = {
@@ -498,6 +485,7 @@ def test_oddities_are_named(tmp_path, capsys):
   built(out, "dlrm", tmp_path)
 
 
+@pytest.mark.ci
 def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
   columns = click_columns()
   columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "pending", columns["clicked"].astype(str))
@@ -516,30 +504,33 @@ def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
   assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
 
 
-@pytest.mark.parametrize(
-  ("text", "words"),
-  [
-    ("Sales of 2024\nid,clicked\n1,0\n2,1\n", "seems a title (Sales of 2024)"),
-    ("Sales,,\nid,city,clicked\n1,Oslo,0\n2,Rom,1\n", "seems a title (Sales)"),
-    ("id,clicked\n1,0,\n2,1,\n", "the rows end in ','"),
-    ("id,id,clicked\n1,2,0\n3,4,1\n", "names columns 1 and 2 'id'"),
-    ("a,0,b,0\na,1,b,1\nc,0,b,2\n", "seems a row, not a header"),
-    ("a,b,7,b\n" * 9, "--names=user,item,…, or call them c1, c2, … with --no_header"),
-  ],
-)  # fmt: skip
-def test_a_header_with_rubbish(tmp_path, capsys, text, words):
-  (tmp_path / "a.csv").write_text(text)
-  assert words in refused(capsys, tmp_path / "a.csv", "--label=clicked")
+RUBBISH = [
+  ("Sales of 2024\nid,clicked\n1,0\n2,1\n", "seems a title (Sales of 2024)"),
+  ("Sales,,\nid,city,clicked\n1,Oslo,0\n2,Rom,1\n", "seems a title (Sales)"),
+  ("id,clicked\n1,0,\n2,1,\n", "the rows end in ','"),
+  ("id,id,clicked\n1,2,0\n3,4,1\n", "names columns 1 and 2 'id'"),
+  ("a,0,b,0\na,1,b,1\nc,0,b,2\n", "seems a row, not a header"),
+  ("a,b,7,b\n" * 9, "--names=user,item,…, or call them c1, c2, … with --no_header"),
+]
 
 
+def test_a_header_with_rubbish(tmp_path, capsys):
+  def check(text, words):
+    (tmp_path / "a.csv").write_text(text)
+    assert words in refusal(capsys, tmp_path / "a.csv", "--label=clicked")
+
+  each({text: (text, words) for text, words in RUBBISH}, check)
+
+
+@pytest.mark.ci
 def test_files_that_are_no_text(tmp_path, capsys):
   os.mkfifo(tmp_path / "a.csv")
-  assert "no file but a pipe" in refused(capsys, tmp_path / "a.csv")
+  assert "no file but a pipe" in refusal(capsys, tmp_path / "a.csv")
   path = tmp_path / "b.csv"
   path.write_bytes("city,clicked\nOslo,1\n".encode("utf-16"))
-  assert "UTF-16. Write --encoding='utf-16'" in refused(capsys, path)
+  assert "UTF-16. Write --encoding='utf-16'" in refusal(capsys, path)
   pq.write_table(pa.table({"clicked": [0, 1]}), tmp_path / "c.csv")
-  assert "is a Parquet file. Name it so: " in refused(capsys, tmp_path / "c.csv")
+  assert "is a Parquet file. Name it so: " in refusal(capsys, tmp_path / "c.csv")
 
 
 def numbers(rows=ROWS):
@@ -551,12 +542,6 @@ def returns(rows=3000):
   columns = log_columns(rows)
   columns["visitor"] = ["" if i % 9 == 0 else user for i, user in enumerate(columns["visitor"])]
   return columns | {"quantity": RNG.integers(-3, 9, rows)}
-
-
-def spellings(rows=ROWS):
-  y = [["True", "FALSE", "true", "false", "1", "0"][i % 6] for i in range(rows)]
-  member = RNG.choice(["yes", "no", "Y", "N"], rows)
-  return {"y": y, "member": member, "flag": RNG.choice(["True", "False"], rows)}
 
 
 def dates(rows):
@@ -579,71 +564,51 @@ def stored_names():
   return log | {"file": log["country"], "split": log["category"], "row": log["product"]}
 
 
-NEW = ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]
-DAYS = [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)]
-CLOCK = [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]
-RARE = {"y": RNG.permutation([1] * 10 + [0] * 1990), "city": [*"ab"] * 1000}
 LINES = {"note": ["one\ntwo", 'a "b"', "c", "d,e"] * 150, "n": RNG.random(ROWS)}
-UNICODE = {"はい": RNG.integers(2, size=ROWS), "Größe €": ["ä", "ß"] * 300, '😀 "q"': DAYS}
-NAMED = {"history": ["a", "b"] * 1500, "user": ["NO", "US"] * 1500}
+UNICODE = {"はい": RNG.integers(2, size=ROWS), '😀 "Größe" €': ["ä", "ß", *"cde"] * 120}
 EMPTY = {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}
 LABEL = ["--label=y"]
 HARD = {
   "numbers": (numbers, LABEL, "dlrm"),
   "names": (lambda: y() | {"split": [*"ab"] * 300, "label": [*"cde"] * 200}, LABEL, "dlrm"),
   "names of a log": (stored_names, [], "two_tower"),
-  "counters": (lambda: y() | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, LABEL, "dlrm"),
-  "codes": (lambda: y() | {"code": RNG.integers(90, size=ROWS)}, LABEL, "dlrm"),
-  "log": (returns, [], "two_tower"),
   "sequences": (returns, [], "sequence"),
-  "inputs": (lambda: log_columns() | NAMED, ["--user=visitor", "--item=product"], "two_tower"),
   "constants": (lambda: click_columns() | EMPTY, ["--label=clicked"], "dlrm"),
-  "rare clicks": (lambda: RARE | {"n": RNG.random(2000)}, LABEL, "dlrm"),
-  "duplicates": (lambda: {"y": [0, 0, 1] * 200, "x": [*"abcd"] * 150}, LABEL, "dlrm"),
-  "few rows": (lambda: {"y": [0, 1] * 300, "x": [*"aabbcc"] * 100}, LABEL, "dlrm"),
   "unicode": (lambda: UNICODE, ["--label=はい"], "dlrm"),
-  "spellings": (spellings, LABEL, "dlrm"),
-  "timestamps": (lambda: y() | {"at": CLOCK}, LABEL, "dlrm"),
-  "days": (lambda: y() | {"at": DAYS}, LABEL, "dlrm"),
-  "seconds": (lambda: y() | {"time": range(17 * 10**8, 17 * 10**8 + ROWS)}, LABEL, "dlrm"),
-  "new column": (lambda: click_columns() | {"at": DAYS, "new": NEW}, ["--label=clicked"], "dlrm"),
-  "parts of a date": (lambda: click_columns() | dates(ROWS), ["--label=clicked"], "dlrm"),
   "parts of a date in a log": (dated_log, [], "sequence"),
   "lines": (lambda: y() | LINES, LABEL, "dlrm"),
 }
 
 
-@pytest.mark.parametrize("case", HARD)
-def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
-  columns, arguments, recipe = HARD[case][0](), HARD[case][1], HARD[case][2]
-  with open(tmp_path / "a.csv", "w", newline="") as file:
-    csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
-  out = tmp_path / "my.py"
-  printed = look(capsys, tmp_path / "a.csv", *arguments, f"--out={out}")
-  assert f"recipes.{recipe}" in printed
-  built(out, recipe, tmp_path)
+@pytest.mark.ci
+def test_what_is_proposed_is_prepared(tmp_path, capsys):
+  def check(number, make, arguments, recipe):
+    columns, folder = make(), tmp_path / str(number)
+    folder.mkdir()
+    with open(folder / "a.csv", "w", newline="") as file:
+      csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    out = folder / "my.py"
+    printed = look(capsys, folder / "a.csv", *arguments, f"--out={out}")
+    assert f"recipes.{recipe}" in printed
+    built(out, recipe, folder)
+
+  each({name: (number, *HARD[name]) for number, name in enumerate(HARD)}, check)
 
 
-ODD = [
-  "..ip", "a.b", "a", "A", "a[0]", "x/y", "it's", 'say "x"', "two words", "long" * 125, "цена",
-  "価格", "😀", "مدينة", "back\\slash", "line\nbreak", "--x", "nan", "class", "label", "dense",
-  "weight", "features", "ids", "score", "c0", "items", "train", "__class__", "",
-]  # fmt: skip
+ODD = ["a.b", "x/y", 'say "x"', "line\nbreak", "--x", "score", "__class__", ""]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, capsys, suffix):
+@pytest.mark.ci
+def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(hosts, "start", lambda: None)
   values = [[f"{value}"[-1] for value in RNG.integers(5, size=ROWS)] for _ in ODD]
   columns = [RNG.integers(2, size=ROWS).astype(str), *values]
-  path, out = tmp_path / f"a.{suffix}", tmp_path / "my.py"
-  if suffix == "parquet":
-    pq.write_table(pa.table(columns, [".y", *ODD]), path)
-  else:
-    with open(path, "w", newline="") as file:
-      csv.writer(file).writerows([[".y", *ODD], *zip(*columns, strict=True)])
+  path, out = tmp_path / "a.csv", tmp_path / "my.py"
+  with open(path, "w", newline="") as file:
+    csv.writer(file).writerows([[".y", *ODD], *zip(*columns, strict=True)])
   look(capsys, path, "--label=.y", f"--out={out}")
   config = completed(out, "dlrm", tmp_path)
-  assert {each.column or name for name, each in config.columns.items()} == {
+  assert {kind.column or name for name, kind in config.columns.items()} == {
     name or f"column {place}" for place, name in enumerate([".y", *ODD], start=1)
   }
   run_of("dlrm", config, tmp_path / "run")
@@ -655,45 +620,35 @@ def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, capsys,
   assert (header[-1], len(header), len(rows)) == ("score_", len(ODD) + 2, ROWS)
 
 
-@pytest.mark.parametrize(
-  ("header", "columns", "message"),
-  [
-    ("y,b,b", {"b": "category"}, r"a\.csv.* columns 2 and 3 'b'"),
-    ("y,,column 2", {"column 2": "category"}, r"a\.csv.* columns 2 and 3 'column 2'"),
-    ("y,b,__class__", {"__class__": "category"}, "'__class__'.*'column': '__class__'"),
-  ],
-)
-def test_names_that_no_column_can_have_are_refused_before_training(
-  tmp_path, header, columns, message
-):
+@pytest.mark.ci
+def test_names_that_no_column_can_have_are_refused_before_training(tmp_path):
   path = tmp_path / "a.csv"
-  path.write_text(f"{header}\n" + "0,a,b\n1,b,a\n" * 50)
-  config = {"files": str(path), "columns": {"y": "label"} | columns}
-  with pytest.raises(UserError, match=message):
+
+  def call(given):
+    header, columns = given
+    path.write_text(f"{header}\n" + "0,a,b\n1,b,a\n" * 50)
+    config = {"files": str(path), "columns": {"y": "label"} | columns}
     built_of(config | {"cache_dir": str(tmp_path / "cache")}, "dlrm", tmp_path)
 
-
-def test_nothing_left_to_learn_from_is_no_config(tmp_path, capsys):
-  columns = {"y": [i % 2 for i in range(ROWS)], "id": range(ROWS), "same": [1] * ROWS}
-  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
-  assert "No column is left to learn from" in refused(capsys, path, "--label=y", f"--out={out}")
-  assert not out.exists()
+  cases = [
+    (("y,b,b", {"b": "category"}), r"a\.csv.* columns 2 and 3 'b'"),
+    (("y,,column 2", {"column 2": "category"}), r"a\.csv.* columns 2 and 3 'column 2'"),
+    (("y,b,__class__", {"__class__": "category"}), "'__class__'.*'column': '__class__'"),
+  ]
+  refused(cases, call, UserError)
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("recipe", ["dlrm", "sequence", "two_tower"])
-def test_a_written_config_trains(tmp_path, capsys, recipe):
-  columns, label = (
-    (click_columns(), ["--label=clicked"]) if recipe == "dlrm" else (log_columns(), [])
-  )
-  path, out = write(tmp_path / "table.csv", columns), tmp_path / "my.py"
-  look(capsys, path, *label, f"--out={out}")
-  config = completed(out, recipe, tmp_path)
+def test_a_written_config_trains(tmp_path, capsys):
+  path, out = write(tmp_path / "table.csv", click_columns()), tmp_path / "my.py"
+  look(capsys, path, "--label=clicked", f"--out={out}")
+  config = completed(out, "dlrm", tmp_path)
   config.epochs = 1
-  importlib.import_module(f"recipes.{recipe}.train").run(config, str(tmp_path / "run"))
+  train.run(config, str(tmp_path / "run"))
   assert (tmp_path / "run" / "result.json").is_file()
 
 
+@pytest.mark.ci
 def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
   columns = click_columns()
   liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
@@ -704,7 +659,7 @@ def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
   assert "liked is a click only where clicked is one" in printed
   assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
   config = completed(out, "dlrm", tmp_path)
-  assert {n for n, each in config.columns.items() if each.kind == "label"} == {"clicked", "liked"}
+  assert {name for name, of in config.columns.items() if of.kind == "label"} == {"clicked", "liked"}
   assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
   assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
-  assert "give one label alone" in refused(capsys, path, "--label=clicked,liked", "--positive=1")
+  assert "give one label alone" in refusal(capsys, path, "--label=clicked,liked", "--positive=1")

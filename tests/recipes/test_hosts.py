@@ -17,18 +17,16 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import each
 from flax import nnx
-from served_models import CLICKS, write_clicks
 
 import embed
 from recipes import hosts, pipeline
 from recipes.run import checkpoints
-from recipes.run import workdir as runs
 
-STEPS = 24
+STEPS = 12
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
 # of all of them, at every step.
 LOSS = 1e-6
@@ -72,24 +70,17 @@ class Counted:
     return {"x": np.full((16, 2), number)}
 
 
-@pytest.mark.parametrize(("devices", "backend"), [(1, "tpu"), (8, "cpu"), (1, "cpu")])
-def test_batches_are_put_ahead_and_the_position_is_of_those_returned(devices, backend, monkeypatch):
-  monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  mesh = hosts.start() if devices == 8 else None
+def test_batches_are_put_ahead_and_the_position_is_of_those_returned():
+  mesh = hosts.start()
   plain = pipeline.batches(Counted(), dict)
   with contextlib.closing(iter(hosts.put_ahead(mesh, plain))) as ahead:
     reference = iter(plain)
     for number in range(7):
       batch, same = next(ahead), next(reference)
-      if (devices, backend) == (1, "cpu"):
-        assert isinstance(batch["x"], np.ndarray)  # as it was read
-      else:
-        assert len(batch["x"].sharding.device_set) == devices
+      assert len(batch["x"].sharding.device_set) == 8
       np.testing.assert_array_equal(batch["x"], same["x"])
       assert batch["x"][0, 0] == number
       assert ahead.get_state() == reference.get_state()
-    time.sleep(0.2)  # the next ones are put meanwhile
-    assert ahead.get_state() == reference.get_state()
     state = ahead.get_state()
   with contextlib.closing(iter(hosts.put_ahead(mesh, plain))) as again:
     next(again)
@@ -97,6 +88,14 @@ def test_batches_are_put_ahead_and_the_position_is_of_those_returned(devices, ba
     assert [int(batch["x"][0, 0]) for batch in again] == list(range(7, 20))
 
 
+def test_one_accelerator_gets_arrays_and_one_cpu_batches_as_they_were_read(monkeypatch):
+  for backend, kind in (("tpu", jax.Array), ("cpu", np.ndarray)):
+    monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+    with contextlib.closing(iter(hosts.put_ahead(None, pipeline.batches(Counted(), dict)))) as it:
+      assert isinstance(next(it)["x"], kind)
+
+
+@pytest.mark.weekly
 def test_batches_are_on_the_device_before_they_are_asked_for(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
   put, real = [], jax.device_put
@@ -122,53 +121,51 @@ def test_a_batch_that_does_not_divide_is_named():
 
 def test_replicate_leaves_what_is_on_the_mesh_alone():
   mesh = hosts.start()
-  model = nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+  make = lambda: nnx.Dict(
+    a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+  )
+  model = nnx.jit(make)()
   rows = jax.NamedSharding(mesh, jax.P("data"))
-  model["a"].kernel.set_value(jax.device_put(jnp.ones((8, 8)), rows))
-  before = jax.tree.map(jnp.copy, nnx.state(model))
+  model["a"].kernel.set_value(jax.device_put(np.ones((8, 8), np.float32), rows))
+  values = lambda: [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+  before = values()
   hosts.replicate(mesh, model)
   assert model["a"].kernel.get_value().sharding.spec == jax.P("data")
   assert model["a"].bias.get_value().is_fully_replicated
   assert len(model["b"].rngs.key.get_value().sharding.device_set) == 8
-  same = jax.tree.map(lambda x, y: bool(jnp.all(x == y)), nnx.state(model), before)
-  assert jax.tree.all(same)
+  jax.tree.map(np.testing.assert_array_equal, values(), before)
 
 
-@pytest.mark.parametrize(
-  ("environment", "expected"),
-  [
-    ({}, None),
-    ({"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, None),
-    ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, None),
-    ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, ((), {})),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, ((), {})),
-    (
-      {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-      (
-        ("h:1",),
-        {"num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate"},
-      ),
-    ),
-  ],
-)
-def test_who_joins(monkeypatch, environment, expected):
-  calls = []
-  monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
-  for name, value in environment.items():
-    monkeypatch.setenv(name, value)
-  hosts.start()
-  assert calls == ([] if expected is None else [expected])
+JOINS = [
+  ({}, None),
+  ({"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, None),
+  ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, None),
+  ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, ((), {})),
+  ({"OMPI_COMM_WORLD_SIZE": "2"}, ((), {})),
+  (
+    {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+    (("h:1",), {"num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate"}),
+  ),
+]
+
+
+def test_who_joins(monkeypatch):
+  def check(environment, expected):
+    calls = []
+    with monkeypatch.context() as patch:
+      patch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
+      for name, value in environment.items():
+        patch.setenv(name, value)
+      hosts.start()
+    assert calls == ([] if expected is None else [expected])
+
+  each({str(case[0]): case for case in JOINS}, check)
 
 
 def test_half_an_address_is_an_error(monkeypatch):
   monkeypatch.setenv("JAX_PROCESS_ID", "0")
   with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES is not set"):
     hosts.start()
-
-
-def test_a_bucket_is_not_a_folder():
-  with pytest.raises(ValueError, match="gs://bucket/run is a URL"):
-    runs.finished({}, "gs://bucket/run")
 
 
 # --- several processes ---------------------------------------------------------------------------
@@ -245,8 +242,9 @@ def recipe(workdir, name="dlrm", *settings):
   return [
     sys.executable, "-m", f"recipes.{name}", f"--config=configs/{name}/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={workdir.parent / 'cache'}",
-    f"--config.steps={STEPS}", "--config.log_every=1", "--config.eval_every=12",
-    "--config.checkpoint_every=5", "--config.dropout=0.2", *settings,
+    f"--config.steps={STEPS}", "--config.log_every=1", "--config.eval_every=6",
+    "--config.checkpoint_every=5", "--config.full_checkpoint_every=2", "--config.dropout=0.2",
+    *settings,
   ]  # fmt: skip
 
 
@@ -298,25 +296,17 @@ def test_two_processes_train_as_one(alone, pair):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(
-  ("name", "settings"),
-  [
-    ("two_tower", ["--config.accumulate=2", "--config.clip_norm=0.5"]),
-    ("sequence", ["--config.hbm_bytes=1000000000"]),
-  ],
-)
-def test_the_other_recipes_train_as_one(jobs, folder, name, settings):
-  """With parts of batches, clipped gradients and a plan, of which the main process says it."""
-  alone, pair = folder / f"{name}_alone", folder / f"{name}_pair"
-  jobs.run(recipe(alone, name, *settings))
-  said = jobs.run(recipe(pair, name, *settings), processes=2)
+def test_another_recipe_trains_as_one(jobs, folder):
+  """With clipped gradients."""
+  alone, pair = folder / "towers_alone", folder / "towers_pair"
+  jobs.run(recipe(alone, "two_tower", "--config.clip_norm=0.5"))
+  jobs.run(recipe(pair, "two_tower", "--config.clip_norm=0.5"), processes=2)
   (result, lines), (alone_result, alone_lines) = outcome(pair), outcome(alone)
   assert (result["device"]["count"], result["device"]["processes"]) == (2, 2)
-  losses = [[line["loss"] for line in each if "loss" in line] for each in (lines, alone_lines)]
+  losses = [[line["loss"] for line in run if "loss" in line] for run in (lines, alone_lines)]
   assert len(losses[0]) == STEPS
   np.testing.assert_allclose(*losses, rtol=1e-5)
   assert result["metrics"].keys() == alone_result["metrics"].keys()
-  assert ["strategy" in text for text in said] == [name == "sequence", False]
 
 
 @pytest.mark.weekly
@@ -335,7 +325,7 @@ def killed(jobs, folder):
   deadline = time.monotonic() + 120
   while time.monotonic() < deadline and main.poll() is None:
     path = workdir / "metrics.jsonl"
-    if path.exists() and path.read_bytes().count(b"\n") >= 8:
+    if path.exists() and path.read_bytes().count(b"\n") >= 5:
       other.send_signal(signal.SIGKILL)
       break
     time.sleep(0.002)
@@ -356,7 +346,7 @@ def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   assert_same((result, lines), pair[:2])
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   workdir = folder / "preempted"
   job = jobs.start(recipe(workdir), processes=2)
@@ -377,47 +367,15 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
 
 
-@pytest.mark.weekly
-def test_two_processes_train_on_a_table_as_one(jobs, folder):
-  write_clicks(folder / "clicks.csv")
-  config = folder / "table.py"
-  settings = {
-    "files": str(folder / "clicks.csv"),
-    "columns": CLICKS,
-    "dim": 4,
-    "dcnv2": {"cross_layers": 1, "deep": [8]},
-    "batch_size": 64,
-    "epochs": 1,
-    "baseline": {"max_rows": 0},
-  }
-  config.write_text(f"def get_config():\n  return {settings!r}\n")
-  command = lambda name: [
-    sys.executable, "-m", "recipes.dlrm", f"--config={config}", f"--workdir={folder / name}",
-    f"--config.cache_dir={folder / 'cache'}",
-  ]  # fmt: skip
-  jobs.run(command("table_alone"))
-  jobs.run(command("table_pair"), processes=2)
-  assert_same(outcome(folder / "table_pair"), outcome(folder / "table_alone"))
-
-
-@pytest.fixture(scope="module")
-def pair_with_deltas(jobs, folder):
-  """Saves at 5, 10, 12, 15, 20 and 24, every fourth in full, by two processes."""
-  workdir = folder / "deltas"
-  jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=2)
-  return workdir
-
-
 @pytest.mark.ci
-def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
-  assert_same(outcome(pair_with_deltas), pair[:2])
-  folder = pair_with_deltas / "checkpoints"
-  assert checkpoints.of_step(folder, 24) == [20, 24]
+def test_two_processes_write_deltas_of_their_own_rows(folder, pair):
+  """Saves are at 5, 6, 10 and 12, every second in full."""
+  path = folder / "pair" / "checkpoints"
+  assert checkpoints.of_step(path, STEPS) == [10, 12]
   names = [f"rows-0000{index}-of-00002.npz" for index in range(2)]
-  assert sorted(path.name for path in (folder / "24" / "delta").glob("*.npz")) == names
+  assert sorted(file.name for file in (path / "12" / "delta").glob("*.npz")) == names
   with contextlib.ExitStack() as stack:
-    paths = [folder / "24" / "delta" / name for name in names]
-    parts = [stack.enter_context(np.load(path)) for path in paths]
+    parts = [stack.enter_context(np.load(path / "12" / "delta" / name)) for name in names]
     keys = [key for key in parts[0].files if key.endswith("/ids")]
     assert keys
     for key in keys:
@@ -427,29 +385,12 @@ def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("processes", [1, 2])
-def test_deltas_of_two_processes_are_restored_by_any_number(
-  jobs, folder, pair_with_deltas, pair, processes
-):
-  workdir = folder / f"deltas_restored_by_{processes}"
-  shutil.copytree(pair_with_deltas, workdir)
+def test_deltas_of_two_processes_are_restored_by_one(jobs, folder, pair):
+  workdir = folder / "restored"
+  shutil.copytree(folder / "pair", workdir)
   (workdir / "result.json").unlink()
-  output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=processes)
-  assert "resuming from step 24" in output[0]
-  assert_same(outcome(workdir), pair[:2])
-
-
-@pytest.mark.weekly
-def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_with_deltas, pair):
-  workdir = folder / "deltas_damaged"
-  shutil.copytree(pair_with_deltas, workdir)
-  (workdir / "result.json").unlink()
-  path = workdir / "checkpoints" / "24" / "delta" / "rows-00001-of-00002.npz"
-  path.write_bytes(path.read_bytes()[:-1])
-  output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=2)
-  assert f"the checkpoint of step 24 is damaged: {path} has" in output[0]
-  assert "resuming from step 20" in output[0]
-  assert "Traceback" not in output[0] + output[1]
+  output = jobs.run(recipe(workdir))
+  assert "resuming from step 12" in output[0]
   assert_same(outcome(workdir), pair[:2])
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+from cases import refused
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
-from recipes import hosts
 from recipes.evaluation import groups, retrieval
 from recipes.evaluation import metrics as metrics_lib
 from recipes.evaluation.metrics import (
@@ -55,7 +55,7 @@ def in_batches(metrics, batch, *columns):
   """Feeds the examples in batches of one size, of which the last one is filled up."""
   for start in range(0, len(columns[0]), batch):
     parts = [column[start : start + batch] for column in columns]
-    metrics = metrics.update(*(jnp.pad(x, (0, batch - len(x))) for x in parts))
+    metrics = metrics.update(*(np.pad(x, (0, batch - len(x))) for x in parts))
   return metrics
 
 
@@ -74,24 +74,32 @@ def expected(logits, labels, weight):
   }
 
 
-@pytest.mark.parametrize(("on_mesh", "weighted"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+  ("on_mesh", "weighted"), [(False, False), pytest.param(True, True, marks=pytest.mark.ci)]
+)
 def test_equal_scikit_learn_and_numpy(on_mesh, weighted):
   logits, labels, mask, weight = drawn(1000)
   amount = (weight if weighted else 1) * mask
-  empty = ClickMetrics.empty(meshes.make_mesh() if on_mesh else None)
+  mesh = meshes.make_mesh() if on_mesh else None
   columns = (logits, labels, mask, weight)[: 3 + weighted]
-  metrics = in_batches(empty, 64, *columns)
+  metrics = in_batches(ClickMetrics.empty(mesh), 256, *columns)
   wanted = expected(logits, labels, amount)
   assert metrics.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
   assert click_metrics(logits, labels, amount) == pytest.approx(wanted, rel=1e-12, abs=0)
+  if on_mesh:
+    check_sums_stay(metrics, mesh, *(x[:256] for x in (logits, labels, weight)))
 
 
-@pytest.mark.ci
-def test_batches_of_one_row_count_the_same():
-  logits, labels, mask, weight = drawn(200)
-  metrics = in_batches(ClickMetrics.empty(), 1, logits, labels, mask, weight)
-  wanted = expected(logits, labels, weight * mask)
-  assert metrics.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
+def check_sums_stay(metrics, mesh, *columns):
+  """No example is sent, and sums are added to where they are: they are most of the memory."""
+  split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+  add, given = metrics_lib._compiled(mesh)[1], (jax.device_put(x, split) for x in columns)
+  compiled = add.lower(metrics.high, metrics.low, *given).compile()
+  text = compiled.as_text()
+  assert "all-gather" not in text
+  assert "all-to-all" not in text
+  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._SUMS * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < metrics_lib._BINS
 
 
 def test_merging_is_seeing_all_examples():
@@ -105,17 +113,18 @@ def test_merging_is_seeing_all_examples():
   whole = feed(0, 192).compute()
   assert first.compute() == pytest.approx(whole, rel=1e-12)
   assert last.compute() == pytest.approx(whole, rel=1e-12)
-  assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, last)  # it is a pytree
+  alone = in_batches(ClickMetrics.empty(), 1, logits[:9], labels[:9], mask[:9], weight[:9])
+  wanted = expected(logits[:9], labels[:9], (weight * mask)[:9])
+  assert alone.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
 
 
 @pytest.mark.ci
 def test_many_equal_logits_keep_their_weight():
   """A sum of .1 in float32 is off by 1 % after a million rows in one bin."""
-  metrics, labels = ClickMetrics.empty(), jnp.arange(1 << 16) % 4 == 0
-  for _ in range(16):
-    metrics = metrics.update(
-      jnp.where(labels, 1.0, 0.0), labels, weight=jnp.where(labels, 0.1, 0.7)
-    )
+  metrics, labels = ClickMetrics.empty(), np.arange(1 << 18) % 4 == 0
+  scores, weight = np.where(labels, [[1.0], [0.1]], [[0.0], [0.7]]).astype(np.float32)
+  for _ in range(4):
+    metrics = metrics.update(scores, labels, weight=weight)
   found = metrics._total[: 2 * metrics_lib._BINS]
   np.testing.assert_allclose(
     found[found > 0], [np.float64(np.float32(x)) * n for x, n in ((0.7, 786432), (0.1, 262144))],
@@ -131,23 +140,26 @@ def test_errors():
   for logits, labels, message in (
     ([0.1, 0.2], [1, 1], "2 of the 2 examples are clicks"),
     ([np.nan, 0.2], [0, 1], "not finite"),
-    ([], [], "0 of the 0 examples"),
   ):
-    binned = ClickMetrics.empty().update(np.array(logits), np.array(labels))
-    for compute in (binned.compute, lambda x=logits, y=labels: click_metrics(x, y)):
+    columns = np.array(logits, np.float32), np.array(labels, np.float32)
+    binned = ClickMetrics.empty().update(*columns)
+    for compute in (binned.compute, lambda columns=columns: click_metrics(*columns)):
       with pytest.raises(ValueError, match=message):
         compute()
+  for compute in (ClickMetrics.empty().compute, lambda: click_metrics([], [])):
+    with pytest.raises(ValueError, match="0 of the 0 examples"):
+      compute()
   assert click_metrics([0.0], [0], strict=False) == {"logloss": pytest.approx(math.log(2))}
   assert click_metrics([0.0], [0], [0.0], strict=False) == {}
 
 
 def test_binned_by_hand():
-  logits = jnp.array([2.0, 1.0, 1.0, -1.0, -1.0 + 2**-17])  # the last two are in one bin
-  metrics = ClickMetrics.empty().update(logits, jnp.array([1, 1, 0, 0, 1]))
+  logits = np.array([2.0, 1.0, 1.0, -1.0, -1.0 + 2**-17], np.float32)  # two are in one bin
+  metrics = ClickMetrics.empty().update(logits, np.array([1, 1, 0, 0, 1]))
   # Of six pairs: 2 > 1, 2 > -1, 1 = 1, 1 > -1, -1 < 1, and the one that is counted as a tie.
   assert metrics.compute()["auc"] == pytest.approx((3 + 0.5 + 0.5) / 6, rel=1e-15)
   assert metrics.auc_error() == pytest.approx(2 / 6 / 2, rel=1e-15)
-  metrics = metrics.update(jnp.array([-40.0]), jnp.array([1]))  # goes on after the first answer
+  metrics = metrics.update(np.full(5, -40.0, np.float32), np.ones(5, int), np.arange(5) == 0)
   found = metrics.compute()
   assert found["auc"] == pytest.approx((3 + 0.5 + 0.5) / 8, rel=1e-15)
   losses = [math.log1p(math.exp(-x)) for x in (2, 1, -1 + 2**-17)]
@@ -156,11 +168,11 @@ def test_binned_by_hand():
 
 
 def test_reliability_by_hand():
-  logits = jnp.array([0.0, 0.0, math.log(3), math.log(3)])
-  metrics = ClickMetrics.empty().update(logits, jnp.array([0, 1, 1, 1]))
+  logits = np.array([0.0, 0.0, math.log(3), math.log(3)], np.float32)
+  metrics = ClickMetrics.empty().update(logits, np.array([0, 1, 1, 1]))
   wanted = [[0.5, 0.5, 0.5], [0.75, 1.0, 0.5]]  # mean prediction, rate of clicks, share
   np.testing.assert_allclose(metrics.reliability(2), wanted, rtol=1e-5)
-  metrics = in_batches(ClickMetrics.empty(), 1000, *drawn(1000, decimals=6))
+  metrics = in_batches(ClickMetrics.empty(), 64, *drawn(192, decimals=6))
   predicted, clicked, share = metrics.reliability(10).T
   assert share.sum() == pytest.approx(1)
   assert (np.diff(predicted) > 0).all()
@@ -179,7 +191,7 @@ LOGITS = st.one_of(
 EXAMPLES = st.lists(st.tuples(LOGITS, st.booleans(), st.booleans()), min_size=2, max_size=60)
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 @hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
 def test_binned_equals_sklearn_within_its_bound(examples, batch):
   logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))
@@ -196,41 +208,13 @@ def test_binned_equals_sklearn_within_its_bound(examples, batch):
     assert found["auc"] == pytest.approx(roc_auc_score(right, kept), abs=1e-12)
 
 
-@pytest.mark.ci
-def test_binned_is_close_on_scores_as_models_have_them():
-  draw = np.random.default_rng(7)
-  logits = draw.normal(-3.0, 1.2, 300_000).astype(np.float32)
-  labels = (draw.random(300_000) < expit(logits)).astype(np.float32)
-  metrics = in_batches(ClickMetrics.empty(), 50_000, logits, labels)
-  found, exact = metrics.compute(), click_metrics(logits, labels)
-  assert metrics.auc_error() < 3e-6
-  assert abs(found["auc"] - exact["auc"]) < 1e-7
-  assert found == pytest.approx(exact, rel=1e-7)
-
-
-def test_binned_over_a_mesh_is_the_same_and_sends_no_example():
-  mesh, columns = meshes.make_mesh(), drawn(640)
-  one, several = (in_batches(ClickMetrics.empty(m), 64, *columns) for m in (None, mesh))
-  assert several.compute() == pytest.approx(one.compute(), rel=1e-12)
-  split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-  logits, labels, _, weight = (jax.device_put(x, split) for x in columns)
-  add = metrics_lib._compiled(mesh)[1]
-  compiled = add.lower(several.high, several.low, logits, labels, weight).compile()
-  text = compiled.as_text()
-  assert "all-gather" not in text
-  assert "all-to-all" not in text
-  # Sums are added to where they are, not copied: they are most of the memory.
-  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._SUMS * 4
-  assert compiled.memory_analysis().temp_size_in_bytes < metrics_lib._BINS
-
-
 def test_ten_billion_examples_are_counted():
   """As many as no test can feed: sums of that size are put where they would be."""
   metrics = ClickMetrics.empty()
-  metrics = metrics.update(jnp.array([-1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 1]))
+  metrics = metrics.update(np.float32([-1, 0, 0, 1]), np.array([0, 0, 1, 1]))
   high, low = metrics.high * 2.5e9, metrics.low * 2.5e9
   metrics = dataclasses.replace(metrics, high=high, low=low)
-  metrics = metrics.update(jnp.array([-1.0]), jnp.array([0]))
+  metrics = metrics.update(np.float32([-1]), np.array([0]))
   found = metrics.compute()
   assert metrics._counts.sum() == 10_000_000_001
   assert found["auc"] == pytest.approx(0.875, abs=1e-9)
@@ -274,14 +258,11 @@ def grouped(rows=600):
   return logits, labels, {name: x.astype(np.int32) for name, x in ids.items()}, mask, weight
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_users_and_slices_equal_scikit_learn(on_mesh):
-  mesh = meshes.make_mesh() if on_mesh else None
-  put = lambda x: hosts.to_global(mesh, x)
+def test_users_and_slices_equal_scikit_learn():
   logits, labels, ids, mask, weight = columns = grouped()
   parts = []
   for start in range(0, 600, 200):
-    batch = jax.tree.map(lambda x, start=start: put(x[start : start + 200]), columns)
+    batch = jax.tree.map(lambda x, start=start: x[start : start + 200], columns)
     parts.append(GroupedClickMetrics(GROUPS).update(*batch))
   found = parts[0].merge(parts[1].merge(parts[2])).compute()
   assert found == parts[0].merge(parts[1]).merge(parts[2]).compute()
@@ -324,39 +305,31 @@ FEATURES = (
 )  # fmt: skip
 
 
-def test_slices_without_transforms_are_called_by_their_ids():
+def test_slices_are_of_columns_of_few_values():
   found = groups.of_clicks(FEATURES, ("hour",), None)
   assert (found.user, found.slices) == ("", (("hour", tuple(map(str, range(24)))),))
   assert not groups.of_clicks(FEATURES, (), None)
-
-
-@pytest.mark.parametrize(
-  ("name", "message"),
-  [
+  cases = [
     ("user", r"1,000 values, more than 32: choose some of \['hour'\]"),
     ("tags", "a row has several values"),
     ("ad", "vocabulary is dynamic"),
     ("hours", "is no feature"),
-  ],
-)
-def test_bad_slices(name, message):
-  with pytest.raises(ValueError, match=message):
-    groups.of_clicks(FEATURES, (name,), None)
+  ]
+  refused(cases, lambda name: groups.of_clicks(FEATURES, (name,), None))
 
 
 # --- rankings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_rankings_equal_a_slow_one(tied):
+def test_rankings_equal_a_slow_one():
   draw, ks = np.random.default_rng(4), (1, 5, 10)
-  scores = draw.normal(size=(40, 60)).astype(np.float32)
-  if tied:
-    scores = np.round(scores)
+  scores = np.round(draw.normal(size=(40, 60))).astype(np.float32)  # with ties
   relevant = [set(draw.choice(60, draw.integers(0, 15), replace=False).tolist()) for _ in scores]
   seen = [set(draw.choice(60, 8, replace=False).tolist()) - right for right in relevant]
   pad = lambda rows: np.array([sorted(row) + [-1] * (20 - len(row)) for row in rows])
-  _, top_ids = retrieval.top_k(jnp.eye(len(scores)), jnp.asarray(scores).T, 10, pad(seen))
+  best = jax.jit(retrieval.top_k, static_argnums=2)
+  _, top_ids = best(np.eye(len(scores), dtype=np.float32), scores.T, 10, pad(seen))
+  top_ids = np.asarray(top_ids)
   counts = np.arange(60)
   empty = metrics = RankingMetrics.empty(ks, popularity=counts)
   for start in range(0, 40, 16):  # uneven batches
@@ -381,17 +354,17 @@ def test_rankings_by_hand():
   assert set(found) == set(ranking_names((2,), 10))
 
 
-@pytest.mark.parametrize(
-  ("k", "top_ids", "relevant", "message"),
-  [
-    (5, [[1]], [[1]], "1 ids a row, for metrics at 5"),
-    (1, [[1]], [1], r"must be \[batch, K\] and \[batch, R\]"),
-    (2, [[1, 1]], [[1]], "appears twice in a row of top_ids"),
-    (1, [[1]], [[3, 2, 3]], "appears twice in a row of relevant"),
-    (1, [[1]], [[-1]], "no example has a relevant item"),
-  ],
-)
-def test_ranking_errors(k, top_ids, relevant, message):
-  score = lambda: RankingMetrics.empty((k,)).update(top_ids, relevant).compute()
-  with pytest.raises(ValueError, match=message):
-    score()
+def test_ranking_errors():
+  cases = [
+    ((5, [[1]], [[1]]), "1 ids a row, for metrics at 5"),
+    ((1, [[1]], [1]), r"must be \[batch, K\] and \[batch, R\]"),
+    ((2, [[1, 1]], [[1]]), "appears twice in a row of top_ids"),
+    ((1, [[1]], [[3, 2, 3]]), "appears twice in a row of relevant"),
+    ((1, [[1]], [[-1]]), "no example has a relevant item"),
+  ]
+
+  def call(given):
+    k, top_ids, relevant = given
+    RankingMetrics.empty((k,)).update(top_ids, relevant).compute()
+
+  refused(cases, call)

@@ -2,11 +2,7 @@
 
 import ast
 import csv
-import os
 import pathlib
-import re
-import subprocess
-import sys
 
 import jax
 import meshes
@@ -153,25 +149,3 @@ def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
   scores = run(clicks, tmp_path / "8", devices=1)
   for name, value in whole[0]["model"].items():
     assert scores["model"][name] == pytest.approx(value, abs=0.02), name
-
-
-@pytest.mark.ci
-def test_as_a_program(tmp_path):
-  """As a reader starts it on one device, without a flag, twice; it prints what the page says."""
-  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-  command = [sys.executable, "-m", "recipes.minimal"]
-  first, second = (
-    subprocess.run(
-      command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    for _ in range(2)
-  )
-  assert first.stderr == second.stderr == ""
-  lines = first.stdout.splitlines()
-  assert second.stdout.splitlines() == ["continues after step 200", *lines[-3:]]
-  page = (ROOT / "docs" / "minimal.md").read_text()
-  documented = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
-  number = re.compile(r"\d+(?:\.\d+)?")
-  assert [number.sub("#", line) for line in lines] == [number.sub("#", line) for line in documented]
-  values = lambda lines: [float(value) for line in lines for value in number.findall(line)]
-  np.testing.assert_allclose(values(lines), values(documented), atol=0.005)

@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 
-import numpy as np
 import pytest
 from recipe_runs import write_run
 
@@ -52,7 +51,8 @@ def test_seeds_of_one_config_are_one_row(tmp_path):
   assert image.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_best_of_a_metric_is_bold_and_a_figure_is_in_one_piece(tmp_path):
+@pytest.mark.ci
+def test_the_best_of_a_metric_is_bold(tmp_path):
   recalls = {"a": (0.3, 0.1), "b": (0.2, 0.19), "c": (0.2, 0.2)}
   runs = [
     write_run(tmp_path / f"{name}{seed}", seed=seed, recall=recall, dim=name)
@@ -79,8 +79,6 @@ def test_the_best_of_a_metric_is_bold_and_a_figure_is_in_one_piece(tmp_path):
     "logloss": ["two_tower dim=b"],
     "one": ["two_tower dim=a", "two_tower dim=b", "two_tower dim=c"],
   }  # fmt: skip
-  assert "**0.2000\u00a0±\u00a00.1414**" in page
-  assert " ±" not in "".join(line for line in page.splitlines() if line.startswith("|"))
 
 
 def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
@@ -102,21 +100,6 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   ]
   assert rows(page)["two_tower negatives.number=7"][1] == "0.4000"
   assert len(report.draw(groups).axes) == 4
-
-
-def test_semantic_ids_are_a_setting_and_count_by_their_contents(tmp_path):
-  runs = [pathlib.Path(write_run(tmp_path / name, tiger={})) for name in "abc"]
-  for run, codes in zip(runs, ("12", "34", None), strict=True):
-    path = run / "result.json"
-    result = json.loads(path.read_text())
-    result["config"]["tiger"]["codes"] = "codes.json" if codes else ""
-    result["data_sha256"] |= {"codes": codes} if codes else {}
-    path.write_text(json.dumps(result))
-  groups = report.grouped([report.load(run) for run in runs])
-  (lines,) = tables(report.markdown(groups, "X", None))
-  assert [line[0].replace("<wbr>", "") for line in lines[1:4]] == [
-    "two_tower tiger.codes=12", "two_tower tiger.codes=34", "two_tower tiger.codes="
-  ]  # fmt: skip
 
 
 def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path):
@@ -146,6 +129,7 @@ def test_a_run_without_validation_has_no_curve_of_it_and_no_panel(tmp_path):
   assert lines(runs[:1]) == {"training loss": 1}
 
 
+@pytest.mark.ci
 def test_a_run_without_a_journal_is_in_the_table_and_the_page_says_what_is_missing(tmp_path):
   with_it, without = (
     write_run(tmp_path / "a"), write_run(tmp_path / "b", dataset="movielens1m", recall=0.4)
@@ -169,12 +153,8 @@ def test_a_run_without_a_journal_is_in_the_table_and_the_page_says_what_is_missi
 
 LONG = {f"a_setting_with_a_long_name_{i}": "a value that has spaces" for i in range(8)}
 SETS = {
-  "one run": [{}],
-  "no validation": [{"select": "", "silent": True}],
-  "seeds": [{"seed": seed} for seed in range(3)],
   "twelve runs, long names": [LONG | {"a_setting_with_a_long_name_3": i} for i in range(12)]
   + [dict.fromkeys(LONG, "another value that has spaces")],
-  "six metrics": [{"model": f"m{i}", "select": f"valid_{i}"} for i in range(6)],
   "several recipes": [
     {"recipe": "dlrm", "model": "dcnv2"},
     {"recipe": "sequence", "model": "sasrec", "dataset": "file", "data_file": "folder/" * 20},
@@ -183,6 +163,7 @@ SETS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("settings", SETS.values(), ids=SETS)
 def test_a_picture_is_readable(settings, tmp_path):
   runs = []
@@ -222,15 +203,15 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_pages_are_those_of_the_committed_runs(name):
-  page = (RESULTS / f"{name}.md").read_text()
-  paths = [p for p in RESULTS.glob(f"{name}_*.json") if not p.stem.endswith("search")]
-  groups = report.grouped([report.load(path) for path in sorted(paths)])
-  assert report.markdown(groups, PAGES[name], f"{name}.png") == page
+def test_the_pages_are_those_of_the_committed_runs():
+  for name, title in PAGES.items():
+    page = (RESULTS / f"{name}.md").read_text()
+    paths = [p for p in RESULTS.glob(f"{name}_*.json") if not p.stem.endswith("search")]
+    groups = report.grouped([report.load(path) for path in sorted(paths)])
+    assert report.markdown(groups, title, f"{name}.png") == page
 
 
-def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys, monkeypatch):
+def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys):
   folder = write_run(tmp_path / "a")
   report.main([folder])
   shown = capsys.readouterr().out.splitlines()
@@ -242,16 +223,14 @@ def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys, monk
   ]
   assert shown[-2:] == [f"{folder}/report.md", f"{folder}/report.png"]
   assert (tmp_path / "a" / "report.md").read_text().startswith("# a\n\n![")
-  assert "┌" not in "".join(shown)
-  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-  report.main([folder])
-  assert capsys.readouterr().out.count("┌") == 2
 
 
+@pytest.mark.ci
 def test_mistakes_are_named(tmp_path, capsys):
   def said(*argv):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as ended:
       report.main(argv)
+    assert ended.value.code == 2
     return capsys.readouterr().err
 
   first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b")
@@ -269,12 +248,12 @@ def test_mistakes_are_named(tmp_path, capsys):
   assert re.search(r"error: .*a/result\.json is damaged \(", said(first))
 
 
-def test_reliability_is_drawn_beside_the_curves(tmp_path):
-  bins = [[0.1, 0.15, 0.5], [0.4, 0.35, 0.5]]
-  made = pathlib.Path(write_run(tmp_path / "a"))
-  result = json.loads((made / "result.json").read_text()) | {"curves": {"test_reliability": bins}}
-  (made / "result.json").write_text(json.dumps(result))
-  figure = report.draw(report.grouped([report.load(made)]))
-  (axis,) = [a for a in figure.axes if a.get_title(loc="left") == "test_reliability"]
-  np.testing.assert_array_equal(axis.lines[0].get_xydata(), np.array(bins)[:, :2])
-  assert axis.get_xlabel() == "mean prediction"
+@pytest.mark.ci
+def test_runs_that_have_been_trained_are_tables_of_their_recipes(
+  clicks, towers, sequences, tmp_path, capsys
+):
+  runs = [str(trained.workdir) for trained in (clicks, towers, sequences)]
+  report.main([*runs, f"--out={tmp_path / 'page'}"])
+  found = rows((tmp_path / "page.md").read_text())
+  assert f"{towers.result['metrics']['test_mrr']:.4f}" in found["two_tower"]
+  assert {"dcnv2", "two_tower", "sasrec"} <= set(found)

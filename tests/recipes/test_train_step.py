@@ -1,7 +1,6 @@
 """The training step: parts of a batch, clipping and phases, by hand and against the whole."""
 
 import contextlib
-import doctest
 import re
 import types
 
@@ -11,8 +10,8 @@ import ml_collections
 import numpy as np
 import optax
 import pytest
+from cases import refused
 from flax import nnx
-from parts import taking
 
 import embed
 from recipes import errors, hosts
@@ -88,37 +87,42 @@ class Sum(nnx.Module):
     return self.embed(ids)[:, 0] + self.bias[...]
 
 
-def stepped(objective, options, inputs):
+def state_of_sum():
   model = Sum()
-  optimizer = embed.Optimizer(model, optax.sgd(1.0))
-  state = {"model": model, "optimizer": optimizer}
-  loss = taking(Step(objective, **state, options=options), iter([inputs]))()
-  return float(loss), model.embed.tables["t"][:, 0].tolist(), float(model.bias[...])
+  return {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
 
 
-def test_docstrings():
-  assert not doctest.testmod(train_step).failed
+def stepped(objective, options, inputs):
+  """The loss of a step, and the rows and the bias after it."""
+  state = state_of_sum()
+  metrics, model = Step(objective, **state, options=options)(inputs), state["model"]
+  return float(metrics["loss"]), rows_of(model), float(model.bias[...])
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_parts_by_hand(parts):
+def rows_of(model):
+  return np.asarray(model.embed.tables["t"])[:, 0].tolist()
+
+
+IDS = np.array([1, 1, 2, 3])
+
+
+def test_parts_by_hand():
   """The gradient of a mean of w (row + bias) is w / 4 for each example, at rate 1."""
   objective = Objective(lambda model, batch: jnp.mean(batch["w"] * model(batch["ids"])))
-  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
-  assert stepped(objective, Options(accumulate=parts), inputs) == (0.0, [0, -3, -3, -4], -10.0)
+  inputs = {"ids": IDS, "w": np.float32([4, 8, 12, 16])}
+  assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -3, -3, -4], -10.0)
 
 
+@pytest.mark.ci
 def test_averages_by_hand():
   """The bias is -1, -2, -3, -4 and is averaged by decays of 0, 1/2, 2/3 and then 0.7."""
   model = Sum()
   train_step.keep_averages(model, 0.7)
-  step = Step(
-    lambda model, ids: jnp.sum(model(ids)), model, embed.Optimizer(model, optax.sgd(1.0)),
-    Options(ema=0.7),
-  )  # fmt: skip
+  optimizer = embed.Optimizer(model, optax.sgd(1.0))
+  step = Step(lambda model, ids: jnp.sum(model(ids)), model, optimizer, Options(ema=0.7))
   seen = []
   for _ in range(4):
-    step(jnp.array([3]))
+    step(np.array([3]))
     seen.append(float(train_step.evaluated(model).bias[...]))
   assert seen == pytest.approx([-1, -1.5, -2, 0.7 * -2 + 0.3 * -4])
   assert float(model.bias[...]) == -4  # trains on as without averages
@@ -134,21 +138,19 @@ def test_averages_by_hand():
 def test_a_loss_may_return_metrics_beside_it(parts):
   """A mean of 4, 8, 12, 16 is 10, also of two parts {4, 12} and {8, 16}."""
   loss = lambda model, batch: (jnp.mean(model(batch["ids"])), {"w": jnp.mean(batch["w"])})
-  model = Sum()
-  step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)), Options(accumulate=parts))
-  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
+  step = Step(loss, **state_of_sum(), options=Options(accumulate=parts))
+  inputs = {"ids": IDS, "w": np.float32([4, 8, 12, 16])}
   assert jax.tree.map(float, step(inputs)) == {"loss": 0.0, "w": 10.0}
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_parts_of_unequal_weight_by_hand(parts):
+def test_parts_of_unequal_weight_by_hand():
   """Parts {0, 2} and {1, 3} weigh 1 + 3 and 2 + 0; each example's gradient is its weight over 6."""
   loss = lambda model, batch: (
     jnp.sum(batch["w"] * model(batch["ids"])) / jnp.maximum(jnp.sum(batch["w"]), 1)
   )
   objective = Objective(loss, weight=lambda batch: jnp.sum(batch["w"]))
-  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([1.0, 2.0, 3.0, 0.0])}
-  _, rows, bias = stepped(objective, Options(accumulate=parts), inputs)
+  inputs = {"ids": IDS, "w": np.float32([1, 2, 3, 0])}
+  _, rows, bias = stepped(objective, Options(accumulate=2), inputs)
   assert rows == pytest.approx([0, -0.5, -0.5, 0])
   assert bias == pytest.approx(-1)
 
@@ -157,95 +159,75 @@ def test_every_part_has_what_is_shared():
   """A sum over 3 shared ids in each of 2 parts: the mean of the parts is that of one of them."""
   loss = lambda model, batch: jnp.sum(model(batch["shared"])) + 0 * jnp.mean(batch["x"])
   objective = Objective(loss, shared=("shared",))
-  inputs = {"shared": jnp.array([1, 2, 2]), "x": jnp.zeros(4)}
+  inputs = {"shared": np.array([1, 2, 2]), "x": np.zeros(4, np.float32)}
   assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -1, -2, 0], -3.0)
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.weekly)])
-def test_a_norm_counts_tables_and_dense_parameters(parts):
+def test_a_norm_counts_tables_and_dense_parameters():
   """Gradients of row 1 and of the bias are 3 + 3 and 8: a norm of 10, which is clipped to 5."""
 
   def loss(model, batch):
     row = model.embed(batch["ids"])[:, 0]
     return jnp.sum(3 * row) * (2 / row.size) + 8 * model.bias[...]
 
-  inputs = {"ids": jnp.array([1, 1])}
-  options = Options(clip_norm=5.0, accumulate=parts)
-  assert stepped(Objective(loss), options, inputs) == (0.0, [0, -3, 0, 0], -4.0)
-  loose = Options(clip_norm=10.0, accumulate=parts)
-  assert stepped(Objective(loss), loose, inputs) == (0.0, [0, -6, 0, 0], -8.0)
+  inputs = {"ids": np.array([1, 1])}
+  assert stepped(Objective(loss), Options(clip_norm=5.0), inputs) == (0.0, [0, -3, 0, 0], -4.0)
+  assert stepped(Objective(loss), Options(clip_norm=10.0), inputs) == (0.0, [0, -6, 0, 0], -8.0)
 
 
 def test_steps_go_on_from_what_is_restored_and_evaluated_in_between():
-  model = Sum()
+  state = state_of_sum()
+  model = state["model"]
   model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
+  state["optimizer"] = embed.Optimizer(model, optax.sgd(1.0))
   loss = lambda model, ids: jnp.sum(model(ids)) * model.dropout(jnp.ones(64)).sum()
-  take = taking(Step(loss, **state), iter([jnp.array([1])] * 4))
-  row = lambda: float(model.embed.tables["t"][1, 0])
-  before = jax.tree.map(jnp.copy, embed.checkpoint.to_tree(model=model))
-  take()
+  step, ids, row = Step(loss, **state), np.array([1]), lambda: rows_of(model)[1]
+  before = jax.tree.map(np.array, embed.checkpoint.to_tree(model=model))
+  step(ids)
   first = row()
-  take()
+  step(ids)
   assert row() - first != first  # the second mask is another one
   embed.checkpoint.from_tree(before, model=model)
   predict = nnx.jit(lambda model, ids: model(ids), graph=False)
-  assert predict(nnx.view(model, deterministic=True), jnp.array([1])).tolist() == [0.0]
-  take()
+  assert predict(nnx.view(model, deterministic=True), ids).tolist() == [0.0]
+  step(ids)
   assert row() == first < 0  # the masks begin again as well
   model.embed.load_tables({"t": np.zeros((4, 1))})
-  take()
+  step(ids)
   assert row() not in (0, first)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_steps_write_tables_in_their_own_memory(pipelined):
-  model = Sum()
-  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
-  loss = lambda model, ids: jnp.sum(model.embed(ids))
-  take = taking(
-    Step(loss, **state, options=Options(pipelined=pipelined)), iter([jnp.array([1])] * 2)
-  )
-  (before,) = jax.tree.leaves(nnx.state(model, embed.Table))
-  take(True)
+def test_steps_write_tables_in_their_own_memory():
+  state = state_of_sum()
+  step = Step(lambda model, ids: jnp.sum(model.embed(ids)), **state)
+  (before,) = jax.tree.leaves(nnx.state(state["model"], embed.Table))
+  step(np.array([1]))
   assert before.is_deleted()
 
 
+@pytest.mark.weekly
 def test_a_pipelined_step_clips():
-  model = Sum()
-  optimizer = embed.Optimizer(model, optax.sgd(1.0))
+  state, ids = state_of_sum(), np.array([1])
   loss = lambda model, ids: 6 * jnp.sum(model.embed(ids)) + 8 * model.bias[...]
-  state, options = {"model": model, "optimizer": optimizer}, Options(clip_norm=5.0, pipelined=True)
-  take = taking(Step(loss, **state, options=options), iter([jnp.array([1])] * 2))
-  for last in (False, True):
-    take(last)
-  assert model.embed.tables["t"][:, 0].tolist() == [0, -6, 0, 0]
-  assert float(model.bias[...]) == -8.0
-
-
-def test_a_cut_takes_every_nth_row_from_where_it_is():
-  mesh = hosts.start()
-  x = hosts.to_global(mesh, np.arange(64).reshape(32, 2))
-  parts = jax.jit(lambda x: train_step.cut(x, 4, mesh))(x)
-  np.testing.assert_array_equal(parts[1], np.arange(64).reshape(32, 2)[1::4])
-  assert {shard.data.shape for shard in parts.addressable_shards} == {(4, 1, 2)}
-  text = jax.jit(lambda x: train_step.cut(x, 4, mesh)).lower(x).compile().as_text()
-  assert not re.search("all-|collective", text)
-
-
-# --- against the whole batch ---------------------------------------------------------------------
+  step = Step(loss, **state, options=Options(clip_norm=5.0, pipelined=True))
+  step(ids, lambda: ids)
+  step(ids)
+  assert rows_of(state["model"]) == [0, -6, 0, 0]
+  assert float(state["model"].bias[...]) == -8.0
 
 
 @pytest.mark.ci
-def test_random_state_and_reports_go_through_the_parts():
-  model = Model(dropout=0.5)
-  optimizer = embed.Optimizer(model, optax.adam(0.01))
-  inputs = batch()
-  inputs["features"]["one"][[0, 5]] = ROWS  # of no row
-  step = train_step.make_train_step(OBJECTIVE, Options(accumulate=4))
-  step(model, optimizer, inputs)
-  assert int(model.embed.report["dropped_ids"]) == 2
-  assert int(model.dropout.rngs.count[...]) == 4
+def test_a_cut_takes_every_nth_row_from_where_it_is():
+  mesh = hosts.start()
+  x = hosts.to_global(mesh, np.arange(64).reshape(32, 2))
+  cut = jax.jit(lambda x: train_step.cut(x, 4, mesh)).lower(x).compile()
+  parts = cut(x)
+  np.testing.assert_array_equal(parts[1], np.arange(64).reshape(32, 2)[1::4])
+  assert {shard.data.shape for shard in parts.addressable_shards} == {(4, 1, 2)}
+  assert not re.search("all-|collective", cut.as_text())
+
+
+# --- against the whole batch ---------------------------------------------------------------------
 
 
 def program(options, size=2048, mesh=None):
@@ -255,7 +237,7 @@ def program(options, size=2048, mesh=None):
   return step.lower(model, optimizer, hosts.to_global(mesh, batch(size))).compile()
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_one_part_at_a_time_is_in_memory():
   whole, parts = (program(Options(accumulate=n)).memory_analysis() for n in (1, 8))
   hidden = 2048 * HIDDEN * 4
@@ -273,7 +255,7 @@ def names(compiled):
 
 @pytest.mark.ci
 def test_operations_carry_the_names_of_phases():
-  seen = names(program(Options(clip_norm=1.0, accumulate=2), 64, hosts.start()))
+  seen = names(program(Options(clip_norm=1.0), 64, hosts.start()))
   assert {("dense",), ("dense", "lookup"), ("update",)} <= seen
   assert {("dense", "lookup", "exchange"), ("update", "exchange")} <= seen
 
@@ -281,68 +263,51 @@ def test_operations_carry_the_names_of_phases():
 # --- traces --------------------------------------------------------------------------------------
 
 
-def take_profiled(folder, wanted, steps=4, first=0):
-  model = Sum()
-  loss = lambda model, ids: jnp.sum(model(ids))
-  step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)))
-  with contextlib.closing(journal.Profile(folder, wanted)) as profile:
-    for number in range(first + 1, first + steps + 1):
+@pytest.mark.weekly
+def test_a_trace_is_of_the_steps_wanted(tmp_path):
+  step = Step(lambda model, ids: jnp.sum(model(ids)), **state_of_sum())
+  with contextlib.closing(journal.Profile(tmp_path / "profile", (2, 12))) as profile:
+    for number in range(11, 15):  # of a run that goes on
       with profile.step(number):
-        result = step(jnp.array([1]))
+        result = step(np.array([1]))
       profile.stepped(number, result)
-  return sorted(folder.rglob("*.xplane.pb"))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-  ("wanted", "first", "traces"),
-  [((2, 3), 0, 1), ((2, 12), 10, 1)],
-  ids=["within", "after going on"],
-)
-def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
-  files = take_profiled(tmp_path / "profile", wanted, first=first)
-  assert len(files) == traces
-  for file in files:
-    assert b"lookup" in file.read_bytes()
+  (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+  assert b"lookup" in trace.read_bytes()
 
 
 # --- mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
+def test_settings_that_make_no_sense():
+  cases = [
     ({"clip_norm": -1.0}, "clip_norm is -1.0: choose a positive norm, or 0"),
     ({"clip_norm": float("nan")}, "clip_norm is nan: choose a positive norm, or 0"),
     ({"accumulate": 0}, "accumulate is 0: choose 1 or more"),
     ({"accumulate": 4, "pipelined": True}, "write pipelined=False or accumulate=1"),
     ({"accumulate": 4, "batch_size": 40}, "each of the 8 devices: choose 32"),
     ({"accumulate": 3, "batch_size": 16}, "accumulate=3 cannot cut .*: choose 24"),
-    ({"profile_steps": (3,)}, r"profile_steps is \(3,\): write the first and the last"),
-    ({"profile_steps": (5, 4)}, r"profile_steps is \(5, 4\): write the first and the last"),
-    ({"profile_steps": (0, 4)}, "write the first and the last"),
-    ({"profile_steps": (30, 40)}, "the run has 20 steps: choose earlier ones"),
     ({"eval_batch_size": 0}, "eval_batch_size is 0: choose 1 or more"),
     ({"dtype": "float16"}, "dtype is 'float16': choose float32 or bfloat16"),
     ({"table_dtype": "int8"}, "table_dtype is 'int8': choose float32 or bfloat16"),
-  ],
-)
-def test_settings_that_make_no_sense(changes, message):
-  check = settings.check if "profile_steps" in changes else lambda x: train_step.check(x, mesh)
+  ]
   mesh = hosts.start()
-  with pytest.raises(errors.UserError, match=message):
-    check(config(**changes))
-
-
-@pytest.mark.parametrize("count", [3, 5, 6, 7, 12])
-def test_any_number_of_devices_shares_an_evaluation(count):
-  mesh, given = types.SimpleNamespace(size=count), config(batch_size=count, eval_batch_size=8192)
-  train_step.check(given, mesh)
-  size = train_step.with_schedule(given, 1000, mesh).eval_batch_size
-  assert size % count == 0 <= size - 8192 < count
-
-
-def test_a_batch_of_a_size_that_the_data_choose_is_checked_when_it_is_known():
+  # A batch of a size that the data choose is checked when it is known.
   train_step.check(config(batch_size=0, accumulate=3), None)
-  with pytest.raises(errors.UserError, match="batch_size is 64, which accumulate=3 cannot cut"):
-    train_step.check(config(batch_size=64, accumulate=3), None)
+  call = lambda changes: train_step.check(config(**changes), mesh)
+  refused(cases, call, errors.UserError)
+  profiles = [
+    ((3,), r"profile_steps is \(3,\): write the first and the last"),
+    ((5, 4), r"profile_steps is \(5, 4\): write the first and the last"),
+    ((0, 4), "write the first and the last"),
+    ((30, 40), "the run has 20 steps: choose earlier ones"),
+  ]
+  call = lambda steps: settings.check(config(profile_steps=steps))
+  refused(profiles, call, errors.UserError)
+
+
+def test_any_number_of_devices_shares_an_evaluation():
+  for count in (3, 5, 6, 7, 12):
+    mesh, given = types.SimpleNamespace(size=count), config(batch_size=count, eval_batch_size=8192)
+    train_step.check(given, mesh)
+    size = train_step.with_schedule(given, 1000, mesh).eval_batch_size
+    assert size % count == 0 <= size - 8192 < count

@@ -6,252 +6,191 @@ import jax
 import numpy as np
 import parts
 import pytest
+from cases import refused
 from flax import nnx
-from served_models import CLICKS, LOG, run_of, write_clicks, write_log
-from small_tables import completed
-from suites import slow_unless
+from served_models import CLICKS
 
 import embed
-from recipes import errors
-from recipes.dlrm import train
-from recipes.run import checkpoints, loop, warm_start
+from recipes import errors, hosts
+from recipes.run import loop, settings, warm_start
 from recipes.run import workdir as runs
 from recipes.tables import row_ids
-
-pytestmark = pytest.mark.ci
-
-TABLES = {
-  "dlrm": {"columns": CLICKS, "dim": 4, "dcnv2": {"cross_layers": 1, "deep": [8]}, "refit": False},
-  "two_tower": {"columns": LOG, "dim": 8, "history": 4},
-  "sequence": {
-    "columns": {"who": "user", "what": "item", "when": "time"},
-    "dim": 8,
-    "blocks": 1,
-    "max_length": 16,
-    "negatives": {"number": 16},
-  },
-}
+from recipes.tables.row_ids import RowIds
 
 
-def write(recipe, path, **changes):
-  return write_clicks(path, **changes) if recipe == "dlrm" else write_log(path, **changes)
+def test_rows_correspond_by_raw_id_and_those_without_one_by_number():
+  rows = lambda *given: row_ids.correspondence(*given).tolist()
+  old, new = RowIds(("b", "a"), "oov 2"), RowIds(("a", "c", "b"), "oov 2")
+  assert rows(old, 4, new, 5) == [1, -1, 0, 2, 3]
+  assert rows(old, 3, new, 5) == [1, -1, 0, -1, -1]  # fewer rows of the unknown
+  assert rows(old, 4, RowIds(("a",), "hash 2"), 3) == [1, -1, -1]
+  numbers = RowIds((), "identity")
+  assert rows(numbers, 3, numbers, 5) == [0, 1, 2, -1, -1]
+  assert rows(numbers, 5, numbers, 3) == [0, 1, 2]
 
 
-def prepared(recipe, table, cache_dir):
-  config = completed(recipe, cache_dir, epochs=1, **table)
-  return config, parts.prepare(recipe, config)
+def prepared(trained, tmp_path, **changes):
+  """The parts of a new run like a trained one, with settings changed."""
+  table = trained.table | {"cache_dir": str(tmp_path / "cache")} | changes
+  config = settings.completed(trained.recipe, table | {"init_from": str(trained.workdir)})
+  return config, parts.prepare(trained.recipe, config)
 
 
-def grown(recipe, path):
-  """Writes the rows of `path` in another order, after rows with ids that those have not."""
-  header, *rows = path.read_text().splitlines()
-  if recipe == "dlrm":
-    new = [f"{i % 2},1.0,30,new{i % 3},s{i % 12},t{i % 11},train" for i in range(300)]
-  else:
-    new = [f"new{i % 9},i{i // 9 + 20},{i},k1,g1,no" for i in range(300)]
-    new = [line.replace("i4", "new_i4") for line in new]
-  other = path.with_name("grown.csv")
-  other.write_text("\n".join([header, *new, *reversed(rows)]) + "\n")
-  return other
-
-
-def tables(training):
+def tables(model):
   """The tables and slots of a model as NumPy."""
-  tree = embed.checkpoint.to_tree(model=training.model)["model"]["tables"]
+  tree = embed.checkpoint.to_tree(model=model)["model"]["tables"]
   return {k.rpartition("/")[2]: jax.tree.map(np.asarray, v) for k, v in tree.items()}
 
 
-def dense(training):
-  return jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=training.model)["model"]["state"])
+def dense(model):
+  """The dense parameters of a model by name."""
+  leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+  name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  return {name_of(path): np.asarray(x) for path, x in leaves}
 
 
-@pytest.mark.parametrize("recipe", slow_unless(TABLES, "dlrm".__eq__))
-def test_rows_follow_their_raw_ids(recipe, tmp_path, capsys):
-  first = write(recipe, tmp_path / "first.csv")
-  old = run_of(recipe, {"files": str(first), **TABLES[recipe]}, tmp_path / "run")
-  second = {"files": str(grown(recipe, first)), **TABLES[recipe]}
-  config, new = prepared(recipe, second, tmp_path / "cache")
-  before, was, config.init_from = tables(new), dense(new), str(tmp_path / "run")
+def grown(path, folder):
+  """Writes the rows of a table of clicks in another order, after rows with ids that it lacks."""
+  header, *rows = path.read_text().splitlines()
+  new = [f"{i % 2},1.0,30,new{i % 3},s{i % 12},t{i % 11},train" for i in range(300)]
+  (folder / "grown.csv").write_text("\n".join([header, *new, *reversed(rows)]) + "\n")
+  return str(folder / "grown.csv")
+
+
+@pytest.mark.ci
+def test_rows_follow_their_raw_ids(clicks, tmp_path, capsys):
+  config, new = prepared(clicks, tmp_path, files=grown(clicks.file, tmp_path))
+  before, was = tables(new.model), dense(new.model)
+  old, slots = tables(clicks.model), ("parameters", "momenta", "velocities")
   capsys.readouterr()
+  config.init_parts = "tables"
   warm_start.take(config, new.model, new.serve)
-  ids = {"old": row_ids.read(old.serve), "new": row_ids.read(new.serve)}
-  kept, num_new = 0, 0
-  for name, after in tables(new).items():
-    texts = {which: ids[which][name].texts for which in ids}
-    for slot, rows in after.items():
-      for row, text in enumerate(texts["new"]):
-        at = texts["old"].index(text) if text in texts["old"] else None
-        expected = before[name][slot][row] if at is None else tables(old)[name][slot][at]
-        np.testing.assert_array_equal(rows[row], expected)
-        kept, num_new = kept + (at is not None), num_new + (at is None)
-  assert kept > 20
+  jax.tree.map(np.testing.assert_array_equal, dense(new.model), was)
+  config.init_parts = "all"
+  warm_start.take(config, new.model, new.serve)
+  after = tables(new.model)
+  ids = row_ids.read(clicks.workdir / "serve"), row_ids.read(new.serve)
+  num_kept = num_new = 0
+  for name in ("city", "shop", "tags"):
+    at = {text: row for row, text in enumerate(ids[0][name].texts)}
+    index = np.array([at.get(text, -1) for text in ids[1][name].texts])
+    kept, rest = np.flatnonzero(index >= 0), np.flatnonzero(index < 0)
+    num_kept, num_new = num_kept + len(kept), num_new + len(rest)
+    for slot in slots:
+      assert old[name][slot].any()
+      np.testing.assert_array_equal(after[name][slot][kept], old[name][slot][index[kept]])
+      np.testing.assert_array_equal(after[name][slot][rest], before[name][slot][rest])
+  assert num_kept > 20
   assert num_new > 2
-  moved = [name for name in was if (dense(new)[name] != was[name]).any()]
-  assert set(moved) <= set(dense(old))
-  leaves = jax.tree_util.tree_leaves_with_path(nnx.state(new.model, nnx.Param))
-  names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-  same = [n for n in names if n in was and was[n].shape == dense(old)[n].shape]
-  assert same
+  now, source = dense(new.model), dense(clicks.model)
+  same = [name for name in was if was[name].shape == source[name].shape]
+  assert len(same) > 3
   for name in same:
-    np.testing.assert_array_equal(dense(new)[name], dense(old)[name])
+    np.testing.assert_array_equal(now[name], source[name])
   said = capsys.readouterr().err
-  assert f"starting from step 3 of {tmp_path / 'run'}: " in said
+  assert f"starting from step 8 of {clicks.workdir}: " in said
   assert " rows, " in said
 
 
-def test_rows_that_have_no_raw_id_follow_their_number(tmp_path):
-  path = write_clicks(tmp_path / "clicks.csv")
-  columns = CLICKS | {
-    "city": {"kind": "category", "oov": 3},
-    "tags": {"kind": "bag", "hash": 30},
-    "age": {"kind": "number", "buckets": (30.0, 50.0)},
+@pytest.mark.ci
+def test_a_model_of_other_columns_takes_the_tables_that_it_shares(clicks, tmp_path, capsys):
+  """Of hashed and renamed columns, other intervals, another optimizer; no dense parameter."""
+  columns = {name: kind for name, kind in CLICKS.items() if name not in ("city", "price")}
+  columns |= {
+    "age": {"kind": "number", "buckets": (30.0, 50.0, 60.0)},
+    "town": {"kind": "category", "column": "city"},
+    "city_shop": {"kind": "cross", "columns": ("town", "shop"), "buckets": 50},
+    "cost": {"column": "price", **CLICKS["price"]},
   }
-  table = {"files": str(path)} | TABLES["dlrm"] | {"columns": columns}
-  old = run_of("dlrm", table, tmp_path / "run")
-  columns["age"] = {"kind": "number", "buckets": (30.0, 60.0)}
-  config, new = prepared("dlrm", table | {"files": str(grown("dlrm", path))}, tmp_path / "cache")
-  before, config.init_from = tables(new), str(tmp_path / "run")
-  warm_start.take(config, new.model, new.serve)
-  after, source = tables(new), tables(old)
-  rows = lambda of, name: of[name]["parameters"]
-  np.testing.assert_array_equal(rows(after, "tags"), rows(source, "tags"))
-  np.testing.assert_array_equal(rows(after, "city_shop"), rows(source, "city_shop"))
-  np.testing.assert_array_equal(rows(after, "city")[-3:], rows(source, "city")[-3:])
-  np.testing.assert_array_equal(rows(after, "age"), rows(before, "age"))  # other intervals
-
-
-def test_slots_of_the_same_name_and_shape_are_kept(tmp_path, capsys):
-  path = write_clicks(tmp_path / "clicks.csv", rows=200)
-  table = {"files": str(path), **TABLES["dlrm"]}
-  old = run_of("dlrm", table | {"table": {"optimizer": "adagrad"}}, tmp_path / "run")
-  trained = {
-    key: {slot: np.asarray(x) + (slot != "parameters") for slot, x in of.items()}
-    for key, of in tables(old).items()
+  changes = {
+    "columns": columns,
+    "init_rename": "town=city",
+    "table": {"optimizer": "rowwise_adagrad"},
+    "files": str(shutil.copy(clicks.file, tmp_path / "same.csv")),
   }
-  tree = embed.checkpoint.to_tree(**old.state)
-  for key, of in tree["model"]["tables"].items():
-    of |= trained[key.rpartition("/")[2]]
-  embed.checkpoint.from_tree(tree, **old.state)
-  again = tmp_path / "again"
-  save(old, again, tmp_path / "run")
-  for optimizer, kept in (("adagrad", True), ("rowwise_adagrad", False), ("adam", False)):
-    new_table = table | {"table": {"optimizer": optimizer}}
-    config, new = prepared("dlrm", new_table, tmp_path / "cache")
-    before, config.init_from = tables(new), str(again)
-    warm_start.take(config, new.model, new.serve)
-    for name, of in tables(new).items():
-      for slot, x in of.items():
-        taken = kept or slot == "parameters"
-        np.testing.assert_array_equal(x, trained[name][slot] if taken else before[name][slot])
-    said = capsys.readouterr().err
-    assert ("are new" in said) == (not kept)
-
-
-def save(training, workdir, like):
-  """Writes a run of that state, otherwise as the run in the folder `like`."""
-  shutil.copytree(like, workdir, ignore=shutil.ignore_patterns("checkpoints"))
-  progress = checkpoints.Progress(step=3, best_step=3)
-  with checkpoints.Manager(workdir / "checkpoints") as manager:
-    manager.save(progress, **training.state)
-
-
-def test_tables_alone_and_tables_of_another_name(tmp_path):
-  path = write_clicks(tmp_path / "clicks.csv", rows=200)
-  table = {"files": str(path), **TABLES["dlrm"]}
-  old = run_of("dlrm", table, tmp_path / "run")
-  columns = {name: kind for name, kind in CLICKS.items() if name not in ("city", "city_shop")}
-  columns["town"] = {"kind": "category", "column": "city"}
-  changes = {"columns": columns, "init_parts": "tables", "init_rename": "town=city"}
-  config, new = prepared("dlrm", table | changes, tmp_path / "cache")
-  was, config.init_from = dense(new), str(tmp_path / "run")
+  config, new = prepared(clicks, tmp_path, **changes)
+  before, was = tables(new.model), dense(new.model)
   warm_start.take(config, new.model, new.serve)
-  jax.tree.map(np.testing.assert_array_equal, dense(new), was)
-  assert (tables(new)["town"]["parameters"] == tables(old)["city"]["parameters"]).all()
-  assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
+  after, old = tables(new.model), tables(clicks.model)
+  for name, source in {"town": "city", "shop": "shop", "tags": "tags"}.items():
+    np.testing.assert_array_equal(after[name]["parameters"], old[source]["parameters"])
+    for slot in after[name].keys() - {"parameters"}:
+      np.testing.assert_array_equal(after[name][slot], before[name][slot])
+  np.testing.assert_array_equal(after["age"]["parameters"], before["age"]["parameters"])
+  jax.tree.map(np.testing.assert_array_equal, dense(new.model), was)
+  said = capsys.readouterr().err
+  assert "slots accumulators are new" in said
+  assert "the features or their order differ" in said  # though all shapes are the same
 
 
-def test_dense_parameters_of_other_features_are_not_taken(tmp_path, capsys):
-  path = write_clicks(tmp_path / "clicks.csv", rows=200)
-  table = {"files": str(path), **TABLES["dlrm"]}
-  old = run_of("dlrm", table, tmp_path / "run")
-  renamed = {"cost": {"column": "price", **CLICKS["price"]}}
-  columns = {name: kind for name, kind in CLICKS.items() if name != "price"}
-  config, new = prepared("dlrm", table | {"columns": columns | renamed}, tmp_path / "cache")
-  was, config.init_from = dense(new), str(tmp_path / "run")
+@pytest.mark.ci
+def test_a_run_of_another_recipe_lends_its_rows_alone(sequences, towers, tmp_path):
+  config, new = prepared(sequences, tmp_path, files=str(towers.file))
+  config.init_from = str(towers.workdir)
+  was = dense(new.model)
   warm_start.take(config, new.model, new.serve)
-  jax.tree.map(np.testing.assert_array_equal, dense(new), was)  # though all shapes are the same
-  assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
-  assert "the features or their order differ" in capsys.readouterr().err
+  item, source = tables(new.model)["item"], tables(towers.model)["item"]
+  np.testing.assert_array_equal(item["parameters"], source["parameters"])
+  jax.tree.map(np.testing.assert_array_equal, dense(new.model), was)
 
 
-def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_path):
-  path = write_clicks(tmp_path / "clicks.csv", rows=200)
-  table = {"files": str(path), **TABLES["dlrm"]}
-  first, second = (
-    prepared("dlrm", table | {"columns": columns}, tmp_path / "cache")[1]
-    for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
-  )
-  sha256 = dict(first.data.sha256)
+@pytest.mark.ci
+def test_what_does_not_correspond_is_named(clicks, towers, tmp_path):
+  config, new = prepared(clicks, tmp_path)
+  config, model, serve = settings.copied(config), new.model, new.serve
+
+  def call(changes):
+    warm_start.take(settings.copied(config, **changes), model, serve)
+
+  cases = [
+    ({"init_from": str(tmp_path / "no")}, "holds no checkpoint: give the --workdir of a run"),
+    ({"init_parts": "dense"}, "init_parts is 'dense': choose all or tables"),
+    ({"init_rename": "town"}, "init_rename has 'town': write new=old"),
+    ({"init_rename": "town=city"}, "names a table 'town', and those of this run are age, city,"),
+    ({"init_rename": "city=town"}, "names a table 'town', and those of .*run are age, city,"),
+    ({"init_from": str(towers.workdir)}, "no table of .*run has the name of one of this run's: "),
+  ]
+  refused(cases, call, errors.UserError)
+  config, wider = prepared(clicks, tmp_path, dim=4)
+  with pytest.raises(
+    errors.UserError, match=r"has 5 columns, and age in .*run has 9: keep the dim"
+  ):
+    warm_start.take(config, wider.model, wider.serve)
+
+
+def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(clicks, tmp_path):
+  serve, sha256 = clicks.workdir / "serve", dict(clicks.data.sha256)
+  other = shutil.copytree(serve, tmp_path / "other")
+  columns = (other / "columns.json").read_text()
+  (other / "columns.json").write_text(columns + " ")
+  assert row_ids.digest(other) != row_ids.digest(serve)
+  run = tmp_path / "run"
+  run.mkdir()
   with pytest.raises(errors.MissingFileError, match=r"data\.json is missing"):
-    runs.keep(second.serve, sha256, tmp_path, is_new=False)
-  runs.keep(second.serve, sha256, tmp_path, is_new=True)
-  runs.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained
-  runs.keep(first.serve, sha256, tmp_path, is_new=False)
+    runs.keep(other, sha256, run, is_new=False)
+  runs.keep(other, sha256, run, is_new=True)
+  runs.keep(serve, sha256, run, is_new=True)  # nothing has been trained
+  runs.keep(serve, sha256, run, is_new=False)
   with pytest.raises(errors.UserError, match="the data have changed since the run in "):
-    runs.keep(second.serve, sha256, tmp_path, is_new=False)
+    runs.keep(other, sha256, run, is_new=False)
 
 
-def test_a_run_of_another_recipe_lends_its_rows_alone(tmp_path):
-  log = write_log(tmp_path / "log.csv", users=200)
-  run_of("two_tower", {"files": str(log), **TABLES["two_tower"]}, tmp_path / "run")
-  table = {"files": str(log), **TABLES["sequence"], "init_from": str(tmp_path / "run")}
-  config, new = prepared("sequence", table, tmp_path / "cache")
-  warm_start.take(config, new.model, new.serve)
-  clicks = {"files": str(write_clicks(tmp_path / "clicks.csv", rows=200)), **TABLES["dlrm"]}
-  clicks["init_from"] = str(tmp_path / "run")
-  config, other = prepared("dlrm", clicks, tmp_path / "cache")
-  with pytest.raises(errors.UserError, match=r"no table of .*run has the name of one of"):
-    warm_start.take(config, other.model, other.serve)
-
-
-def test_what_does_not_correspond_is_named(tmp_path):
-  path = write_clicks(tmp_path / "clicks.csv", rows=200)
-  table = {"files": str(path), **TABLES["dlrm"]}
-  run_of("dlrm", table, tmp_path / "run")
-  cases = {
-    r"holds no checkpoint: give the --workdir of a run": {"init_from": str(tmp_path / "no")},
-    r"has 9 columns, and age in .*run has 5: keep the dim": {"dim": 8},
-    r"init_parts is 'dense': choose all or tables": {"init_parts": "dense"},
-    r"init_rename has 'town': write new=old": {"init_rename": "town"},
-    r"names a table 'town', and those of this run are age, city,": {"init_rename": "town=city"},
-    r"names a table 'town', and those of .*run are age, city,": {"init_rename": "city=town"},
-    r"no table of .*run has the name of one of this run's: they are age, city, .* and who here": {
-      "columns": {"clicked": "label", "who": {"kind": "category", "column": "city"}}
-    },
-  }
-  for message, changes in cases.items():
-    changed = table | {"init_from": str(tmp_path / "run")} | changes
-    config, new = prepared("dlrm", changed, tmp_path / "cache")
-    with pytest.raises(errors.UserError, match=message):
-      warm_start.take(config, new.model, new.serve)
-
-
-def test_a_whole_run_starts_there_and_needs_the_other_one_no_more(tmp_path, monkeypatch, capsys):
-  path = write_clicks(tmp_path / "clicks.csv", rows=400)
-  table = {"files": str(path), **TABLES["dlrm"], "steps": 6, "eval_every": 6, "warmup_steps": 1}
-  table["learning_rate"] = table["final_rate"] = 1e-9  # trains the dense part next to nothing
-  old = run_of("dlrm", table, tmp_path / "run")
-  config = completed("dlrm", tmp_path / "cache", init_from=str(tmp_path / "run"), **table)
-  config.table.learning_rate = 1e-9
-  config.baseline.max_rows = 0
-  run = lambda: train.run(config, str(tmp_path / "warm"))
-  expected = old.evaluate(old.model, "test")
+@pytest.mark.ci
+def test_a_whole_run_starts_there_and_needs_the_other_one_no_more(
+  clicks, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(hosts, "start", lambda: None)
+  first = clicks.copy(tmp_path)
+  frozen = clicks.table["table"] | {"learning_rate": 1e-9}
+  changes = {"learning_rate": 1e-9, "table": frozen, "init_from": str(first)}
+  run = lambda: clicks.train(tmp_path / "warm", **changes)
 
   with monkeypatch.context() as patch:
     patch.setattr(loop.Run, "steps", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(errors.Stopped, match="resumes from step 0"):
       run()
-  shutil.rmtree(tmp_path / "run")
+  shutil.rmtree(first)
   result = run()
   assert "resuming from step 0" in capsys.readouterr().err
-  assert result["metrics"]["test_logloss"] == pytest.approx(expected["logloss"], abs=1e-5)
+  expected = clicks.result["metrics"]["test_logloss"]
+  assert result["metrics"]["test_logloss"] == pytest.approx(expected, abs=1e-5)

@@ -53,13 +53,17 @@ def write_clicks(path, *, rows=1000):
 
 
 def write_log(path, *, users=1000, items=40):
-  """Writes four to seven interactions of each user, with different items."""
+  """Writes four to seven interactions of each user, with different items.
+
+  One more user ends with item i99, which nobody else has: it is in the catalogue, and in no batch.
+  """
   draw = np.random.default_rng(1)
   lines = ["who,what,when,country,genre,name"]
   for user in range(users):
     for when, item in enumerate(draw.choice(items, draw.integers(4, 8), replace=False)):
       title = f'"No. {item}, the film"'
       lines.append(f"u{user},i{item},{when},k{user % 7},g{item % 5},{title}")
+  lines += [f'late,i{item},{item},k0,g0,"No. {item}, the film"' for item in (0, 1, 2, 99)]
   path.write_text("\n".join(lines) + "\n")
   return path
 
@@ -81,8 +85,6 @@ def run_of(recipe, table, workdir):
   keys = iter(jax.random.split(jax.random.key(7), 1000))
   noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
-  if recipe == "two_tower":  # as if batches had had all items but the last
-    training.model.frequency.update(jax.numpy.arange(training.data.num_items - 1))
   progress = Progress(step=3, best_step=3)
   with checkpoints.Manager(workdir / "checkpoints") as manager:
     manager.save(progress, **training.state)
@@ -103,28 +105,23 @@ def own_probabilities(training, splits=("train", "valid", "test")):
   from recipes.dlrm import data, train
 
   view, logits = train_step.evaluated(training.model), []
-  loaded = data.load(training.config)
   for split in splits:
-    for batch in data.eval_batches(loaded, split, 256):
+    for batch in data.eval_batches(training.data, split, 256):
       logits.append(np.asarray(train.predict(view, batch))[np.asarray(batch["mask"])])
   return 1 / (1 + np.exp(-np.concatenate(logits).astype(np.float64)))
 
 
 def asked_towers(training, served, users):
   """Returns the ids of users as texts, and lists of the items that each had before its test."""
-  from recipes.two_tower import data
-
   items = np.array(served._items.texts, object)
-  before = data.load(training.config).matrix("train", "valid")[users]
+  before = training.data.matrix("train", "valid")[users]
   histories = [items[row.indices].tolist() for row in before]
   return [served._users.texts[user] for user in users], histories
 
 
 def asked_sequences(training, served, users):
   """Returns the items that users had before their test, in order, as texts with "|" between."""
-  from recipes.sequence import data
-
-  columns = data.load(training.config).columns
+  columns = training.data.columns
   items, offsets = np.array(served._items.texts, object), columns["offsets"]
   stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
   return ["|".join(items[each]) for each in stored]
@@ -134,18 +131,23 @@ def own_towers(training, top=10):
   """Returns users, scores and ids of the items by the towers of a run for its test."""
   from recipes.two_tower import data, train
 
-  config, loaded = training.config, data.load(training.config)
+  config, loaded = training.config, training.data
   view, encode = train_step.evaluated(training.model), train.make_encode(None)
   # An export knows all interactions.
   popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
   vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
   candidates = np.concatenate(vectors)[: loaded.num_items]
   parts = []
-  for batch in data.eval_batches(loaded, "test", config):
+
+  @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
+  def ranked(view, batch):
     vectors = view.queries({name: batch["query"][name] for name in config.query})
-    best = retrieval.top_k(vectors, candidates, top, batch["seen"])
+    return retrieval.top_k(vectors, candidates, top, batch["seen"])
+
+  for batch in data.eval_batches(loaded, "test", config):
     mask = np.asarray(batch["mask"])
-    parts.append([np.asarray(x)[mask] for x in (batch["query"]["user"], *best)])
+    found = (batch["query"]["user"], *ranked(view, batch))
+    parts.append([np.asarray(x)[mask] for x in found])
   return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
@@ -153,13 +155,14 @@ def own_sequences(training, top=10):
   """Returns users, scores and ids of the items by the sequence model of a run for its test."""
   from recipes.sequence import data, model
 
-  config, loaded = training.config, data.load(training.config)
+  config, loaded = training.config, training.data
   view, parts = train_step.evaluated(training.model), []
 
   @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
   def ranked(view, batch):
     table = view.candidates(view.embed.tables[model.ITEM])
-    return retrieval.top_k(model.queries(view, batch), table, top, batch["seen"])
+    seen = batch["seen"] if config.exclude_seen else None
+    return retrieval.top_k(model.queries(view, batch), table, top, seen)
 
   for batch in data.eval_batches(loaded, "test", config):
     mask = batch["user"] >= 0
