@@ -6,14 +6,8 @@ import os
 import subprocess
 import sys
 
-import jax
-import numpy as np
 import pytest
-from cases import refused
-from flax import nnx
 
-import embed
-from recipes import errors
 from recipes.aot import compile as aot
 from recipes.aot import hlo
 from recipes.aot import report as aot_report
@@ -119,30 +113,6 @@ def test_layouts_are_of_the_entry_and_padded_to_tiles():
   assert hlo.Array("pred", ()).nbytes == 1
 
 
-SIZED = [
-  ("%c = f32[500,128]{0,1:T(8,128)} copy(%table)", True),
-  ("%c = f32[4,125,128]{2,1,0:T(8,128)} transpose(%table), dimensions={0,1,2}", True),
-  ("%c = f32[500,128]{1,0:T(8,128)} broadcast(%ids), dimensions={}", True),
-  ("%c = f32[4,125,128]{2,1,0:T(8,128)} bitcast(%table)", False),  # moves nothing
-  ("%c = f32[500,128]{1,0:T(8,128)S(1)} copy(%table)", False),  # to the fast memory
-  ("%c = f32[500,128]{1,0:T(8,128)} scatter(%table, %ids, %rows)", False),  # in place
-]
-
-
-def test_arrays_of_a_tables_size():
-  mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-  rows = jax.NamedSharding(mesh, jax.P("data", None))
-  table = embed.Table(jax.ShapeDtypeStruct((1000, 128), np.float32, sharding=rows))
-  state = {"model": nnx.Dict(table=table)}
-  assert aot_report.copies(hlo.Program(PROGRAM), state) == []
-  for line, made in SIZED:
-    assert len(aot_report.copies(hlo.Program(with_entry_line(line)), state)) == made, line
-  # A reshape within a fusion is no array in memory.
-  reshaped = "  %reshaped = f32[4,125,128]{2,1,0:T(8,128)} reshape(%zeros)\n  ROOT %scattered"
-  program = hlo.Program(PROGRAM.replace("  ROOT %scattered", reshaped))
-  assert not program.made(lambda array: array.size == 500 * 128)
-
-
 @pytest.mark.ci
 def test_exchanges_that_became_narrow():
   assert hlo.written(STABLEHLO) == [
@@ -180,52 +150,6 @@ def test_exchanges_that_became_narrow():
   mixed = STABLEHLO + "%9 = stablehlo.convert %8 : (tensor<4xf32>) -> tensor<4xbf16>"
   assert narrowed(added, mixed) == []
   assert narrowed(halved, mixed) == ["all-to-all of bf16[2,16,128]"]
-
-
-SPARSE_CORE = """\
-%kernel (p: f32[500,128]) -> f32[8,128] {
-  ROOT %take = f32[8,128]{1,0:T(8,128)} custom-call(%p), custom_call_target="tpu_custom_call"
-}
-
-%wrapper (p: f32[500,128]) -> f32[8,128] {
-  %s = ((f32[500,128]), f32[8,128]) call-start(%p), async_execution_thread="sparsecore", \
-to_apply=%kernel, metadata={op_name="jit(step)/sparse_core_take_rows/mpmd_map"}
-  ROOT %d = f32[8,128]{1,0:T(8,128)} call-done(%s)
-}
-
-ENTRY %main (table: f32[500,128]) -> f32[8,128] {
-  %table = f32[500,128]{1,0:T(8,128)} parameter(0)
-  %start = ((f32[500,128]), f32[8,128]) call-start(%table), async_execution_thread="sparsecore", \
-to_apply=%wrapper, metadata={op_name="jit(step)/sparse_core_take_rows/mpmd_map"}
-  %dense = f32[8,128]{1,0:T(8,128)} fusion(%table), kind=kLoop, calls=%fused
-  %by_xla = f32[8,128]{1,0:T(8,128)} gather(%table, %dense), offset_dims={1}
-  %places = s32[8,2]{1,0:T(8,128)} gather(%table, %dense), offset_dims={1}
-  %done = f32[8,128]{1,0:T(8,128)} call-done(%start)
-  ROOT %sum = f32[8,128]{1,0:T(8,128)} add(%done, %dense)
-}
-"""
-
-
-@pytest.mark.ci
-def test_sparse_core_kernels_and_what_runs_beside_them():
-  program = hlo.Program(SPARSE_CORE)
-  assert program.sparse_core_calls() == [hlo.SparseCoreCall("take_rows", True, 1, 5, 7)]
-  assert program.row_gathers() == 1
-  assert hlo.Program(PROGRAM).sparse_core_calls() == []
-  assert hlo.Program(PROGRAM).offloads() == {"OFFLOAD_GATHER": 1}
-
-
-@pytest.mark.ci
-def test_devices_that_cannot_be_compiled_for(monkeypatch, tmp_path):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  cases = [
-    ("h100:8", r"needs JAX's CUDA plugin, .* pip install -e '\.\[cuda\]'"),
-    ("h100:", "write h100:8"),
-    ("v5e:2x2", r"TPUs need libtpu, .* pip install -e '\.\[tpu\]'"),
-  ]
-  path = tmp_path / "aot.json"
-  call = lambda topology: aot.main("recipes.aot", [topology], lambda mesh: None, path, timeout=1)
-  refused(cases, call, errors.UserError)
 
 
 @pytest.mark.ci

@@ -1,7 +1,5 @@
 """Manifests and prepared columns notice every change of a file, and name it."""
 
-import errno
-import json
 import os
 import pickle
 import re
@@ -72,16 +70,6 @@ def test_a_file_that_is_cut_emptied_longer_removed_added_or_a_folder_is_named(fo
   (folder / "empty").mkdir()
   with pytest.raises(errors.DamagedFileError, match="30/empty"):
     arrays.check_manifest(folder)
-
-
-@pytest.mark.ci
-def test_the_start_of_a_kill_is_no_manifest(folder):
-  """As a kill leaves it while the manifest is written."""
-  (folder / arrays.MANIFEST).rename(folder / f"{arrays.MANIFEST}.part")
-  with pytest.raises(errors.MissingFileError, match=r"manifest\.json is missing"):
-    arrays.read_manifest(folder)
-  arrays.write_manifest(folder, {"step": 30})
-  assert set(arrays.check_manifest(folder)["files"]) == set(FILES)
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -176,62 +164,3 @@ def test_damage_in_the_cache_is_named_and_mended(tmp_path, capsys):
 
   assert prepare(tmp_path) == (list(range(8)), True)
   each(DAMAGE, check)
-
-
-@pytest.mark.ci
-def test_a_large_file_is_read_where_it_was_written_to(tmp_path, monkeypatch):
-  monkeypatch.setattr(arrays, "_TRUSTED", 0)
-  prepare(tmp_path)
-  path = next(tmp_path.glob("toy-*/x.npy"))
-  real, read = arrays._checksum, []
-  monkeypatch.setattr(arrays, "_checksum", lambda file: read.append(True) or real(file))
-  assert prepare(tmp_path) == (list(range(8)), False)
-  assert not read
-  data = bytearray(path.read_bytes())
-  data[-3] ^= 1
-  path.write_bytes(data)
-  assert prepare(tmp_path) == (list(range(8)), True)
-  assert read
-
-
-@pytest.mark.ci
-def test_what_a_damaged_source_has_left_is_removed(tmp_path):
-  def build(folder):
-    arrays.column(folder, "x", (4,), np.int32)
-    raise errors.DamagedFileError("line 3")
-
-  with pytest.raises(errors.DamagedFileError, match="line 3"):
-    arrays.prepared(tmp_path, "toy", {}, build)
-  assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-@pytest.mark.ci
-def test_links_at_the_names_of_locks_and_new_files_are_not_followed(tmp_path):
-  victim, cache = tmp_path / "victim", tmp_path / "cache"
-  victim.write_text("precious")
-  prepare(cache)
-  lock = next(cache.glob("*.lock"))
-  lock.unlink()
-  lock.symlink_to(victim)
-  with pytest.raises(errors.UserError, match=r"the lock file .*\.lock is a symbolic link: remove"):
-    prepare(cache)
-  (tmp_path / "x.json.part").symlink_to(victim)
-  arrays.write_json(tmp_path / "x.json", {"a": 1})
-  assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
-  assert not (tmp_path / "x.json").is_symlink()
-  (tmp_path / "x.npy").symlink_to(victim)
-  arrays.column(tmp_path, "x", (4,), np.int32)
-  assert victim.read_text() == "precious"
-
-
-@pytest.mark.ci
-def test_a_full_disk_is_an_error_when_a_column_is_made(tmp_path, monkeypatch):
-  """And no bus error when it is written to."""
-
-  def full(*args):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr(os, "posix_fallocate", full)
-  with pytest.raises(OSError, match=r"No space left on device.*x\.npy") as error:
-    arrays.column(tmp_path, "x", (4,), np.int32)
-  assert "Free some space; the same command then resumes" in errors.explain(error.value)

@@ -5,25 +5,17 @@ import json
 import os
 import pathlib
 import random
-import resource
 import runpy
 import shutil
 import signal
-import types
 
-import numpy as np
 import pytest
 from cases import each, refused
-from flax import nnx
 from recipe_runs import write_run
 
-import embed
-import embed.deltas
-from recipes import arrays, describe, export, files, predict, report, serving
+from recipes import arrays, describe, files, report, serving
 from recipes.errors import UserError
 from recipes.run import checkpoints
-from recipes.run import workdir as runs_lib
-from recipes.run.journal import Journal
 
 ROOT = pathlib.Path(__file__).parents[2]
 ESCAPE = "\x1b]52;c;aGk=\x07\x1b[2J"  # to the clipboard, and clear the screen
@@ -102,58 +94,6 @@ def test_manifests_that_lead_elsewhere(checkpoint):
   refused([(changes, rf"checkpoints/20.*{words}") for changes, words in cases], call, UserError)
 
 
-@pytest.mark.ci
-def test_what_is_no_file_is_not_read(checkpoint, tmp_path):
-  """A pipe would be waited for, and a link leads elsewhere."""
-  run = pathlib.Path(write_run(tmp_path / "run"))
-  manifest, result, log = checkpoint / arrays.MANIFEST, run / "result.json", run / "metrics.jsonl"
-  of_step = lambda: checkpoints.of_step(checkpoint.parent, 20)
-  cases = [
-    (manifest, of_step, "pipe", "is no regular file"),
-    (checkpoint / "state" / "arrays", of_step, "/dev/zero", "is a symbolic link"),
-    (result, lambda: runs_lib.result(run), "/etc/passwd", "is a symbolic link"),
-    (log, lambda: report.load(run), "/etc/passwd", "is a symbolic link"),
-  ]
-  for path, call, by, words in cases:
-    content = path.read_bytes()
-    replaced(path, by)
-    with within(10), pytest.raises(UserError, match=f"{path.name} {words}"):
-      call()
-    restore(path, content)
-
-
-@pytest.mark.ci
-def test_nothing_is_written_or_copied_through_a_link(clicks, tmp_path, capsys):
-  mine = tmp_path / "bashrc"
-  mine.write_text("mine")
-  run = pathlib.Path(write_run(tmp_path / "run"))
-  for name in ("report.md", "report.png"):
-    (run / name).symlink_to(mine)
-  report.main([str(run)])
-  assert not (run / "report.md").is_symlink()
-  (tmp_path / "new").mkdir()
-  (tmp_path / "new" / "metrics.jsonl").symlink_to(mine)
-  with pytest.raises(UserError, match=r"metrics\.jsonl is a symbolic link"):
-    Journal(tmp_path / "new", 0, types.SimpleNamespace(steps=1, batch_size=1))
-  (tmp_path / "my.py").symlink_to(mine)
-  out = f"--out={tmp_path / 'my.py'}"
-  describe.main([str(clicks.file), "--label=clicked", "--force", out])
-  (tmp_path / "folder").mkdir()
-  (tmp_path / "served.partial").symlink_to(tmp_path / "folder")
-  export.export(clicks.workdir, tmp_path / "served", platforms=("cpu",))
-  assert not list((tmp_path / "folder").iterdir())
-  assert mine.read_text() == "mine"
-
-  (tmp_path / "serve").mkdir()
-  (tmp_path / "serve" / "columns.json").symlink_to(mine)
-  with pytest.raises(UserError, match=r"serve/columns\.json is a symbolic link"):
-    runs_lib._copy(tmp_path / "serve", tmp_path / "copied")
-  assert not (tmp_path / "copied").exists()
-  (tmp_path / "linked").symlink_to(tmp_path / "serve")
-  with pytest.raises(UserError, match="linked is a symbolic link"):
-    files.copy_folder(tmp_path / "linked", tmp_path / "copy")
-
-
 # --- names and values as text ---------------------------------------------------------------------
 
 
@@ -201,21 +141,6 @@ def escapes(text):
   return [char for char in text if not (char.isprintable() or char == "\n")]
 
 
-@pytest.mark.ci
-def test_a_description_shows_escape_sequences(tmp_path, capsys):
-  table = tmp_path / f"a{ESCAPE}.csv"
-  lines = [f"{i % 2},c{i % 7}{ESCAPE},{i}" for i in range(400)]
-  table.write_text("\n".join([f"clicked,city{ESCAPE},n", *lines]) + "\n")
-  describe.main([str(table), "--label=clicked"])
-  for wrong in ([f"--label=x{ESCAPE}"], ["--label=clicked", f"--positive={ESCAPE}"]):
-    with pytest.raises(SystemExit):
-      describe.main([str(table), *wrong])
-  shown = capsys.readouterr()
-  assert r"\x1b]52;" in shown.out
-  assert r"\x1b]52;" in shown.err
-  assert not escapes(shown.out + shown.err)
-
-
 BAD = f'<script>alert(1)</script>|`**[a](javascript:b){ESCAPE}\n# "c'
 
 
@@ -247,25 +172,6 @@ def test_no_page_names_a_package_that_an_index_may_give_to_others():
 
 
 # --- exports --------------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_a_prediction_shows_escape_sequences(clicks, tmp_path, capfd):
-  rows = tmp_path / "rows.csv"
-  header = f"price,age,city,shop,tags,x{ESCAPE}"
-  contents = [
-    f"{header},x{ESCAPE}\n1,2,a,b,c,d,e\n",  # two columns of a name
-    f"{header}\n{ESCAPE},2,a,b,c,d\n",  # no number
-  ]
-  for content in contents:
-    rows.write_text(content)
-    with pytest.raises(SystemExit):
-      predict.main([str(clicks.served), str(rows)])
-  with pytest.raises(SystemExit):
-    predict.main([str(clicks.served), f"{rows}{ESCAPE}"])
-  shown = capfd.readouterr().err
-  assert shown.count("error: ") == 3
-  assert not escapes(shown)
 
 
 def as_json(content):
@@ -329,146 +235,4 @@ def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(clicks, tmp_pa
   check_damages(clicks, tmp_path / "served", [*damages, (arrays.MANIFEST, "bit")])
 
 
-@pytest.mark.weekly
-def test_random_damages_of_a_served_folder_are_noticed(clicks, tmp_path):
-  draw, names = random.Random(0), files.names(clicks.served)
-  damages = [(draw.choice(names), draw.choice(KINDS)) for _ in range(5000)]
-  check_damages(clicks, tmp_path / "served", damages)
-
-
 # --- damages of everything else -------------------------------------------------------------------
-
-
-def parts(run):
-  """Reads a run as an export does, but for the checkpoint, whose files have checksums."""
-  opened = export._opened(run)
-  return export._parts(run, opened.config, opened.recipe)
-
-
-def fields(value, path=()):
-  """Yields the paths of all parts of a JSON value."""
-  yield path
-  items = value.items() if isinstance(value, dict) else ()
-  for key, part in items:
-    yield from fields(part, (*path, key))
-
-
-def edited(draw, value):
-  """Returns a JSON value with one part removed or replaced."""
-  value = json.loads(json.dumps(value))
-  path = draw.choice([path for path in fields(value) if path])
-  owner = value
-  for key in path[:-1]:
-    owner = owner[key]
-  choices = [None, -1, 0, 3.5, "", "../../x", [], {}, [[]], True, 10**30, "\x1b"]
-  if (choice := draw.randrange(len(choices) + 1)) == len(choices):
-    del owner[path[-1]]
-  else:
-    owner[path[-1]] = choices[choice]
-  return value
-
-
-def check_fuzzed(path, call, count, is_edited, expected=UserError):
-  """Damages a file again and again; `call` returns, or raises an error that names a file."""
-  content = path.read_bytes()
-  most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (1 << 20)  # KiB
-  for seed in range(count):
-    draw = random.Random(seed)
-    if seed == 0:
-      path.unlink()
-    elif is_edited:
-      path.write_text(json.dumps(edited(draw, json.loads(content))))
-    else:
-      changed = bytearray(content)
-      for _ in range(draw.randrange(1, 4)):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-      path.write_bytes(changed[: draw.randrange(len(changed))] if seed % 4 == 0 else changed)
-    said = path.name
-    try:
-      with within(10):
-        call()
-    except expected as error:
-      said = str(error)
-    except BaseException as error:
-      raise AssertionError(f"seed {seed}") from error
-    finally:
-      restore(path, content)
-    assert str(path.parent) in said or path.name in said, f"seed {seed}: {said}"
-  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most
-
-
-FUZZED = 300
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_files_are_named_or_read(is_edited, clicks, checkpoint, tmp_path):
-  reported, copy = pathlib.Path(write_run(tmp_path / "reported")), clicks.copy(tmp_path)
-
-  def call_report():
-    groups = report.grouped([report.load(reported)])
-    report.markdown(groups, "title", None)
-    report.text(groups)
-
-  newest, export_parts = lambda: checkpoints.newest(checkpoint.parent), lambda: parts(copy)
-  cases = [
-    (reported / "result.json", call_report),
-    (checkpoint / arrays.MANIFEST, newest),
-    (copy / "config.json", export_parts),
-    (copy / "serve" / "columns.json", export_parts),
-  ]
-  if not is_edited:
-    cases += [
-      (reported / "metrics.jsonl", call_report),
-      (copy / "serve" / "columns.parquet", export_parts),
-    ]
-  for path, call in cases:
-    check_fuzzed(path, call, FUZZED, is_edited)
-
-
-@pytest.mark.ci
-def test_a_vocabulary_that_is_cut_is_named(clicks, tmp_path):
-  copy = clicks.copy(tmp_path)
-  path = copy / "serve" / "columns.json"
-  path.write_bytes(path.read_bytes()[:-20])
-  with pytest.raises(UserError, match=str(path.parent)):
-    parts(copy)
-
-
-def write_delta(folder):
-  table = embed.TableConfig(50, 4, name="item")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  since = embed.deltas.fingerprint(1, model=layer)
-  rows = np.array(layer.tables["item"])
-  rows[[3, 7]] = 1.0
-  layer.load_tables({"item": rows})
-  delta, _ = embed.deltas.changes(since, 2, model=layer)
-  embed.deltas.write(folder, delta)
-  return folder
-
-
-@pytest.mark.ci
-def test_a_delta_with_a_flipped_bit_is_named(tmp_path):
-  folder = write_delta(tmp_path / "delta")
-  for name in files.names(folder):
-    content = (folder / name).read_bytes()
-    damage(random.Random(0), folder, name, "bit")
-    with pytest.raises((ValueError, OSError)):
-      embed.deltas.read(folder)
-    restore(folder / name, content)
-  embed.deltas.read(folder)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_deltas_are_named(is_edited, tmp_path):
-  folder = write_delta(tmp_path / "delta")
-  expected = str(embed.deltas.read(folder))
-
-  def call():
-    assert str(embed.deltas.read(folder)) == expected
-
-  for name in files.names(folder):
-    path = folder / name
-    if path.stat().st_size and (not is_edited or as_json(path.read_bytes())):
-      check_fuzzed(path, call, FUZZED, is_edited, (ValueError, OSError))

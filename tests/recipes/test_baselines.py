@@ -80,22 +80,6 @@ def test_ease_factorizes_on_one_thread(train, monkeypatch):
   assert weights.flags.c_contiguous  # or every product with a sparse matrix copies it
 
 
-@pytest.mark.weekly
-def test_ease_of_as_many_items_as_crash_on_two_threads():
-  items, draw = 18_357, np.random.default_rng(0)
-  rows, columns = draw.integers(0, 20_000, 200_000), draw.integers(0, items, 200_000)
-  shape = (20_000, items)
-  train = scipy.sparse.csr_matrix((np.ones(200_000, np.float32), (rows, columns)), shape)
-  train.data[:] = 1
-  weights = baselines.ease(train, 500.0)
-  for item in (0, 9_000, items - 1):  # the normal equations of this column
-    left = -weights[:, item]
-    left[item] = 1
-    right = train.T @ (train @ left) + 500.0 * left
-    right[item] = 0
-    np.testing.assert_allclose(right, 0, atol=1e-8)
-
-
 def test_what_ease_cannot_solve():
   cases = [
     ((30, 0.0), r"not positive definite with a penalty of 0\.0: raise it"),

@@ -172,16 +172,6 @@ def test_every_damaged_file_is_named_and_not_used(copy, capfd):
   assert checkpoints.newest(folder)[-1] == 5
 
 
-@pytest.mark.ci
-def test_what_orbax_writes_after_the_manifest_is_not_needed(copy):
-  folder, trees = copy
-  for name in arrays._UNLISTED[2:]:
-    damaged(folder / "4" / name)
-  tree, progress = restored(folder)
-  assert progress.step == 5
-  assert_same(tree, trees[5])
-
-
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(copy, capfd):
   folder, trees = copy
   damaged(folder / "4" / "state" / "_METADATA")
@@ -201,16 +191,6 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(copy, capfd):
   assert sorted(os.listdir(folder.parent / "damaged_checkpoints")) == ["4", "5"]
 
 
-def test_a_damaged_base_costs_its_deltas(copy, capfd):
-  folder, trees = copy
-  for step in (4, 5):
-    shutil.rmtree(folder / str(step))
-  damaged(next((folder / "2" / "delta").iterdir()))
-  tree, _ = restored(folder)
-  assert_same(tree, trees[1])
-  assert "the checkpoint of step 3 is damaged" in capfd.readouterr().err
-
-
 def test_if_no_checkpoint_is_whole_the_run_does_not_begin_again_in_silence(copy, capfd):
   folder, _ = copy
   for step in (1, 4):
@@ -219,29 +199,6 @@ def test_if_no_checkpoint_is_whole_the_run_does_not_begin_again_in_silence(copy,
     restored(folder)
   assert checkpoints.steps(folder) == [1, 2, 3, 4, 5]  # nothing is moved
   assert checkpoints.newest(folder.parent / "nothing") == []
-
-
-def test_a_tested_checkpoint_that_is_damaged_is_named(copy):
-  folder, _ = copy
-  path = next((folder / "3" / "delta").iterdir())
-  damaged(path)
-  message = rf"step 3 is damaged: {re.escape(str(path))} has another checksum.*another --workdir"
-  with pytest.raises(errors.DamagedFileError, match=message):
-    restored(folder, 3)
-
-
-@pytest.mark.ci
-def test_a_damage_after_it_was_verified_is_noticed(tmp_path):
-  """A manager verifies again what it restores later, as the best one at the end of a run."""
-  folder = tmp_path / "c"
-  saved(folder, [1, 2], best_steps={1: 1, 2: 1})
-  with checkpoints.Manager(folder) as manager:
-    state = make(1)
-    manager.restore(manager.newest(), **state)
-    manager.restore(checkpoints.of_step(manager.folder, 1), **state)
-    damaged(folder / "1" / "state" / "_METADATA")
-    with pytest.raises(errors.DamagedFileError, match="1/state/_METADATA"):
-      manager.restore(checkpoints.of_step(manager.folder, 1), **state)
 
 
 def test_a_kill_in_a_save_costs_the_steps_since_the_last_checkpoint(tmp_path, monkeypatch):
@@ -261,17 +218,6 @@ def test_a_kill_in_a_save_costs_the_steps_since_the_last_checkpoint(tmp_path, mo
     assert manager.newest() == [2]
     manager.save(checkpoints.Progress(step=3), **make(0))
   assert sorted(os.listdir(folder)) == ["2", "3"]
-
-
-@pytest.mark.ci
-def test_a_kill_while_old_checkpoints_are_removed_leaves_no_trace(tmp_path):
-  folder = tmp_path / "c"
-  saved(folder, [1, 2, 3])
-  (folder / "1" / "state").mkdir(parents=True)  # the rest of a folder whose files are removed
-  with checkpoints.Manager(folder) as manager:
-    assert manager.newest() == [3]
-    manager.save(checkpoints.Progress(step=4), **make(0))
-  assert checkpoints.steps(folder) == [3, 4]
 
 
 def test_a_checkpoint_of_another_vocabulary_is_named(run):
@@ -299,31 +245,4 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
   check_kept(tmp_path / "best", 1, second_is_best, [2, 6, 7])
 
 
-@pytest.mark.ci
-def test_the_last_two_and_the_best_are_kept_with_what_they_need(tmp_path):
-  second_is_best = {step: min(step, 2) for step in range(1, 8)}
-  check_kept(tmp_path / "chains", 3, second_is_best, [1, 2, 4, 5, 6, 7])
-
-
-@pytest.mark.ci
-def test_a_full_checkpoint_comes_every_so_often_over_restarts(tmp_path):
-  folder, state = tmp_path / "c", make(0)
-  for step in range(1, 5):
-    with checkpoints.Manager(folder, full_every=2) as manager:
-      if latest := manager.newest():
-        manager.restore(latest, **state)
-      train_step(state["model"], state["optimizer"], np.arange(4))
-      manager.save(checkpoints.Progress(step=step), **state)
-  assert [checkpoints.of_step(folder, step) for step in (3, 4)] == [[3], [3, 4]]
-
-
 # --- asynchronous ---------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_a_save_in_the_background_is_finished_by_the_next_one(tmp_path, monkeypatch):
-  """As on an accelerator: here the state is not donated."""
-  monkeypatch.setattr(checkpoints, "_is_asynchronous", lambda: True)
-  trees = saved(tmp_path / "c", range(1, 6), full_every=3)
-  for step in (4, 5):
-    assert_same(restored(tmp_path / "c", step)[0], trees[step])

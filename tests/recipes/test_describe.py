@@ -4,19 +4,16 @@ import csv
 import gzip
 import importlib
 import io
-import os
 import runpy
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from cases import each, refused
+from cases import each
 from served_models import run_of
 
 from recipes import describe, export, hosts, predict
 from recipes.dlrm import train
-from recipes.errors import UserError
 from recipes.run import settings as run_settings
 from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
@@ -203,95 +200,6 @@ def test_the_time_is_when_a_row_happened(tmp_path):
   assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
 
 
-@pytest.mark.ci
-def test_ratings_serve_all_recipes(tmp_path, capsys):
-  columns = log_columns()
-  columns = {"u": columns["visitor"], "i": columns["product"], "rating": RNG.integers(1, 6, 3000)}
-  columns["when"] = range(3000)
-  path, out = write(tmp_path / "ratings.csv", columns), tmp_path / "my.py"
-  printed = look(
-    capsys, path, "--user=u", "--item=i", "--label=rating", "--time=when", f"--out={out}"
-  )
-  assert "3 or more is a click, by the median" in printed
-  assert runpy.run_path(str(out))["get_config"]()["columns"]["rating"] == {
-    "kind": "label",
-    "at_least": 3,
-  }
-  for recipe in ("dlrm", "two_tower", "sequence"):
-    assert f"recipes.{recipe}" in printed
-    built(out, recipe, tmp_path)
-
-
-@pytest.mark.ci
-def test_wide_tables_have_short_configs(tmp_path, capsys):
-  texts = lambda i: RNG.choice(["", "a", "b"], ROWS)
-  numbers = lambda i: np.round(RNG.lognormal(1, 3, ROWS), 2)
-  table = {f"a_long_column_name_{i:03d}": (texts, numbers)[i % 2](i) for i in range(60)}
-  table["target"] = RNG.integers(2, size=ROWS)
-  path, out = write(tmp_path / "wide.csv", table), tmp_path / "my.py"
-  look(capsys, path, "--label=target", f"--out={out}")
-  assert len(out.read_text().splitlines()) <= 30
-  assert len(completed(out, "dlrm", tmp_path).columns) == 61
-
-
-@pytest.mark.ci
-def test_every_table_that_the_recipes_read(tmp_path, capsys):
-  columns = click_columns()
-  plain = look(capsys, write(tmp_path / "a.csv", columns), "--label=clicked")
-  packed = look(capsys, write(tmp_path / "a.tsv.gz", columns, "\t"), "--label=clicked")
-  body = lambda text: text.split("\n", 1)[1]
-  assert body(plain) == body(packed)
-  folder = tmp_path / "parts"
-  folder.mkdir()
-  for part in range(2):
-    lists = pa.array([tags.split("|") for tags in columns["tags"]])
-    table = {"tags": lists, "clicked": columns["clicked"] == 1, "struct": [{"a": 1}] * ROWS}
-    pq.write_table(pa.table(table), folder / f"{part}.parquet", row_group_size=100)
-  printed = look(capsys, folder, "--label=clicked")
-  assert "all 1,200 rows" in printed
-  assert "bag: lists" in printed
-  assert "left out: holds structs" in printed
-  assert "of about 1,200" in look(capsys, folder, "--label=clicked", "--rows=500")
-
-
-@pytest.mark.ci
-def test_a_sample_is_of_several_places(tmp_path):
-  file = tmp_path / "a.parquet"
-  pq.write_table(pa.table({"n": np.arange(1000)}), file, row_group_size=100)
-  read = profile.read([file], Format(), 50)
-  assert (read.num_rows, read.total, read.is_all, read.places) == (50, 1000, False, 5)
-  assert {number // 100 for number in read.columns["n"].of_rows} == {0, 2, 4, 6, 9}
-  text = write(tmp_path / "a.csv", {"n": range(1000, 9000), "m": range(1000, 9000)})
-  read = profile.read([text], Format(), 100)
-  assert (read.num_rows, read.is_all) == (100, False)
-  assert 7000 < read.total < 9000
-
-
-@pytest.mark.ci
-def test_a_table_of_items_is_a_setting_of_another(tmp_path, capsys):
-  items = {
-    "sku": range(100, 150),
-    "name": [f"Hat no. {i}" for i in range(50)],
-    "size": [*"SML", "XL", "M"] * 10,
-  }
-  printed = look(capsys, write(tmp_path / "items.csv", items), "--item=sku")
-  assert '"item_table": {' in printed
-  setting = eval("{" + printed[printed.index('"item_table"') :] + "}")
-  assert setting["item_table"]["key"] == "sku"
-  assert setting["item_table"]["columns"] == {"name": "title", "size": "category"}
-  log = log_columns()
-  log = {"user": log["visitor"], "item": RNG.integers(100, 150, len(log["visitor"]))}
-  out = tmp_path / "my.py"
-  look(capsys, write(tmp_path / "log.csv", log), f"--out={out}")
-  out.write_text(out.read_text().replace("  return {", "  return {\n" + setting_text(printed)))
-  features = built(out, "two_tower", tmp_path)["features"]
-  assert [feature["name"] for feature in features["item"]] == ["size"]
-
-
-def setting_text(printed):
-  return printed[printed.index('    "item_table"') :]
-
-
 def test_rows_that_cannot_be_read_are_counted(tmp_path, capsys):
   path, out = write(tmp_path / "clicks.csv", click_columns()), tmp_path / "my.py"
   path.write_text(path.read_text() + "too,many\n" * 5)
@@ -343,23 +251,6 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
   each({str(arguments): (arguments, line) for arguments, line in MISTAKES}, check)
 
 
-@pytest.mark.ci
-def test_a_first_line_that_is_a_row(tmp_path, capsys):
-  tags = tmp_path / "tags.csv"
-  rows = "".join(f"{'tag' if i == 3 else 'a'},{i % 7},{i % 2}\n" for i in range(40))
-  tags.write_text("tag,count,clicked\n" + rows)  # a name of the header is a value too
-  assert "tag" in look(capsys, tags, "--label=clicked")
-  path = tmp_path / "u.data"
-  rows = (f"{196 + i % 2}\t{242 + i % 9}\t{i % 5}\t{881250949 + i}" for i in range(40))
-  path.write_text("\n".join(rows) + "\n")
-  assert "name its 4 columns, as --names=" in refusal(capsys, path)
-  printed = look(capsys, path, "--names=user,item,rating,time")
-  assert "recipes.sequence" in printed
-  out = tmp_path / "my.py"
-  assert "c4" in look(capsys, path, "--no_header", "--user=c1", "--item=c2", f"--out={out}")
-  assert completed(out, "two_tower", tmp_path).format.names == ("c1", "c2", "c3", "c4")
-
-
 # --- what columns say of the label, and tables that are hard to describe --------------------------
 
 
@@ -384,31 +275,6 @@ def test_evidence_is_of_other_rows():
     assert evidence(some, y).leak == leak
 
 
-@pytest.mark.ci
-def test_the_label_tells_ids_from_numbers():
-  is_seventh, grows = lambda n: 0.1 + 0.8 * (n % 7 == 3), lambda n: 0.1 + 0.8 * n / 200
-  even, skewed = RNG.integers(200, size=8000), RNG.zipf(1.3, 8000) % 200
-  cases = {
-    "ids": (even, is_seventh, "category"),
-    "numbers": (even, grows, "number"),
-    "neither": (even, lambda n: 0.3 + 0 * n, ""),
-    # Half of the rows have a frequent value; it is the others whose order tells.
-    "skewed ids": (skewed, is_seventh, "category"),
-    "skewed numbers": (skewed, grows, "number"),
-  }
-
-  def check(values, effect, expected):
-    y = (np.random.default_rng(1).random(8000) < effect(values)).astype(float)
-    assert evidence(values, y).favors == expected
-    assert evidence(values[:40], y[:40]).favors == ""  # too few rows
-    # By the name alone, `shop_id` would be a category and `income` a number.
-    columns = [profile.of_arrays(name, [pa.array(values)], ()) for name in ("shop_id", "income")]
-    kinds = [proposing.feature(column, 8000, y).kind for column in columns]
-    assert kinds == [expected or "category", expected or "number"]
-
-  each(cases, check)
-
-
 def test_leaks_are_left_out(tmp_path, capsys):
   columns = click_columns(2000)
   clicked = columns["clicked"]
@@ -425,112 +291,6 @@ def test_leaks_are_left_out(tmp_path, capsys):
     "clicked", "user-agent.os", "price", "tags", "hint"
   }  # fmt: skip
   assert '"paid", "paid_on", "status"' in out.read_text()
-
-
-@pytest.mark.ci
-def test_returns_and_small_catalogues_are_named(tmp_path, capsys):
-  path = write(tmp_path / "log.csv", returns())
-  assert "quantity is below 0 in 2" in (printed := look(capsys, path))
-  assert "{'kind': 'label', 'at_least': 1}" in " ".join(printed.split())
-  path = write(path, log_columns() | {"quantity": RNG.integers(1, 9, 3000)})
-  assert "is below 0" not in (printed := look(capsys, path))
-  assert "config.ks" not in printed  # 30 items
-  log = {"user": [f"u{i // 4}" for i in range(400)], "item": [f"i{i % 4}" for i in range(400)]}
-  printed = look(capsys, write(tmp_path / "log.csv", log))
-  assert "--config.ks='(4,)' --config.select=valid_ndcg@4" in printed
-
-
-@pytest.mark.ci
-def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
-  columns = click_columns() | {
-    "dep_year": [2013] * ROWS,
-    "dep_month": [1 + i // 300 for i in range(ROWS)],
-    "dep_day": [1 + i % 28 for i in range(ROWS)],
-    "dep_hour": [i % 24 for i in range(ROWS)],
-    "weekday": [i % 7 for i in range(ROWS)],
-  }
-  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
-  look(capsys, path, "--label=clicked", f"--out={out}")
-  declared = runpy.run_path(str(out))["get_config"]()["columns"]
-  parts = ("dep_year", "dep_month", "dep_day", "dep_hour")
-  assert declared["time"] == {"kind": "time", "columns": parts}
-  assert declared["dep_hour"] == declared["weekday"] == "category"
-  columns["dep_day"][1:29] = range(3, 31)
-  columns["dep_month"] = [2] * ROWS  # 30 February
-  look(capsys, write(path, columns), "--label=clicked", f"--out={out}", "--force")
-  assert "time" not in runpy.run_path(str(out))["get_config"]()["columns"]
-
-
-@pytest.mark.ci
-def test_oddities_are_named(tmp_path, capsys):
-  rows = 1000
-  columns = {
-    "clicked": [int(i >= 992) for i in range(rows)],
-    "age": [-1 if i % 10 == 0 else 20 + i % 50 for i in range(rows)],
-    "city": ["unknown" if i % 4 == 0 else "Oslo" if i % 3 else "Rom" for i in range(rows)],
-    "": range(5000, 5000 + rows),
-  }
-  lines = [
-    ",".join(columns),
-    *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
-  ]
-  path, out = tmp_path / "a.csv", tmp_path / "my.py"
-  path.write_text("\n".join(lines + lines[1:101]) + "\n")
-  printed = " ".join(look(capsys, path, "--label=clicked", f"--out={out}").split())
-  assert "age '-1' (10%), city 'unknown' (25%)" in printed
-  assert "9.1% of the rows repeat another one" in printed  # 100 of 1,100
-  assert "as the header has no name: column 4" in printed
-  assert "0.73% of the rows are clicks" in printed  # 8 of 1,100
-  assert "There are only 8 clicks" in printed
-  built(out, "dlrm", tmp_path)
-
-
-@pytest.mark.ci
-def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
-  columns = click_columns()
-  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "pending", columns["clicked"].astype(str))
-  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
-  assert "'pending' are left out" in look(capsys, path, "--label=clicked", f"--out={out}")
-  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
-  assert label == {"kind": "label", "drop": ("pending",)}
-  built(out, "dlrm", tmp_path)
-  columns["clicked"] = np.where(
-    RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS)
-  )
-  look(
-    capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force"
-  )
-  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
-  assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
-
-
-RUBBISH = [
-  ("Sales of 2024\nid,clicked\n1,0\n2,1\n", "seems a title (Sales of 2024)"),
-  ("Sales,,\nid,city,clicked\n1,Oslo,0\n2,Rom,1\n", "seems a title (Sales)"),
-  ("id,clicked\n1,0,\n2,1,\n", "the rows end in ','"),
-  ("id,id,clicked\n1,2,0\n3,4,1\n", "names columns 1 and 2 'id'"),
-  ("a,0,b,0\na,1,b,1\nc,0,b,2\n", "seems a row, not a header"),
-  ("a,b,7,b\n" * 9, "--names=user,item,…, or call them c1, c2, … with --no_header"),
-]
-
-
-def test_a_header_with_rubbish(tmp_path, capsys):
-  def check(text, words):
-    (tmp_path / "a.csv").write_text(text)
-    assert words in refusal(capsys, tmp_path / "a.csv", "--label=clicked")
-
-  each({text: (text, words) for text, words in RUBBISH}, check)
-
-
-@pytest.mark.ci
-def test_files_that_are_no_text(tmp_path, capsys):
-  os.mkfifo(tmp_path / "a.csv")
-  assert "no file but a pipe" in refusal(capsys, tmp_path / "a.csv")
-  path = tmp_path / "b.csv"
-  path.write_bytes("city,clicked\nOslo,1\n".encode("utf-16"))
-  assert "UTF-16. Write --encoding='utf-16'" in refusal(capsys, path)
-  pq.write_table(pa.table({"clicked": [0, 1]}), tmp_path / "c.csv")
-  assert "is a Parquet file. Name it so: " in refusal(capsys, tmp_path / "c.csv")
 
 
 def numbers(rows=ROWS):
@@ -620,24 +380,6 @@ def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, monkeyp
   assert (header[-1], len(header), len(rows)) == ("score_", len(ODD) + 2, ROWS)
 
 
-@pytest.mark.ci
-def test_names_that_no_column_can_have_are_refused_before_training(tmp_path):
-  path = tmp_path / "a.csv"
-
-  def call(given):
-    header, columns = given
-    path.write_text(f"{header}\n" + "0,a,b\n1,b,a\n" * 50)
-    config = {"files": str(path), "columns": {"y": "label"} | columns}
-    built_of(config | {"cache_dir": str(tmp_path / "cache")}, "dlrm", tmp_path)
-
-  cases = [
-    (("y,b,b", {"b": "category"}), r"a\.csv.* columns 2 and 3 'b'"),
-    (("y,,column 2", {"column 2": "category"}), r"a\.csv.* columns 2 and 3 'column 2'"),
-    (("y,b,__class__", {"__class__": "category"}), "'__class__'.*'column': '__class__'"),
-  ]
-  refused(cases, call, UserError)
-
-
 @pytest.mark.weekly
 def test_a_written_config_trains(tmp_path, capsys):
   path, out = write(tmp_path / "table.csv", click_columns()), tmp_path / "my.py"
@@ -646,20 +388,3 @@ def test_a_written_config_trains(tmp_path, capsys):
   config.epochs = 1
   train.run(config, str(tmp_path / "run"))
   assert (tmp_path / "run" / "result.json").is_file()
-
-
-@pytest.mark.ci
-def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
-  columns = click_columns()
-  liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
-  liked[5] = None
-  columns |= {"liked": liked, "proof": [str(2 * (like or 0) + 3) for like in liked]}
-  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
-  printed = look(capsys, path, "--label=clicked,liked", f"--out={out}")
-  assert "liked is a click only where clicked is one" in printed
-  assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
-  config = completed(out, "dlrm", tmp_path)
-  assert {name for name, of in config.columns.items() if of.kind == "label"} == {"clicked", "liked"}
-  assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
-  assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
-  assert "give one label alone" in refusal(capsys, path, "--label=clicked,liked", "--positive=1")

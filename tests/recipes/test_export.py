@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
-from kills import full_disk
 from recipe_runs import two_tower_smoke
 from served_models import (
   LOG,
@@ -28,7 +27,7 @@ from served_models import (
 )  # fmt: skip
 
 import embed
-from recipes import export, hosts, predict, serving
+from recipes import export, predict, serving
 from recipes.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -178,16 +177,6 @@ def other(clicks, tmp_path):
   return clicks.copy(tmp_path, tested_step=6)
 
 
-@pytest.mark.weekly
-def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path, monkeypatch):
-  monkeypatch.setattr(hosts, "start", lambda: None)  # nothing is compiled, and kept on the disk
-  out = shutil.copytree(clicks.served, tmp_path / "served")
-  with full_disk(1 << 12), pytest.raises(OSError, match="too large"):
-    export.export(other, out, platforms=("cpu",))
-  assert scores(out, clicks) == scores(clicks.served, clicks)
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "served"]
-
-
 EXPORT = """
 import sys
 import kills
@@ -256,12 +245,6 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
     export.main([str(tmp_path), f"--out={out}"])
   assert capsys.readouterr().err.startswith("error: ")
   assert not out.exists()
-
-
-@pytest.mark.ci
-def test_a_config_of_another_model_is_named(clicks, tmp_path):
-  with pytest.raises(UserError, match="cannot be restored"):
-    export.export(clicks.copy(tmp_path, dim=16), tmp_path / "served")
 
 
 @pytest.mark.ci

@@ -1,6 +1,5 @@
 """Downloads and folders: checked, whole or not at all, with helpful errors."""
 
-import errno
 import gc
 import hashlib
 import os
@@ -9,11 +8,8 @@ import threading
 
 import http_server
 import pytest
-from kills import is_killed
-from ml_collections import ConfigDict
 
 from recipes import errors, files
-from recipes.run import workdir as runs
 
 TEXT = b"twelve bytes"
 SHA256 = hashlib.sha256(TEXT).hexdigest()
@@ -78,18 +74,6 @@ def check_failure(url, path):
 
 
 @pytest.mark.ci
-def test_a_full_disk_is_not_taken_for_a_server_that_fails(tmp_path, published, monkeypatch):
-  def full(*args, **kwargs):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.zip")
-
-  monkeypatch.setattr("pooch.core.stream_download", full)
-  with http_server.serving(published) as address, pytest.raises(OSError, match="No space") as error:
-    files.download(f"{address}/x.zip", tmp_path / "x.zip", sha256=SHA256)
-  assert not isinstance(error.value, errors.UserError)
-  assert "Free some space" in errors.explain(error.value)
-
-
-@pytest.mark.ci
 def test_who_comes_second_waits_and_says_so(tmp_path, capsys):
   """A lock is of an open file: a thread waits as a process does."""
   released = threading.Event()
@@ -122,27 +106,6 @@ def read_version(folder):
   return {name: (folder / name).read_text() for name in files.names(folder)}
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize("before", [{}, {"old": "old", "deep/same": "old"}])
-def test_a_folder_is_replaced_or_not_whenever_it_is_killed(before, tmp_path):
-  after, newest = ({name: name, "deep/same": name} for name in ("new", "newest"))
-  found = []
-  for step in range(1000):
-    folder = tmp_path / str(step) / "folder"
-    folder.parent.mkdir()
-    if before:
-      write_version(folder, "old")
-    if not is_killed(lambda folder=folder: write_version(folder, "new"), step=step):
-      break
-    found.append(read_version(folder))
-    write_version(folder, "newest")
-    assert read_version(folder) == newest
-    assert os.listdir(folder.parent) == ["folder"]
-  assert found == sorted(found, key=[before, after].index)
-  assert before in found
-  assert after in found or not before  # without an old folder the last step is the rename
-
-
 def test_an_error_leaves_the_folder_as_it_was(tmp_path):
   write_version(tmp_path / "folder", "old")
   with pytest.raises(NotADirectoryError):
@@ -166,13 +129,3 @@ def test_an_error_in_the_second_rename_keeps_the_folder(tmp_path, monkeypatch):
   with pytest.raises(PermissionError), files.replacing_folder(folder) as new:
     (new / "x").write_text("new")
   assert (folder / "x").read_text() == "old"
-
-
-def test_a_copy_that_was_being_replaced_is_still_the_base(tmp_path):
-  serve = tmp_path / "init" / "serve"
-  serve.mkdir(parents=True)
-  config = ConfigDict({"init_from": "other"})
-  assert runs.with_own_copies(config, tmp_path).init_from == str(tmp_path / "init")
-  serve.with_name("serve.removed").mkdir()
-  serve.rename(serve.with_name("serve.removed") / "old")  # a kill came here
-  assert runs.with_own_copies(config, tmp_path).init_from == str(tmp_path / "init")

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -93,23 +92,6 @@ def test_one_accelerator_gets_arrays_and_one_cpu_batches_as_they_were_read(monke
     monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
     with contextlib.closing(iter(hosts.put_ahead(None, pipeline.batches(Counted(), dict)))) as it:
       assert isinstance(next(it)["x"], kind)
-
-
-@pytest.mark.weekly
-def test_batches_are_on_the_device_before_they_are_asked_for(monkeypatch):
-  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-  put, real = [], jax.device_put
-  monkeypatch.setattr(
-    jax, "device_put", lambda x: put.append((int(x["x"][0, 0]), threading.get_ident())) or real(x)
-  )
-  with contextlib.closing(iter(hosts.put_ahead(None, pipeline.batches(Counted(), dict)))) as ahead:
-    next(ahead)
-    deadline = time.monotonic() + 20
-    while len(put) < 4 and time.monotonic() < deadline:
-      time.sleep(0.01)
-    time.sleep(0.1)  # and no more than these: two wait, and one would be the next
-    assert [number for number, _ in put] == [0, 1, 2, 3]
-    assert threading.get_ident() not in {thread for _, thread in put}
 
 
 def test_a_batch_that_does_not_divide_is_named():
@@ -382,16 +364,6 @@ def test_two_processes_write_deltas_of_their_own_rows(folder, pair):
       ids = [part[key] for part in parts]
       assert all(len(of) for of in ids)
       assert not np.intersect1d(*ids).size
-
-
-@pytest.mark.weekly
-def test_deltas_of_two_processes_are_restored_by_one(jobs, folder, pair):
-  workdir = folder / "restored"
-  shutil.copytree(folder / "pair", workdir)
-  (workdir / "result.json").unlink()
-  output = jobs.run(recipe(workdir))
-  assert "resuming from step 12" in output[0]
-  assert_same(outcome(workdir), pair[:2])
 
 
 TALK = """

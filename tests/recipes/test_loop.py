@@ -1,14 +1,9 @@
 """The loop: resumes exactly, wherever a kill falls; selects on validation; tests once."""
 
 import functools
-import io
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
 
 import filelock
 import grain
@@ -20,7 +15,7 @@ from cases import refused
 from flax import nnx
 
 import embed
-from recipes import arrays, errors, hosts, pipeline
+from recipes import arrays, errors, pipeline
 from recipes.run import checkpoints, journal, loop, settings, warm_start
 from recipes.run import workdir as runs
 from recipes.training import train_step
@@ -205,82 +200,12 @@ def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch
   assert_as_whole(whole, tmp_path / "run")
 
 
-@pytest.mark.ci
-def test_a_damaged_checkpoint_costs_steps_and_nothing_else(whole, tmp_path, monkeypatch, capfd):
-  kill(monkeypatch, tmp_path / "run", 4)
-  folder = tmp_path / "run" / "checkpoints"
-  path = max((folder / "9").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.unlink()
-  path.write_bytes(content)
-  capfd.readouterr()
-  assert_as_whole(whole, tmp_path / "run")
-  said = capfd.readouterr().err
-  assert f"the checkpoint of step 9 is damaged: {path} " in said
-  assert f"{tmp_path / 'run'}: resuming from step 6" in said
-  assert "Traceback" not in said
-  assert "coroutine" not in said
-
-
-@pytest.mark.ci
-def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
-  scores = [0.9, 0.1, 0.3, 0.2]
-  evaluate, _ = scripted(scores)
-
-  def damaging(model, split):
-    path = tmp_path / "run" / "checkpoints" / "3" / "state" / "_METADATA"
-    if path.exists():
-      path.write_text("{}")
-    return evaluate(model, split)
-
-  with pytest.raises(errors.DamagedFileError, match=r"step 3 is damaged: .*/3/state/_METADATA"):
-    run_toy(tmp_path / "run", damaging, select="valid_auc")
-  assert not (tmp_path / "run" / "result.json").exists()
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("changes", [{"pipelined": True}, {"ema": 0.9}], ids=["pipelined", "ema"])
-def test_other_steps_resume_as_well_and_learn_otherwise(whole, tmp_path, monkeypatch, changes):
-  """Nothing is pending at a checkpoint, so a kill leaves no trace."""
-  expected = run_toy(tmp_path / "whole", **changes)
-  assert expected["metrics"] != whole[0]["metrics"]
-  kill(monkeypatch, tmp_path / "run", 3, **changes)
-  assert run_toy(tmp_path / "run", **changes)["metrics"] == expected["metrics"]
-  assert lines(tmp_path / "run") == lines(tmp_path / "whole")
-
-
 def test_a_finished_run_only_reports(tmp_path, monkeypatch, capsys):
   result = run_toy(tmp_path / "run", steps=3)
   assert "has ended" not in capsys.readouterr().err
   monkeypatch.setattr(loop, "Run", None)
   assert run_toy(tmp_path / "run", steps=3) == result
   assert f"{tmp_path / 'run'} holds a run that has ended" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
-@pytest.mark.ci
-def test_what_takes_long_is_said_on_a_terminal(tmp_path, monkeypatch):
-  monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-  run_toy(tmp_path / "run", steps=3)
-  shown = re.split(r"[\r\n]+", terminal.getvalue())
-  doing = {line.split(":")[0].strip() for line in shown}
-  assert {"compiling", "evaluating", "saving", "testing the state of step 3"} <= doing
-
-
-@pytest.mark.ci
-def test_the_log_has_all_that_was_printed_with_times(tmp_path, capsys):
-  hosts.say("before the run")
-  run_toy(tmp_path / "run", steps=3)
-  said = capsys.readouterr().err.splitlines()
-  logged = (tmp_path / "run" / "run.log").read_text().splitlines()
-  assert [line[27:] for line in logged][-len(said) :] == said
-  assert f"{'item':5}    20        4  0.0  " in (tmp_path / "run" / "run.log").read_text()
-  assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", line) for line in logged)
 
 
 def test_a_step_logs_means_and_functions_of_the_step(tmp_path):
@@ -323,14 +248,6 @@ def test_what_may_not_change_is_named_with_what_may(tmp_path):
   names = ("seed", "batch_size", "select", "table_dtype")
   cases = [(name, f"{name}: .* there, 7 now.*may change: steps, ") for name in names]
   refused(cases, lambda name: runs.finished(toy_config(**{name: 7}), tmp_path), errors.UserError)
-
-
-@pytest.mark.ci
-def test_a_folder_that_the_processes_do_not_share_is_refused(tmp_path, monkeypatch):
-  # As another host sees it whose --workdir is its own disk: process 0 has written elsewhere.
-  monkeypatch.setattr(hosts, "from_main", lambda f: None)
-  with pytest.raises(FileNotFoundError, match="--workdir must be a folder that all hosts share"):
-    run_toy(tmp_path / "run")
 
 
 def test_reports_are_added_up_or_the_largest_is_taken():
@@ -413,21 +330,6 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path)
   assert runs.finished(toy_config(), tmp_path / "run") is None
 
 
-@pytest.mark.ci
-def test_a_second_process_that_came_while_the_first_made_ready_is_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(runs, "finished", lambda *args: None)
-  with runs.held(toy_config(), toy_config(), tmp_path / "run"):
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(errors.UserError, match="another process trains in"):
-      run_toy(tmp_path / "run")
-  assert [path for path in sorted(tmp_path.rglob("*")) if path.parent.name == "run"] == [
-    path for path in before if path.parent.name == "run"
-  ]
-  (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)  # the first has trained meanwhile
-  with pytest.raises(errors.UserError, match="holds a run of another config"):
-    run_toy(tmp_path / "run", batch_size=16)
-
-
 def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
   (tmp_path / "file").touch()
   with pytest.raises(errors.UserError, match=r"workdir=.*file/run cannot be written to, because"):
@@ -457,67 +359,6 @@ def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, 
   assert_as_whole(whole, tmp_path / "run")
 
 
-@pytest.mark.weekly
-def test_sigterm_while_jax_is_imported(tmp_path):
-  """An exception would be lost there, or crash the process."""
-  config = "--config=configs/dlrm/synthetic.py:smoke"
-  command = [sys.executable, "-m", "recipes.dlrm", config, f"--workdir={tmp_path / 'run'}"]
-  process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-  assert process.stderr.readline()  # before JAX is imported
-  time.sleep(0.3)
-  process.terminate()
-  said = process.communicate()[1]
-  assert process.returncode == 75
-  assert "stopped before the first step; the same command begins again" in said
-
-
-@pytest.mark.ci
-def test_sigterm_after_the_last_step_ends_the_run_at_once(tmp_path):
-  def evaluate(model, split):
-    if split == "test":
-      os.kill(os.getpid(), signal.SIGTERM)
-    return {"loss": 1.0}
-
-  with pytest.raises(errors.Preempted, match="at step 3 of 3; the same command resumes from"):
-    run_toy(tmp_path / "run", evaluate=evaluate, steps=3)
-  assert set(run_toy(tmp_path / "run", steps=3)["metrics"]) == {"valid_loss", "test_loss"}
-
-
-@pytest.mark.ci
-def test_checkpoints_are_due_by_time_as_well(tmp_path, monkeypatch):
-  real, saves = checkpoints.Manager.save, []
-
-  def counting(manager, progress, **nodes):
-    real(manager, progress, **nodes)
-    saves.append(progress.step)
-
-  monkeypatch.setattr(checkpoints.Manager, "save", counting)
-  run_toy(tmp_path / "run", checkpoint_minutes=1e-9, checkpoint_every=0, steps=4)
-  assert saves == [1, 2, 3, 4]
-  saves.clear()
-  run_toy(tmp_path / "rare", checkpoint_minutes=10.0, checkpoint_every=0, steps=4)
-  assert saves == [3, 4]
-
-
-@pytest.mark.ci
-def test_a_run_starts_from_another_one_by_row_numbers(tmp_path, monkeypatch, capsys):
-  evaluate, seen = scripted([0.9])
-  run_toy(tmp_path / "first", evaluate, steps=3, select="valid_auc")
-  config = {"steps": 3, "init_from": str(tmp_path / "first")}
-  start, starts = warm_start.start, []
-
-  def starting(run):
-    start(run)
-    starts.append(np.asarray(run.model.embed.tables["item"]))
-
-  monkeypatch.setattr(warm_start, "start", starting)
-  run_toy(tmp_path / "warm", **config)
-  assert "starting from step 3 of " in capsys.readouterr().err
-  np.testing.assert_array_equal(starts[0], seen[-1])
-  with pytest.raises(errors.UserError, match=r"table item has 21 rows, and 20 in .*not known"):
-    run_toy(tmp_path / "grown", rows=21, **config)
-
-
 # --- longer runs ---------------------------------------------------------------------------------
 
 
@@ -540,20 +381,3 @@ def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
   with pytest.raises(errors.UserError, match=r"has taken 12 steps, and config\.steps is 6"):
     run_toy(workdir, steps=6)
   assert run_toy(workdir) == result  # the refusal has changed nothing
-
-
-@pytest.mark.ci
-def test_more_patience_goes_on_with_a_run_that_had_none_left(tmp_path):
-  auc = {"select": "valid_auc", "evaluate": scripted([0.9])[0]}
-  assert run_toy(tmp_path / "run", patience=2, **auc)["steps"] == 9
-  assert run_toy(tmp_path / "run", patience=3, **auc)["steps"] == 12
-
-
-@pytest.mark.ci
-def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):
-  def full(*args, **kwargs):
-    raise ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes: No space left on device [28]")
-
-  monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", full)
-  with pytest.raises(OSError, match=r"No space left on device: .*checkpoints"):
-    run_toy(tmp_path / "run")

@@ -3,10 +3,7 @@
 import dataclasses
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
@@ -118,20 +115,6 @@ def test_merging_is_seeing_all_examples():
   assert alone.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
 
 
-@pytest.mark.ci
-def test_many_equal_logits_keep_their_weight():
-  """A sum of .1 in float32 is off by 1 % after a million rows in one bin."""
-  metrics, labels = ClickMetrics.empty(), np.arange(1 << 18) % 4 == 0
-  scores, weight = np.where(labels, [[1.0], [0.1]], [[0.0], [0.7]]).astype(np.float32)
-  for _ in range(4):
-    metrics = metrics.update(scores, labels, weight=weight)
-  found = metrics._total[: 2 * metrics_lib._BINS]
-  np.testing.assert_allclose(
-    found[found > 0], [np.float64(np.float32(x)) * n for x, n in ((0.7, 786432), (0.1, 262144))],
-    rtol=1e-12,
-  )  # fmt: skip
-
-
 def test_errors():
   with pytest.raises(ValueError, match=r"must all be \[batch\]"):
     ClickMetrics.empty().update(np.zeros((3, 1)), np.zeros(3))
@@ -181,31 +164,6 @@ def test_reliability_by_hand():
 
 
 # Many ties, neighbours within a bin, the edges of the bins, and logits that no model should have.
-LOGITS = st.one_of(
-  st.integers(-20, 20).map(float),
-  st.floats(-4, 4, width=32, allow_subnormal=False),
-  st.floats(-(2**-13), 2**-13, width=32, allow_subnormal=False),
-  st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
-  st.sampled_from([16.0, -16.0, 2.0**-16, -(2.0**-16), 3e38, -3e38]),
-)
-EXAMPLES = st.lists(st.tuples(LOGITS, st.booleans(), st.booleans()), min_size=2, max_size=60)
-
-
-@pytest.mark.weekly
-@hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
-def test_binned_equals_sklearn_within_its_bound(examples, batch):
-  logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))
-  logits, labels = logits.astype(np.float32), labels.astype(np.float32)
-  hypothesis.assume(len(set(labels[mask])) == 2)
-  metrics = in_batches(ClickMetrics.empty(), batch, logits, labels, mask)
-  found = metrics.compute()
-  kept, right = logits[mask], labels[mask]
-  assert abs(found["auc"] - roc_auc_score(right, kept)) <= metrics.auc_error() + 1e-12
-  wanted = log_loss(right, expit(kept.astype(np.float64)))
-  assert found["logloss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-  bins = np.asarray(metrics_lib._bins(jnp.asarray(kept)))
-  if len(np.unique(bins)) == len(np.unique(kept)):  # every bin holds one score: ties are exact
-    assert found["auc"] == pytest.approx(roc_auc_score(right, kept), abs=1e-12)
 
 
 def test_ten_billion_examples_are_counted():

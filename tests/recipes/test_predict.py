@@ -4,20 +4,16 @@ import csv
 import dataclasses
 import gzip
 import io
-import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases import refused
-from served_models import run_of
 
-from recipes import arrays, export, predict, serving
+from recipes import predict, serving
 from recipes.errors import UserError
 from recipes.serving import rows as rows_lib
 from recipes.tables.encoding import Fitted
@@ -118,31 +114,6 @@ def test_rows_that_cannot_be_read_are_a_line_that_says_where(clicks, tmp_path):
   refused(one_line, call, UserError)
 
 
-class SlowPipe(io.RawIOBase):
-  """Gives a few bytes at a time, as a pipe whose writer is slow."""
-
-  def __init__(self, data):
-    self._data = io.BytesIO(data)
-
-  def readable(self):
-    return True
-
-  def readinto(self, buffer):
-    return self._data.readinto(memoryview(buffer)[:5])
-
-
-@pytest.mark.ci
-def test_a_slow_pipe_is_read_as_a_fast_one():
-  lines = ["item name;user;price", *["a thing|b;u1;4"] * 30]
-  pipe = io.BufferedReader(SlowPipe("\n".join(lines).encode()))
-  with rows_lib.open_rows("-", pipe, Format()) as rows:
-    assert rows.names == ("item name", "user", "price")
-    (chunk,) = rows
-    assert chunk.fields == [["a thing|b", "u1", "4"]] * 30
-    assert not chunk.faults
-  assert not pipe.closed
-
-
 def test_bad_rows_can_be_skipped_and_keep_their_place(clicks, tmp_path):
   lines = ["1,1,30,c1,s1,t1,x", "1,x1,30,c1,s1,t1,x", "1,1,30", "1,1,30,c1,s1,t1,x,9,9"]
   text = "\n".join([HEADER, *lines, lines[0]]) + "\n"
@@ -152,24 +123,6 @@ def test_bad_rows_can_be_skipped_and_keep_their_place(clicks, tmp_path):
   _, rows, notes = answers(clicks, tmp_path / "rows.csv", on_bad_row="skip")
   assert rows[2] == ["1", "1", "30", "", "", "", "", ""]
   assert "3 cannot be read" in notes[1]
-
-
-@pytest.mark.ci
-def test_files_without_a_header_are_read_as_in_training(clicks, tmp_path):
-  served = shutil.copytree(clicks.served, tmp_path / "served")
-  about = json.loads((served / "served.json").read_text())
-  about["text"] |= {"names": HEADER.split(","), "delimiter": "::", "encoding": "latin-1"}
-  (served / "served.json").write_text(json.dumps(about))
-  arrays.write_manifest(served, {})
-  file, out, named = tmp_path / "rows.dat", io.StringIO(), io.StringIO()
-  file.write_bytes(b"1::1::30::caf\xe9::s1::t1::x\n")
-  predict.predict(str(served), str(file), out)
-  assert out.getvalue().startswith("1::1::30::café::s1::t1::x::0.")
-  file.write_text("price::age::city::shop::tags\n1::30::café::s1::t1\n", "latin-1")
-  predict.predict(str(served), str(file), named)
-  header, row = named.getvalue().splitlines()
-  assert header == "price::age::city::shop::tags::score"
-  assert row.split("::")[-1] == out.getvalue().strip().split("::")[-1]
 
 
 # --- unknown and missing values -------------------------------------------------------------------
@@ -345,58 +298,6 @@ def test_a_run_in_place_of_an_export_is_answered_by_what_works(clicks, tmp_path)
   shutil.copytree(clicks.served, run / "served")
   with pytest.raises(UserError, match=f"but {run / 'served'} has one"):
     serving.load(run)
-
-
-@pytest.mark.ci
-def test_rows_of_several_items_are_histories(tmp_path):
-  draw = np.random.default_rng(2)
-  baskets = [" ".join(f"b{i}" for i in draw.choice(9, 4, replace=False)) for _ in range(40)]
-  (tmp_path / "baskets.csv").write_text("\n".join(["basket", *baskets]) + "\n")
-  table = {
-    "files": str(tmp_path / "baskets.csv"),
-    "columns": {"basket": {"kind": "item", "separator": " "}},
-    "format": {"delimiter": ","},
-    "max_length": 8,
-    "ks": (5,),
-    "select": "valid_ndcg@5",
-    "dim": 8,
-  }
-  run_of("sequence", table, tmp_path / "run")
-  export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",))
-  model = serving.load(tmp_path / "served")
-  answer = model.recommend({"basket": ["b1 b2", "never"]}, top=3)
-  assert answer.is_popular.tolist() == [False, True]
-  assert not {"b1", "b2"} & set(answer.items[0])
-  same = model.recommend({"history": [["b1", "b2"]]}, top=3)
-  np.testing.assert_array_equal(same.items[0], answer.items[0])
-
-
-_BLOCKED = """
-import runpy, sys
-
-class Blocker:
-  names = {"grain", "orbax", "ml_collections", "sklearn", "matplotlib", "tensorboardX", "pooch"}
-
-  def find_spec(self, name, path=None, target=None):
-    if name.split(".")[0] in self.names or name == "absl.app":  # flax imports absl.logging
-      raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, Blocker())
-sys.argv = ["predict", *sys.argv[1:]]
-runpy.run_module("recipes.predict", run_name="__main__")
-unneeded = (".train", ".model", ".settings", ".reading", ".splitting")
-assert not any(name.endswith(unneeded) for name in sys.modules if "recipes" in name)
-"""
-
-
-@pytest.mark.ci
-def test_the_command_needs_no_package_of_training(towers):
-  command = [sys.executable, "-c", _BLOCKED, str(towers.served)]
-  done = subprocess.run(command, input="who\nu3\n", capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, done.stderr
-  assert done.stderr == "1 rows\n"
-  header, row = csv.reader(done.stdout.splitlines())
-  assert len(header) == len(row) == 31
 
 
 def test_a_line_that_names_a_column_is_a_header():

@@ -1,6 +1,5 @@
 """The training step: parts of a batch, clipping and phases, by hand and against the whole."""
 
-import contextlib
 import re
 import types
 
@@ -15,7 +14,7 @@ from flax import nnx
 
 import embed
 from recipes import errors, hosts
-from recipes.run import journal, settings
+from recipes.run import settings
 from recipes.training import train_step
 from recipes.training.train_step import Objective, Options, Step
 
@@ -27,35 +26,10 @@ def config(**changes):
   return ml_collections.ConfigDict(settings.RUN | sizes | changes)
 
 
-class Model(nnx.Module):
-  """A single id, a bag, and a layer that is wide enough to be seen in a program's memory."""
-
-  def __init__(self, mesh=None, dropout=0.0):
-    rngs = nnx.Rngs(0)
-    tables = {name: embed.TableConfig(ROWS, DIM, name=name) for name in ("one", "bag")}
-    self.embed = embed.SparseEmbed(
-      {name: embed.FeatureConfig(table) for name, table in tables.items()},
-      embed.adagrad(0.1),
-      rngs=rngs,
-      mesh=mesh,
-    )
-    self.hidden = nnx.Linear(2 * DIM, HIDDEN, rngs=rngs)
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
-    self.head = nnx.Linear(HIDDEN, 1, rngs=rngs)
-
-  def __call__(self, features):
-    activations = self.embed(features)
-    x = jnp.concatenate([activations["one"], activations["bag"]], axis=1)
-    return self.head(self.dropout(nnx.relu(self.hidden(x))))[:, 0]
-
-
 def loss_fn(model, batch):
   """A mean by weights, which differ from part to part."""
   losses = optax.squared_error(model(batch["features"]), batch["label"])
   return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
-
-
-OBJECTIVE = Objective(loss_fn, weight=lambda batch: jnp.sum(batch["weight"]))
 
 
 def batch(size=64, seed=0):
@@ -111,27 +85,6 @@ def test_parts_by_hand():
   objective = Objective(lambda model, batch: jnp.mean(batch["w"] * model(batch["ids"])))
   inputs = {"ids": IDS, "w": np.float32([4, 8, 12, 16])}
   assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -3, -3, -4], -10.0)
-
-
-@pytest.mark.ci
-def test_averages_by_hand():
-  """The bias is -1, -2, -3, -4 and is averaged by decays of 0, 1/2, 2/3 and then 0.7."""
-  model = Sum()
-  train_step.keep_averages(model, 0.7)
-  optimizer = embed.Optimizer(model, optax.sgd(1.0))
-  step = Step(lambda model, ids: jnp.sum(model(ids)), model, optimizer, Options(ema=0.7))
-  seen = []
-  for _ in range(4):
-    step(np.array([3]))
-    seen.append(float(train_step.evaluated(model).bias[...]))
-  assert seen == pytest.approx([-1, -1.5, -2, 0.7 * -2 + 0.3 * -4])
-  assert float(model.bias[...]) == -4  # trains on as without averages
-  view = train_step.evaluated(model)
-  assert view.embed.tables["t"][3].tolist() == [-4]  # rows have no average
-  train_step.take_averages(model)
-  assert float(model.bias[...]) == pytest.approx(-2.6)
-  train_step.take_averages(model)  # a model without averages stays as it is
-  assert float(model.bias[...]) == pytest.approx(-2.6)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -205,17 +158,6 @@ def test_steps_write_tables_in_their_own_memory():
   assert before.is_deleted()
 
 
-@pytest.mark.weekly
-def test_a_pipelined_step_clips():
-  state, ids = state_of_sum(), np.array([1])
-  loss = lambda model, ids: 6 * jnp.sum(model.embed(ids)) + 8 * model.bias[...]
-  step = Step(loss, **state, options=Options(clip_norm=5.0, pipelined=True))
-  step(ids, lambda: ids)
-  step(ids)
-  assert rows_of(state["model"]) == [0, -6, 0, 0]
-  assert float(state["model"].bias[...]) == -8.0
-
-
 @pytest.mark.ci
 def test_a_cut_takes_every_nth_row_from_where_it_is():
   mesh = hosts.start()
@@ -230,49 +172,7 @@ def test_a_cut_takes_every_nth_row_from_where_it_is():
 # --- against the whole batch ---------------------------------------------------------------------
 
 
-def program(options, size=2048, mesh=None):
-  model = Model(mesh)
-  optimizer = embed.Optimizer(model, optax.adam(0.01))
-  step = train_step.make_train_step(OBJECTIVE, options, mesh)
-  return step.lower(model, optimizer, hosts.to_global(mesh, batch(size))).compile()
-
-
-@pytest.mark.weekly
-def test_one_part_at_a_time_is_in_memory():
-  whole, parts = (program(Options(accumulate=n)).memory_analysis() for n in (1, 8))
-  hidden = 2048 * HIDDEN * 4
-  assert whole.temp_size_in_bytes > hidden
-  assert parts.temp_size_in_bytes < hidden / 2
-  assert parts.alias_size_in_bytes >= whole.alias_size_in_bytes  # updated in place
-
-
-def names(compiled):
-  """The phases in the names of operations, innermost last."""
-  paths = re.findall(r'op_name="([^"]*)"', compiled.as_text())
-  phases = (re.findall(r"\b(dense|lookup|exchange|update)\b", path) for path in paths)
-  return {tuple(dict.fromkeys(phase)) for phase in phases}
-
-
-@pytest.mark.ci
-def test_operations_carry_the_names_of_phases():
-  seen = names(program(Options(clip_norm=1.0), 64, hosts.start()))
-  assert {("dense",), ("dense", "lookup"), ("update",)} <= seen
-  assert {("dense", "lookup", "exchange"), ("update", "exchange")} <= seen
-
-
 # --- traces --------------------------------------------------------------------------------------
-
-
-@pytest.mark.weekly
-def test_a_trace_is_of_the_steps_wanted(tmp_path):
-  step = Step(lambda model, ids: jnp.sum(model(ids)), **state_of_sum())
-  with contextlib.closing(journal.Profile(tmp_path / "profile", (2, 12))) as profile:
-    for number in range(11, 15):  # of a run that goes on
-      with profile.step(number):
-        result = step(np.array([1]))
-      profile.stepped(number, result)
-  (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
-  assert b"lookup" in trace.read_bytes()
 
 
 # --- mistakes ------------------------------------------------------------------------------------

@@ -14,10 +14,6 @@ from recipes.run import settings
 COLUMNS, TARGET = 10, -1
 
 
-def config(folder, **changes):
-  return recipe_runs.dlrm_smoke("dlrm_v4", folder, **changes)
-
-
 def test_who_sees_whom_by_hand():
   segments = np.array([[0, 0, 0, 0, 1, -1]])
   is_target = np.array([[False, True, False, True, True, False]])
