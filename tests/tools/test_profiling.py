@@ -113,6 +113,7 @@ def test_a_plan_adopts_what_was_needed():
     assert layer.report["exchange_rounds"] == 1
 
 
+@pytest.mark.ci
 def test_a_profile_of_something_else():
   features, mesh = two_tables(), make_mesh()
   batch = {"user": np.arange(8)}

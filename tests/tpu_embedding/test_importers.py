@@ -418,7 +418,7 @@ def test_whole_arrays():
     np.testing.assert_array_equal(found[table][key], wanted)
 
 
-@pytest.mark.programs(40, "the rows of each number of shards have shapes of their own")
+@pytest.mark.programs(60, "the rows of each number of shards have shapes of their own")
 @pytest.mark.parametrize("strategy", ["div", "mod"])
 def test_recorded_row_maps(strategy):
   for recorded in conformance.load("sharding")["div_mod"]:
