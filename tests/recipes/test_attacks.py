@@ -345,44 +345,15 @@ def parts(run):
   return export._parts(run, opened.config, opened.recipe)
 
 
-def fields(value, path=()):
-  """Yields the paths of all parts of a JSON value."""
-  yield path
-  items = value.items() if isinstance(value, dict) else ()
-  for key, part in items:
-    yield from fields(part, (*path, key))
-
-
-def edited(draw, value):
-  """Returns a JSON value with one part removed or replaced."""
-  value = json.loads(json.dumps(value))
-  path = draw.choice([path for path in fields(value) if path])
-  owner = value
-  for key in path[:-1]:
-    owner = owner[key]
-  choices = [None, -1, 0, 3.5, "", "../../x", [], {}, [[]], True, 10**30, "\x1b"]
-  if (choice := draw.randrange(len(choices) + 1)) == len(choices):
-    del owner[path[-1]]
-  else:
-    owner[path[-1]] = choices[choice]
-  return value
-
-
-def check_fuzzed(path, call, count, is_edited, expected=UserError):
+def check_fuzzed(path, call, expected=UserError):
   """Damages a file again and again; `call` returns, or raises an error that names a file."""
   content = path.read_bytes()
   most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (1 << 20)  # KiB
-  for seed in range(count):
-    draw = random.Random(seed)
-    if seed == 0:
-      path.unlink()
-    elif is_edited:
-      path.write_text(json.dumps(edited(draw, json.loads(content))))
-    else:
-      changed = bytearray(content)
-      for _ in range(draw.randrange(1, 4)):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-      path.write_bytes(changed[: draw.randrange(len(changed))] if seed % 4 == 0 else changed)
+  for seed in range(300):
+    draw, changed = random.Random(seed), bytearray(content)
+    for _ in range(draw.randrange(1, 4)):
+      changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    path.write_bytes(changed[: draw.randrange(len(changed))] if seed % 4 == 0 else changed)
     said = path.name
     try:
       with within(10):
@@ -397,12 +368,8 @@ def check_fuzzed(path, call, count, is_edited, expected=UserError):
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most
 
 
-FUZZED = 300
-
-
 @pytest.mark.weekly
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_files_are_named_or_read(is_edited, clicks, checkpoint, tmp_path):
+def test_damaged_files_are_named_or_read(clicks, checkpoint, tmp_path):
   reported, copy = pathlib.Path(write_run(tmp_path / "reported")), clicks.copy(tmp_path)
 
   def call_report():
@@ -410,20 +377,11 @@ def test_damaged_files_are_named_or_read(is_edited, clicks, checkpoint, tmp_path
     report.markdown(groups, "title", None)
     report.text(groups)
 
-  newest, export_parts = lambda: checkpoints.newest(checkpoint.parent), lambda: parts(copy)
-  cases = [
-    (reported / "result.json", call_report),
-    (checkpoint / arrays.MANIFEST, newest),
-    (copy / "config.json", export_parts),
-    (copy / "serve" / "columns.json", export_parts),
-  ]
-  if not is_edited:
-    cases += [
-      (reported / "metrics.jsonl", call_report),
-      (copy / "serve" / "columns.parquet", export_parts),
-    ]
-  for path, call in cases:
-    check_fuzzed(path, call, FUZZED, is_edited)
+  check_fuzzed(reported / "result.json", call_report)
+  check_fuzzed(reported / "metrics.jsonl", call_report)
+  check_fuzzed(checkpoint / arrays.MANIFEST, lambda: checkpoints.newest(checkpoint.parent))
+  for name in ("config.json", "serve/columns.json", "serve/columns.parquet"):
+    check_fuzzed(copy / name, lambda: parts(copy))
 
 
 @pytest.mark.ci
@@ -435,21 +393,15 @@ def test_a_vocabulary_that_is_cut_is_named(clicks, tmp_path):
     parts(copy)
 
 
-def write_delta(folder):
-  table = embed.TableConfig(50, 4, name="item")
+@pytest.mark.ci
+def test_a_delta_with_a_flipped_bit_is_named(tmp_path):
+  table, folder = embed.TableConfig(50, 4, name="item"), tmp_path / "delta"
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   since = embed.deltas.fingerprint(1, model=layer)
   rows = np.array(layer.tables["item"])
   rows[[3, 7]] = 1.0
   layer.load_tables({"item": rows})
-  delta, _ = embed.deltas.changes(since, 2, model=layer)
-  embed.deltas.write(folder, delta)
-  return folder
-
-
-@pytest.mark.ci
-def test_a_delta_with_a_flipped_bit_is_named(tmp_path):
-  folder = write_delta(tmp_path / "delta")
+  embed.deltas.write(folder, embed.deltas.changes(since, 2, model=layer)[0])
   for name in files.names(folder):
     content = (folder / name).read_bytes()
     damage(random.Random(0), folder, name, "bit")
@@ -457,18 +409,3 @@ def test_a_delta_with_a_flipped_bit_is_named(tmp_path):
       embed.deltas.read(folder)
     restore(folder / name, content)
   embed.deltas.read(folder)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_damaged_deltas_are_named(is_edited, tmp_path):
-  folder = write_delta(tmp_path / "delta")
-  expected = str(embed.deltas.read(folder))
-
-  def call():
-    assert str(embed.deltas.read(folder)) == expected
-
-  for name in files.names(folder):
-    path = folder / name
-    if path.stat().st_size and (not is_edited or as_json(path.read_bytes())):
-      check_fuzzed(path, call, FUZZED, is_edited, (ValueError, OSError))

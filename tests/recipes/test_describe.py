@@ -255,19 +255,6 @@ def test_every_table_that_the_recipes_read(tmp_path, capsys):
 
 
 @pytest.mark.ci
-def test_a_sample_is_of_several_places(tmp_path):
-  file = tmp_path / "a.parquet"
-  pq.write_table(pa.table({"n": np.arange(1000)}), file, row_group_size=100)
-  read = profile.read([file], Format(), 50)
-  assert (read.num_rows, read.total, read.is_all, read.places) == (50, 1000, False, 5)
-  assert {number // 100 for number in read.columns["n"].of_rows} == {0, 2, 4, 6, 9}
-  text = write(tmp_path / "a.csv", {"n": range(1000, 9000), "m": range(1000, 9000)})
-  read = profile.read([text], Format(), 100)
-  assert (read.num_rows, read.is_all) == (100, False)
-  assert 7000 < read.total < 9000
-
-
-@pytest.mark.ci
 def test_a_table_of_items_is_a_setting_of_another(tmp_path, capsys):
   items = {
     "sku": range(100, 150),
@@ -483,25 +470,6 @@ def test_oddities_are_named(tmp_path, capsys):
   assert "0.73% of the rows are clicks" in printed  # 8 of 1,100
   assert "There are only 8 clicks" in printed
   built(out, "dlrm", tmp_path)
-
-
-@pytest.mark.ci
-def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
-  columns = click_columns()
-  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "pending", columns["clicked"].astype(str))
-  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
-  assert "'pending' are left out" in look(capsys, path, "--label=clicked", f"--out={out}")
-  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
-  assert label == {"kind": "label", "drop": ("pending",)}
-  built(out, "dlrm", tmp_path)
-  columns["clicked"] = np.where(
-    RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS)
-  )
-  look(
-    capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force"
-  )
-  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
-  assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
 
 
 RUBBISH = [
