@@ -129,23 +129,6 @@ def test_exchanges_that_became_narrow():
     "  %wide = f32[64]{0:T(256)} convert(%n)"
   )
   assert narrowed(added) == ["all-gather of bf16[64]"]
-  # A matrix product rounds in any case, behind a reshape and in a fusion; a sum does not.
-  product = """%inside (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
-  %a = bf16[8,8]{1,0} parameter(0)
-  %b = f32[8,8]{1,0} parameter(1)
-  ROOT %c = f32[8,8]{1,0} convolution(%b, %a), dim_labels=bf_io->bf
-}
-
-"""
-  lines = (
-    "%n = bf16[64]{0:T(256)} all-gather(%ids), replica_groups={{0,1}}",
-    "%square = bf16[8,8]{1,0} reshape(%n)",
-    "%product = f32[8,8]{1,0} fusion(%square, %rows), kind=kOutput, calls=%inside",
-  )
-  multiplied = product + with_entry_line("\n  ".join(lines))
-  assert narrowed(multiplied) == []
-  summed = multiplied.replace("convolution(%b, %a)", "add(%b, %a)")
-  assert narrowed(summed) == ["all-gather of bf16[64]"]
   # A program that computes in bfloat16 itself may exchange it where it has not written how.
   mixed = STABLEHLO + "%9 = stablehlo.convert %8 : (tensor<4xf32>) -> tensor<4xbf16>"
   assert narrowed(added, mixed) == []
