@@ -185,7 +185,7 @@ class Reference:
 
   def apply(self, grads, touched, number):
     for name, table in self.tables.items():
-      table.step(touched[name], grads[name][touched[name]], number)
+      table.step(touched[name], grads[name][touched[name]])
     self.dense = {name: v - RATE * grads[name] for name, v in self.dense.items()}
 
   def step(self, f, batch, number, touched=None, factor=1.0):
@@ -221,7 +221,6 @@ class Way:
   says: str = ""  # what the error has to name
   make_model: Callable[..., Any] = Model
   tx: Callable[[], Any] = lambda: optax.sgd(RATE)
-  last_only: bool = False  # compared after the last step alone
   make_optimizer: Callable[..., Any] = embed.Optimizer
   is_setup: bool = False  # whether `run` gets model and optimizer and returns `(batch) -> loss`
   on_mesh: bool = True  # False where JAX itself cannot on Explicit axes
@@ -294,29 +293,8 @@ def stop_gradient_of_activations(m, batch):
 # --- under transformations ------------------------------------------------------------------------
 
 
-@loss("right")
-def nnx_jit_of_remat_of_jit(m, batch):
-  return nnx.jit(nnx.remat(nnx.jit(canonical)))(m, batch)
-
-
 def _yes(m):
   return jnp.sum(m.scale[...]) < 1e9
-
-
-@loss("right", plain_a)
-def nnx_switch(m, batch):
-  branches = [
-    lambda m, i: blank(),
-    lambda m, i: m.encode("a", i),
-    lambda m, i: m.encode("b", i[:, 0]),
-  ]
-  return only_a(m, batch, lambda m, ids: nnx.switch(jnp.int32(_yes(m)), branches, m, ids))
-
-
-@loss("either", plain_a)
-def lax_cond_over_a_closure(m, batch):
-  f = lambda m, ids: jax.lax.cond(_yes(m), lambda: m.encode("a", ids), lambda: blank())
-  return only_a(m, batch, f)
 
 
 @loss("right", on_mesh=False)  # lax.scan takes no axis that is split
@@ -331,15 +309,6 @@ def lax_scan_over_activations(m, batch):
 @loss("refused", plain_a, says="vmap")
 def jax_vmap_over_a_lookup(m, batch):
   return only_a(m, batch, lambda m, ids: jax.vmap(lambda i: m.encode("a", i[None])[0])(ids))
-
-
-@loss("either", plain_a)
-def nnx_fori_loop_over_a_lookup(m, batch):
-  def body(i, carry):
-    m, x = carry
-    return m, x + m.encode("a", batch["a"]) / 2
-
-  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, blank()))[1]))
 
 
 @loss("either", plain_a)
@@ -378,11 +347,6 @@ def merged_inside_from_a_split_outside(model, optimizer, batch):
 
 
 @loss("told")
-def a_clone_inside(m, batch):
-  return canonical(nnx.clone(m), batch)
-
-
-@loss("told")
 def another_layer_put_into_the_model(m, batch):
   m.inner["e"] = embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))
   return canonical(m, batch)
@@ -391,11 +355,6 @@ def another_layer_put_into_the_model(m, batch):
 @loss("told")
 def a_layer_made_inside(m, batch):
   return canonical(m, batch, encoder(embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))))
-
-
-@step("either", is_setup=True)
-def nnx_cached_partial_of_the_step(model, optimizer):
-  return nnx.cached_partial(nnx.jit(train_on(canonical)), model, optimizer)
 
 
 @step("right", is_setup=True)
@@ -455,31 +414,6 @@ def a_teacher_beside_the_model(model, optimizer, batch):
 # --- derivatives of derivatives -------------------------------------------------------------------
 
 
-def _plain_penalty(p, batch):
-  x = jnp.tanh(rows_of(p["t"], batch["a"]))
-  slope = jax.grad(lambda x: plain_head(p, x))(x)
-  return plain_head(p, x) + jnp.sum(slope**2)
-
-
-@loss("right", _plain_penalty, touched=touch("a"))
-def a_penalty_on_the_gradient_of_activations(m, batch):
-  x = jnp.tanh(m.encode("a", batch["a"]))
-  slope = jax.grad(lambda x: m.head(x))(x)
-  return m.head(x) + jnp.sum(slope**2)
-
-
-def _plain_dense_penalty(p, batch):
-  slope = jax.grad(lambda s: plain_a(p | {"scale": s}, batch))(p["scale"])
-  return plain_a(p, batch) + jnp.sum(slope**2)
-
-
-@loss("told", _plain_dense_penalty, touched=touch("a"))
-def a_penalty_by_nnx_value_and_grad(m, batch):
-  inner = lambda m: m.head(jnp.tanh(m.encode("a", batch["a"])))
-  value, grads = nnx.value_and_grad(inner)(m)
-  return value + jnp.sum(grads["scale"][...] ** 2)
-
-
 @step("told", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param))
 def nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
   value, grads = nnx.value_and_grad(canonical)(model, batch)
@@ -493,14 +427,6 @@ def our_gradients_and_nnx_optimizer(model, optimizer, batch):
 
 
 # --- how the loss is called -----------------------------------------------------------------------
-
-
-@step("right")
-def has_aux(model, optimizer, batch):
-  f = lambda m, batch: (canonical(m, batch), {"n": jnp.float32(3), "x": m.encode("b", batch["b"])})
-  value, aux = train_on(f, has_aux=True)(model, optimizer, batch)
-  assert aux["x"].shape == (B, D)
-  return value
 
 
 # --- whole tables ---------------------------------------------------------------------------------
@@ -530,17 +456,6 @@ def attend_to_candidates(m, batch):
   return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "t", batch["b"])))
 
 
-def _plain_own_candidates(p, batch):
-  ids = batch["c"]
-  rows = jnp.where((ids >= 0)[..., None], p["u"][jnp.maximum(ids, 0)], 0)
-  return jnp.sum(jnp.tanh(jnp.einsum("bd,bkd->bk", rows_of(p["t"], batch["a"]), rows)))
-
-
-@loss("right", _plain_own_candidates, touched=touch(*"ac"))
-def attend_to_candidates_of_each_query(m, batch):
-  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "u", batch["c"])))
-
-
 @loss("refused", says="attend")
 def variables_read_inside(m, batch):
   return canonical(m, batch) + jnp.sum(m.inner["e"].variables["u"]["parameters"] ** 2)
@@ -563,11 +478,6 @@ def change(allowed, factor=1.0, **more):
     return step(allowed, factor=factor, **more)(run)
 
   return add
-
-
-@change("either", 2.0)
-def the_operator_plus(grads):
-  return grads + grads
 
 
 @change("right")
@@ -605,20 +515,6 @@ def two_microbatches_accumulated(model, optimizer, batch):
   f = embed.value_and_grad(canonical)
   (value, first), (_, second) = f(model, batch), f(model, make_batch(100))
   optimizer.update(model, embed.accumulate([first, second]))
-  return value
-
-
-@step("either")
-def a_step_if_finite_by_nnx_cond(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  nnx.cond(
-    jnp.isfinite(value),
-    lambda m, o, g: o.update(m, g),
-    lambda m, o, g: None,
-    model,
-    optimizer,
-    grads,
-  )
   return value
 
 
@@ -660,25 +556,6 @@ def the_mid_level(model, optimizer, batch):
   model.inner["e"].apply_gradients(grads, residual, step=optimizer.step[...])
   optimizer.dense.update(model, dense)
   return value
-
-
-@step("either", is_setup=True, last_only=True)
-def nnx_scan_over_steps(model, optimizer):
-  """All three steps in one nnx.scan, at the first call."""
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *BATCHES)
-  values = []
-
-  @nnx.jit
-  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-  def steps(carry, batch):
-    return carry, train_on(canonical)(*carry, batch)
-
-  def run(batch):
-    if not values:
-      values.extend(np.asarray(steps((model, optimizer), stacked)[1]).tolist())
-    return values.pop(0) if len(values) > 1 else values[0]
-
-  return run
 
 
 # --- a grammar of wrappers ------------------------------------------------------------------------
@@ -798,8 +675,6 @@ def outcome(way, mesh=None):
       except Exception as error:
         return f"wrong: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
       wanted = way.reference(ref, batch, number)
-      if way.last_only and number < len(BATCHES) - 1:
-        continue
       problem = difference(model, ref)
       if (
         problem is None

@@ -8,9 +8,7 @@ import sys
 
 import pytest
 
-from recipes.aot import compile as aot
 from recipes.aot import hlo
-from recipes.aot import report as aot_report
 
 # A table of 1000 rows on two devices, as XLA for TPUs writes programs, cut to what matters.
 PROGRAM = """\
@@ -68,20 +66,6 @@ ENTRY %main.9_spmd (table: f32[500,128], narrow: f32[500,16], ids: s32[32]) -> (
 }
 """  # noqa: E501
 
-STABLEHLO = """
-  %5 = "stablehlo.all_to_all"(%4) <{split_count = 2 : i64}> : (tensor<2x16x128xf32>) -> tensor<2x16x128xf32>
-  %6 = "stablehlo.all_reduce"(%5) <{channel_handle = #stablehlo.channel_handle<handle = 1>}> ({
-  ^bb0(%a: tensor<f32>, %b: tensor<f32>):
-    %7 = stablehlo.add %a, %b : tensor<f32>
-    stablehlo.return %7 : tensor<f32>
-  }) : (tensor<f32>) -> tensor<f32>
-  %8 = "stablehlo.all_to_all"(%3) <{split_count = 2 : i64}> : (tensor<2x16xi32>) -> tensor<2x16xi32>
-"""  # noqa: E501
-
-
-def with_entry_line(line):
-  return PROGRAM.replace("  ROOT %out", f"  {line}\n  ROOT %out")
-
 
 def test_collectives_are_counted_where_they_run():
   found = {(c.opcode, str(c.results[0]), c.times): c for c in hlo.Program(PROGRAM).collectives()}
@@ -111,38 +95,6 @@ def test_layouts_are_of_the_entry_and_padded_to_tiles():
   assert columns.padded_bytes == 16 * 512 * 4
   assert hlo.Array("bf16", (3, 5), "1,0:T(8,128)(2,1)").padded_bytes == 8 * 128 * 2
   assert hlo.Array("pred", ()).nbytes == 1
-
-
-@pytest.mark.ci
-def test_exchanges_that_became_narrow():
-  assert hlo.written(STABLEHLO) == [
-    ("all-to-all", ("f32",)), ("all-reduce", ("f32",)), ("all-to-all", ("i32",)),
-  ]  # fmt: skip
-  narrowed = lambda text, asked=STABLEHLO: hlo.Program(text).narrowed(asked)
-  assert narrowed(PROGRAM) == []
-  halved = with_entry_line(
-    "%n = bf16[2,16,128]{2,1,0:T(8,128)(2,1)} all-to-all(%rows), replica_groups={{0,1}}"
-  )
-  assert narrowed(halved) == ["all-to-all of bf16[2,16,128]"]
-  added = with_entry_line(
-    "%n = bf16[64]{0:T(256)} all-gather(%ids), replica_groups={{0,1}}\n"
-    "  %wide = f32[64]{0:T(256)} convert(%n)"
-  )
-  assert narrowed(added) == ["all-gather of bf16[64]"]
-  # A program that computes in bfloat16 itself may exchange it where it has not written how.
-  mixed = STABLEHLO + "%9 = stablehlo.convert %8 : (tensor<4xf32>) -> tensor<4xbf16>"
-  assert narrowed(added, mixed) == []
-  assert narrowed(halved, mixed) == ["all-to-all of bf16[2,16,128]"]
-
-
-@pytest.mark.ci
-def test_a_child_that_fails_is_a_report(monkeypatch):
-  monkeypatch.setattr(sys, "argv", ["dlrm"])
-  report = aot._child("recipes.no_such_recipe", "v5e:2x2", timeout=60)
-  assert not report["compiled"]
-  assert "ended with status 1" in report["problems"][0]
-  assert "No module named recipes.no_such_recipe" in report["problems"][0]
-  assert "PROBLEM" in aot_report.text(report)
 
 
 @pytest.mark.ci

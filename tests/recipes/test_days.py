@@ -1,17 +1,13 @@
 """Day by day: rows and vocabularies that grow, and tests before training."""
 
-import csv
 import importlib
-import json
 
-import numpy as np
 import pytest
 from cases import refused
-from sklearn.metrics import log_loss
 from small_tables import completed, write_csv
 
-from recipes import days, errors, export, serving
-from recipes.tables import formats, row_ids
+from recipes import days, errors, export
+from recipes.tables import formats
 
 HEADER = ("user", "item", "price", "clicked")
 COLUMNS = {"clicked": "label", "user": "category", "item": "category", "price": "number"}
@@ -23,24 +19,6 @@ SETTINGS = {
   "epochs": 3,
   "baseline": {"max_rows": 0},
 }
-
-
-def write_days(folder, count, rows=600):
-  """Writes days on which the taste of users drifts, and items come up that were not there."""
-  draw = np.random.default_rng(0)
-  taste, kind = draw.normal(size=(40, 2)), draw.normal(size=(30 + 10 * count, 2))
-  folder.mkdir(parents=True)
-  for day in range(count):
-    taste += 0.2 * draw.normal(size=taste.shape)
-    users, items = draw.integers(0, 40, rows), draw.integers(10 * day, 30 + 10 * day, rows)
-    clicked = draw.random(rows) < 1 / (1 + np.exp(-2 * (taste[users] * kind[items]).sum(1)))
-    price = draw.normal(5 + day, 1, rows)
-    lines = zip(
-      [f"u{u}" for u in users], [f"i{i}" for i in items], price.round(3), clicked.astype(int),
-      strict=True,
-    )  # fmt: skip
-    write_csv(folder / f"2024-01-{day + 1:02d}.csv", HEADER, lines)
-  return folder
 
 
 def run(workdir, folder, **changes):
@@ -79,25 +57,6 @@ def test_what_days_cannot_do_is_said(tmp_path):
     days.run(recipe, completed(recipe, tmp_path, **table), tmp_path / "run")
 
   refused(cases, call, errors.UserError)
-
-
-@pytest.mark.weekly
-def test_tables_grow_and_a_day_is_tested_by_the_export_of_the_day_before(tmp_path):
-  data, workdir = write_days(tmp_path / "data", 2, rows=300), tmp_path / "run"
-  history = run(workdir, data)
-  first, second = (
-    row_ids.read(path / "serve")["item"].texts for path in sorted(workdir.glob("*/"))
-  )
-  assert second[: len(first)] == first
-  assert len(second) > len(first)
-  with (data / "2024-01-02.csv").open() as file:
-    rows = list(csv.DictReader(file))
-  scores = serving.load(workdir / "2024-01-01" / "served").predict(rows)
-  labels = [int(row["clicked"]) for row in rows]
-  assert history[0]["metrics"] == {}
-  assert history[1]["metrics"]["logloss"] == pytest.approx(log_loss(labels, scores), abs=1e-9)
-  assert json.loads((workdir / "days.json").read_text()) == history
-  assert run(workdir, data) == history  # days that are done stay as they are
 
 
 @pytest.mark.ci

@@ -5,7 +5,6 @@ import csv
 import numpy as np
 import pytest
 from cases import refused
-from served_models import LOG, write_log
 from sklearn.metrics import log_loss
 
 import embed
@@ -14,7 +13,6 @@ from recipes import export, hosts, serving
 from recipes.dlrm import data, train
 from recipes.errors import UserError
 from recipes.run import settings, warm_start
-from recipes.two_tower import train as two_tower
 
 DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
 COLUMNS = {
@@ -136,24 +134,3 @@ def test_options_that_make_no_sense(tmp_path):
     {"vocabulary": "dynamic", "capacity": 32, "eviction": "oldest"},
   ]
   refused([(options, r"config\.columns\['user'\]") for options in cases], call, UserError)
-
-
-@pytest.mark.weekly
-def test_features_of_towers_get_rows(tmp_path):
-  dynamic = {"vocabulary": "dynamic", "capacity": 16}
-  columns = LOG | {name: LOG[name] | dynamic for name in ("country", "genre")}
-  file = write_log(tmp_path / "log.csv", users=100)
-  table = {"files": str(file), "columns": columns, "cache_dir": str(tmp_path / "cache")}
-  small = {"batch_size": 32, "dim": 8, "steps": 8, "negatives": {"number": 8}}
-  config = settings.completed("two_tower", table | small | {"ks": (5,), "select": "valid_ndcg@5"})
-  two_tower.run(config, str(tmp_path / "run"))
-  served = serving.load(export.export(tmp_path / "run", tmp_path / "out", platforms=("cpu",)))
-  # k0 to k6 are the countries: a user of whom nothing else is known is told by a row of its own.
-  ask = lambda country: served.recommend({"country": [country]}, top=40)
-  known, other, unknown = (ask(country) for country in ("k1", "k2", "k99"))
-  assert not known.is_popular[0]
-  assert (known.scores != other.scores).any()
-  # A query of nothing has the scores of popularity alone.
-  liked = np.sort(np.load(tmp_path / "out" / "candidates.npy")[:, -1])[::-1]
-  wanted = config.popularity.weight * config.temperature * liked[: unknown.scores.shape[1]]
-  np.testing.assert_allclose(unknown.scores[0], wanted, rtol=1e-5)

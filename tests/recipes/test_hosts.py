@@ -291,14 +291,6 @@ def test_another_recipe_trains_as_one(jobs, folder):
   assert result["metrics"].keys() == alone_result["metrics"].keys()
 
 
-@pytest.mark.weekly
-def test_two_processes_of_two_devices_train_as_one(jobs, folder, alone):
-  jobs.run(recipe(folder / "two_by_two"), processes=2, devices=2)
-  result, lines = outcome(folder / "two_by_two")
-  assert (result["device"]["count"], result["device"]["processes"]) == (4, 2)
-  assert_same((result, lines), alone)
-
-
 @pytest.fixture(scope="module")
 def killed(jobs, folder):
   """A run of two processes of which one was killed in the middle, and the other was stopped."""

@@ -18,7 +18,6 @@ import embed
 from recipes import pipeline
 from recipes.dlrm import data as clicks
 from recipes.dlrm import train as dlrm
-from recipes.sequence import train as sequence
 from recipes.two_tower import data as pairs
 from recipes.two_tower import train as two_tower
 
@@ -67,21 +66,6 @@ def test_clicks(mesh):
   data = dataclasses.replace(data, features=features)
   model = dlrm.build_model(settings, data, mesh)
   assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, ConfigDict({"batch_size": BATCH})))
-
-
-@pytest.mark.ci
-def test_next_items(mesh):
-  settings = config("sequence.synthetic")
-  model = sequence.build_model(settings, ROWS, mesh)
-  tokens = jnp.zeros((BATCH, settings.max_length), jnp.int32)
-  batch = {"items": tokens, "segments": tokens, "positions": tokens}
-  batch |= {"last": jnp.zeros(BATCH, jnp.int32), "seen": jnp.zeros((BATCH, 3), jnp.int32)}
-  assert_no_table(sequence.make_recommend(ROWS, 10, mesh), model, batch)
-  # The check sees what Flax does by default: a call returns a copy of the tables.
-  look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))
-  compiled = look_up.trace(model, np.zeros(16, np.int32)).lower().compile()
-  shard = min(x.addressable_shards[0].data.nbytes for x in tables(model))
-  assert compiled.memory_analysis().output_size_in_bytes > shard
 
 
 @pytest.mark.ci

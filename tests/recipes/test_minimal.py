@@ -133,19 +133,3 @@ def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_p
   monkeypatch.setattr(embed, "jit_step", jit_step)
   assert run(clicks, tmp_path, devices=1) == whole[0]
   meshes.assert_equal(saved(tmp_path), saved(whole[1]))
-
-
-@pytest.mark.weekly
-def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
-  """And continues from there on one."""
-  for devices in (8, 1):
-    run(clicks, tmp_path / f"{devices}", devices, SAVE_EVERY)
-  eight, one = (saved(tmp_path / folder, SAVE_EVERY) for folder in ("8", "1"))
-  for tree in (eight, one):
-    rounds = tree["model"]["state"].pop("embed/report/value/exchange_rounds")
-    assert rounds == (tree is eight)
-    del tree["model"]["state"]["embed/report/value/buffer_fill"]  # of the exchange too
-  meshes.assert_close(eight, one)
-  scores = run(clicks, tmp_path / "8", devices=1)
-  for name, value in whole[0]["model"].items():
-    assert scores["model"][name] == pytest.approx(value, abs=0.02), name

@@ -1,6 +1,5 @@
 """The page of results: means and spreads by hand, what is one entry, and curves over steps."""
 
-import json
 import pathlib
 import re
 
@@ -51,36 +50,6 @@ def test_seeds_of_one_config_are_one_row(tmp_path):
   assert image.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.ci
-def test_the_best_of_a_metric_is_bold(tmp_path):
-  recalls = {"a": (0.3, 0.1), "b": (0.2, 0.19), "c": (0.2, 0.2)}
-  runs = [
-    write_run(tmp_path / f"{name}{seed}", seed=seed, recall=recall, dim=name)
-    for name, seeds in recalls.items()
-    for seed, recall in enumerate(seeds)
-  ]
-  for run in runs:
-    path = pathlib.Path(run) / "result.json"
-    result = json.loads(path.read_text())
-    result["metrics"] |= {"test_logloss": result["metrics"]["test_recall@10"], "test_one": 0.5}
-    result["baselines"]["popularity"] |= {"test_logloss": 0.9}
-    result["baselines"]["best possible"] = {"test_recall@10": 0.99, "test_logloss": 0.01}
-    path.write_text(json.dumps(result))
-  page = report.markdown(report.grouped([report.load(run) for run in runs]), "X", "x.png")
-  ((header, *lines),) = tables(page)
-  bold = {
-    name: [line[0].replace("<wbr>", "") for line in lines if line[i].startswith("**")]
-    for i, name in enumerate(header)
-  }
-  assert bold == {
-    "": [], "seeds": [], "seconds": [],
-    "recall@10": ["two_tower dim=a", "two_tower dim=c"],  # both .2000
-    "mrr": ["two_tower dim=a", "two_tower dim=b", "two_tower dim=c"],
-    "logloss": ["two_tower dim=b"],
-    "one": ["two_tower dim=a", "two_tower dim=b", "two_tower dim=c"],
-  }  # fmt: skip
-
-
 def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   runs = [
     write_run(tmp_path / "a", negatives={"number": 5}),
@@ -127,28 +96,6 @@ def test_a_run_without_validation_has_no_curve_of_it_and_no_panel(tmp_path):
   }
   assert lines(runs) == {"training loss": 2, "valid_ndcg@10": 1}
   assert lines(runs[:1]) == {"training loss": 1}
-
-
-@pytest.mark.ci
-def test_a_run_without_a_journal_is_in_the_table_and_the_page_says_what_is_missing(tmp_path):
-  with_it, without = (
-    write_run(tmp_path / "a"), write_run(tmp_path / "b", dataset="movielens1m", recall=0.4)
-  )  # fmt: skip
-  copies = [tmp_path / "x_0.json", tmp_path / "y_0.json"]
-  for copy, folder in zip(copies, (with_it, without), strict=True):
-    copy.write_text((pathlib.Path(folder) / "result.json").read_text())
-  copies[0].with_suffix(".jsonl").write_text((tmp_path / "a" / "metrics.jsonl").read_text())
-  report.main([*map(str, copies), f"--out={tmp_path / 'page'}"])
-  page = (tmp_path / "page.md").read_text()
-  assert (tmp_path / "page.png").exists()
-  assert "only the results of these runs were kept: two_tower on movielens1m." in page
-  assert [rows(section)["two_tower"][1] for section in page.split("\n## ")[1:]] == [
-    "0.2000",
-    "0.4000",
-  ]
-  report.main([str(copies[1]), f"--out={tmp_path / 'other'}"])
-  assert not (tmp_path / "other.png").exists()
-  assert "![" not in (tmp_path / "other.md").read_text()
 
 
 LONG = {f"a_setting_with_a_long_name_{i}": "a value that has spaces" for i in range(8)}
@@ -223,29 +170,6 @@ def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys):
   ]
   assert shown[-2:] == [f"{folder}/report.md", f"{folder}/report.png"]
   assert (tmp_path / "a" / "report.md").read_text().startswith("# a\n\n![")
-
-
-@pytest.mark.ci
-def test_mistakes_are_named(tmp_path, capsys):
-  def said(*argv):
-    with pytest.raises(SystemExit) as ended:
-      report.main(argv)
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-  first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-  assert re.search(r"a and .*b are runs of one config and one seed", said(first, again))
-  (tmp_path / "b" / "result.json").unlink()
-  report.main([str(tmp_path)])  # a folder of runs stands for those that have ended
-  assert f"{tmp_path / 'report.md'}" in capsys.readouterr().out
-  assert re.search(r"b has no result\.json: .* runs that have ended", said(str(tmp_path / "b")))
-  assert f"did you mean {first}?" in said(first + "a")
-  (tmp_path / "b" / "config.json").write_text("{}")
-  assert "the run in " + again + " has not ended" in said(again)
-  (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-  assert re.search(r"error: .*a/metrics\.jsonl is damaged \(", said(first))
-  (tmp_path / "a" / "result.json").write_text("{")
-  assert re.search(r"error: .*a/result\.json is damaged \(", said(first))
 
 
 @pytest.mark.ci

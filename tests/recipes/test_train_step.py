@@ -18,18 +18,12 @@ from recipes.run import settings
 from recipes.training import train_step
 from recipes.training.train_step import Objective, Options, Step
 
-ROWS, DIM, HIDDEN = 40, 4, 256
+ROWS = 40
 
 
 def config(**changes):
   sizes = {"batch_size": 16, "eval_batch_size": 16, "steps": 20}
   return ml_collections.ConfigDict(settings.RUN | sizes | changes)
-
-
-def loss_fn(model, batch):
-  """A mean by weights, which differ from part to part."""
-  losses = optax.squared_error(model(batch["features"]), batch["label"])
-  return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
 
 
 def batch(size=64, seed=0):

@@ -2,8 +2,6 @@
 
 import collections
 import os
-import pathlib
-import re
 import subprocess
 import sys
 
@@ -69,18 +67,6 @@ def test_any_batch():
     assert np.asarray(act)[..., 0].tolist() == [[100, 100, 0]] * batch
   with pytest.raises(ValueError, match="shape"):
     exported.program.call(exported.arrays, {"f": np.full((1, 3), 2)})
-
-
-@pytest.mark.ci
-def test_any_batch_of_a_custom_combiner():
-  last = lambda valency, vectors, weights: vectors[jnp.maximum(valency - 1, 0)]
-  table = embed.TableConfig(5, 2, combiner=embed.CustomCombiner(last, 3), name="t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  example = embed.Padded(np.array([[1, 2]]))
-  exported = embed.export(lambda layer, x: layer(x), layer, example, any_batch=True)
-  ids = np.array([[3, 4], [-1, 2], [1, -1]], np.int32)
-  found = exported.program.call(exported.arrays, ids)
-  np.testing.assert_array_equal(found, exported.arrays["t"][[4, 2, 1]])
 
 
 @pytest.mark.parametrize("max_valency", [None, 2])
@@ -324,21 +310,3 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
     wanted = nnx.jit(call)(model, *as_given(**ranker_batch(size)))
     with np.load(tmp_path / f"out_{size}.npz") as out:
       np.testing.assert_array_equal(out["score"], wanted["score"])
-
-
-@pytest.mark.ci
-def test_the_examples_of_the_documentation_run(tmp_path, monkeypatch):
-  text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-  blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-  monkeypatch.chdir(tmp_path)
-  scope = {}
-  for block in blocks:
-    if block.startswith("# serve.py"):
-      alone = run_alone(block + "print(*np.asarray(scores).view(np.uint32))", tmp_path)
-    else:
-      exec(compile(block, "docs/serving.md", "exec"), scope)
-  ids = np.full((3, 20), -1, np.int32)
-  ids[:, 0] = [7, 8, 9]
-  batch = {"watched": embed.Padded(ids), "user": np.array([3, 4, 5], np.int32)}
-  wanted = np.asarray(nnx.jit(call)(scope["model"], batch))
-  assert [int(bits) for bits in alone.split()] == wanted.view(np.uint32).tolist()

@@ -92,17 +92,6 @@ def test_a_failure_at_any_step_leaves_one_export(tmp_path, monkeypatch):
     assert names(tmp_path) == FILES
 
 
-@pytest.mark.ci
-def test_a_first_export_needs_no_links(tmp_path, monkeypatch):
-  def failing(*args, **kwargs):
-    raise PermissionError("no links here")
-
-  monkeypatch.setattr(os, "symlink", failing)
-  version(3).save(tmp_path)
-  assert answer(tmp_path) == 9
-  assert names(tmp_path) == FILES
-
-
 @pytest.mark.weekly
 def test_a_kill_at_any_step_leaves_one_export(tmp_path):
   old, new, newest = version(3), version(5), version(7)

@@ -146,17 +146,6 @@ def test_output_shape_matters_to_ragged_inputs_alone():
     fixed(embed.Padded([[0, 1]]))  # as in training
 
 
-def test_quantization_is_on_request():
-  table = embed.TableConfig(
-    4, 1, combiner="sum", name="t", quantization_config=embed.QuantizationConfig(3, 0.0, 50.0)
-  )
-  arguments = embed.Padded([[1, 3]]), None, {"t": ROWS}, embed.FeatureConfig(table)
-  lookup = lambda quantize: jax.jit(
-    lambda: embed.serving_lookup(*arguments, quantize=quantize)
-  )().tolist()
-  assert (lookup(False), lookup(True)) == ([[1010]], [[0 + 50]])
-
-
 @pytest.mark.ci
 def test_tables_on_a_mesh():
   """Eagerly they are brought to one device; under jit an Explicit mesh is refused by name."""

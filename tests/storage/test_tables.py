@@ -1,9 +1,5 @@
 """Tables as users and checkpoints see them: rows in order, the same from any mesh to any other."""
 
-import os
-import subprocess
-import sys
-
 import harness
 import jax
 import jax.numpy as jnp
@@ -204,27 +200,6 @@ def test_a_view_is_split_where_it_can_be():
 
 
 @pytest.mark.ci
-def test_a_tree_holds_as_few_copies_as_shapes_allow():
-  """And `like` says where its arrays are; 12 columns are in four parts, each on two devices."""
-  make = lambda: numbered_model(mesh=make_mesh())
-  parts = {"odd": (37, 3), "wide": (21, 2), "some": (21, 3)}
-  model, wanted = make(), numbered()
-  model.embed.load_variables(wanted)
-  tree = embed.checkpoint.to_tree(model=model)
-  like = embed.checkpoint.like(model=model)
-  tables = tree["model"]["tables"]
-  assert_equal({name: fetched(tables[f"embed/{name}"]) for name in wanted}, wanted)
-  for name, shape in parts.items():
-    for key in ("parameters", "m"):
-      assert tables[f"embed/{name}"][key].addressable_shards[0].data.shape == shape, name
-  same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), tree, like)
-  assert all(jax.tree.leaves(same))
-  other = make()
-  embed.checkpoint.from_tree(tree, model=other)
-  assert_equal(fetched(other.embed.variables), wanted)
-
-
-@pytest.mark.ci
 def test_trees_go_from_strategy_to_strategy():
   wanted = numbered()
   source = numbered_model(mesh=make_mesh())
@@ -314,27 +289,3 @@ def test_a_tree_from_other_devices(saved):
   model, optimizer = run(4, seed=1, replicate=False)
   embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
   assert_close(train(model, optimizer, 1, start=2), losses[:1], scale=1e-5)
-
-
-READS = """
-import jax
-from flax import nnx
-import embed
-tables = [embed.TableConfig(800, 16, name="even"), embed.TableConfig(37, 5, name="uneven")]
-features = [embed.FeatureConfig(table) for table in tables]
-layer = embed.SparseEmbed(
-  features, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=jax.make_mesh((8,), ("data",))
-)
-for _ in range(3000):
-  layer.variables
-print("read")
-"""
-
-
-@pytest.mark.weekly
-def test_many_reads_on_cpu_devices_wait_for_one_another():
-  """XLA ended the process: of many programs that communicate, none had threads enough."""
-  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  command = [sys.executable, "-c", READS]
-  done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
-  assert done.stdout == "read\n", done.stderr

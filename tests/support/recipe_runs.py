@@ -32,7 +32,6 @@ _CONDITIONAL = {
   "tiger.blocks", "tiger.beam", "negatives.calibration",
 }  # fmt: skip
 _CONDITIONAL_GROUPS = {"hstu"}
-TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 _WRITERS = {
   "gowalla": write_gowalla,
   "movielens100k": write_movielens100k,
@@ -44,11 +43,6 @@ def load(name, mode="smoke"):
   """Returns the completed config `recipe.config`, as "dlrm.synthetic"."""
   module = importlib.import_module(f"configs.{name}")
   return settings.completed(name.partition(".")[0], module.get_config(mode))
-
-
-def slow_but(configs, names):
-  """Returns the names of configs, all but some of them marked as slow."""
-  return [n if n in names else pytest.param(n, marks=pytest.mark.weekly) for n in configs]
 
 
 def _leaves(config, prefix=""):

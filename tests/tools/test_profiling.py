@@ -90,49 +90,6 @@ def capacity_of(model, batch):
 
 
 @pytest.mark.ci
-def test_a_plan_adopts_what_was_needed():
-  """Of skewed ids the same rows are asked for again and again, so that small buffers do."""
-  table = embed.TableConfig(4096, 128, name="t", optimizer=embed.sgd(0.1))
-  features, mesh = embed.FeatureConfig(table), make_mesh()
-  draw = np.random.default_rng(0)
-  batches = [embed.Padded(np.minimum(draw.zipf(2.0, (64, 8)), 4095)) for _ in range(3)]
-  plan = embed.plan(features, mesh, batches[0])
-  plan["t"].strategy, plan["t"].exchange = "mod", None
-  before = plan.costs()[0]
-  profile = embed.profile(features, batches, plan)
-  assert plan.adopt(profile) is plan
-  (after,) = plan.costs()
-  most = profile.stacks["t"].pairs.max()
-  assert most * 1.25 <= after.capacity < most * 1.25 + 8
-  assert after.exchange == "all_to_all"
-  assert after.moved <= before.moved
-  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-  look_up = nnx.jit(lambda layer, batch: layer(batch))
-  for batch in batches:
-    look_up(layer, batch)
-    assert layer.report["exchange_rounds"] == 1
-
-
-@pytest.mark.ci
-def test_a_profile_of_something_else():
-  features, mesh = two_tables(), make_mesh()
-  batch = {"user": np.arange(8)}
-  plan = embed.plan(features, mesh, batch)
-  for name in plan:
-    plan[name].strategy = "mod"
-  profile = embed.profile(features, [batch], plan)
-  with pytest.raises(ValueError, match="headroom must be at least 1"):
-    plan.adopt(profile, headroom=0.5)
-  plan["user"].strategy = "div"
-  with pytest.raises(ValueError, match=r"The profile is of the stacks .* Write embed.profile\("):
-    plan.adopt(profile)
-  with pytest.raises(ValueError, match="needs at least one batch"):
-    embed.profile(features, [])
-  with pytest.raises(ValueError, match="'user': id 9 at position"):
-    embed.profile(features, [{"user": np.array([9])}])
-
-
-@pytest.mark.ci
 def test_saved_and_loaded(tmp_path):
   features = two_tables()
   plan = embed.Plan.uniform(features, None, make_mesh(), "data", "mod")

@@ -256,18 +256,6 @@ def test_weights_are_for_bags_and_become_float32(layer):
       embed.validate(weighted.features, *weighted.inputs(columns))
 
 
-@pytest.mark.ci
-def test_profile_is_saved_where_the_spec_says(tmp_path):
-  folder = tmp_path / "profiles" / "run"
-  spec = embed.EmbeddingConfigSpec(**plain(), profile_data_directory=folder)
-  found = spec.profile([batch(), batch()])
-  assert found.tables["user"].ids.tolist() == [2, 2]
-  assert repr(embed.Profile.load(folder / "profile.npz")) == repr(found)
-  plan = embed.Plan.uniform(spec.features, spec.optimizer, make_mesh(), "data", "mod")
-  spec = embed.EmbeddingConfigSpec(**plain())
-  assert set(spec.profile([batch()], plan).stacks) == set(plan.stacks())
-
-
 # ----------------------------------------------------------------------------------- errors
 
 

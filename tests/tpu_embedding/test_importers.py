@@ -463,20 +463,6 @@ def test_shards_come_back_in_order(strategy):
       np.testing.assert_array_equal(result["a"]["parameters"], rows(3, 2))
 
 
-@pytest.mark.ci
-def test_a_layer_on_a_mesh_takes_them():
-  mesh = jax.make_mesh((8,), ("data",))
-  table = embed.TableConfig(13, 3, name="t", optimizer=embed.adam())
-  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0), mesh=mesh)
-  arrays = {
-    name: by_strategy(i + rows(13, 3), 5, "div")
-    for i, name in enumerate(("t/parameters", "t/momenta", "t/velocities"))
-  }
-  layer.load_variables(embed.import_variables(arrays, layer))
-  for i, name in enumerate(arrays):
-    np.testing.assert_array_equal(layer.variables["t"][name[2:]], i + rows(13, 3))
-
-
 def test_slots_that_are_not_wanted():
   found = embed.import_variables(ARRAYS, a_layer(), slots=False)
   assert list(found["a/b"]) == ["parameters"]

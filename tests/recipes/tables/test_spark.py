@@ -15,7 +15,7 @@ from small_tables import completed, write_csv
 import recipes
 from recipes import arrays
 from recipes.dlrm import data
-from recipes.errors import DamagedFileError, UserError
+from recipes.errors import UserError
 from recipes.tables.encoding import Encoder
 from recipes.two_tower import data as two_tower
 
@@ -55,9 +55,6 @@ def session():
   session.stop()
 
 
-# --- two tables: by the name, what writes the files and the config on them ----------------------
-
-
 def messy(folder):
   """Ragged rows, bad numbers, other orders of columns, quotes, gzip, `1.0`, blanks, bad labels."""
   draw = np.random.default_rng(1)
@@ -93,49 +90,15 @@ def messy(folder):
   }
 
 
-def sided(folder):
-  """Files for the splits, of which train also validates; users and items of tables of their own."""
-  draw = np.random.default_rng(3)
-  header, files = ("clicked", "who", "what"), {}
-  for split, count in (("train", 3), ("test", 1)):
-    (folder / split).mkdir()
-    for n in range(count):
-      rows = [
-        (draw.integers(2), f"u{draw.integers(50)}", f"i{draw.integers(20)}") for _ in range(200)
-      ]
-      write_csv(folder / split / f"{n}.csv", header, rows)
-    files[split] = str(folder / split)
-  users = [(f"u{n}", n % 5, draw.normal()) for n in range(45)]
-  write_csv(folder / "users.csv", ("id", "country", "score"), users)
-  write_csv(folder / "items.csv", ("id", "genres"), [(f"i{n}", "a|b") for n in range(20)])
-  return {
-    "files": files,
-    "columns": {"clicked": "label", "who": "user", "what": "item"},
-    "user_table": {
-      "files": str(folder / "users.csv"),
-      "key": "id",
-      "columns": {"country": "category", "score": "number"},
-    },
-    "item_table": {
-      "files": str(folder / "items.csv"),
-      "key": "id",
-      "columns": {"genres": "bag"},
-    },
-    "refit": True,
-    "select": "",
-  }
-
-
 def load(tmp_path, given, engine="spark"):
   return data.load(completed("dlrm", tmp_path / "cache [1]", engine=engine, **given))
 
 
 @pytest.mark.weekly
 @needs_spark
-@pytest.mark.parametrize("make_table", [messy, sided])
-def test_both_engines_give_the_same(make_table, session, tmp_path):
+def test_both_engines_give_the_same(session, tmp_path):
   (tmp_path / "table").mkdir()
-  table = make_table(tmp_path / "table")
+  table = messy(tmp_path / "table")
   expected, actual = load(tmp_path, table, "duckdb"), load(tmp_path, table)
   assert actual.splits == expected.splits
   assert actual.features == expected.features
@@ -154,26 +117,6 @@ def test_both_engines_give_the_same(make_table, session, tmp_path):
   assert splits[0].to_pydict() == splits[1].to_pydict()
   notes = [arrays.read_json(x.serve.parent / "meta.json")["notes"] for x in (actual, expected)]
   assert notes[0] == notes[1]
-
-
-@pytest.mark.weekly
-@needs_spark
-def test_a_bad_row_is_named_as_on_one_machine(session, tmp_path):
-  header = ("clicked", "city", "price")
-  for n in range(3):
-    rows = [(i % 2, "a", "4x" if (n, i) in ((1, 7), (2, 3)) else i) for i in range(20)]
-    write_csv(tmp_path / f"{n}.csv", header, rows)
-  given = {
-    "files": str(tmp_path / "*.csv"),
-    "columns": {"clicked": "label", "city": "category", "price": "number"},
-  }
-  messages = []
-  for engine in ("duckdb", "spark"):
-    with pytest.raises(DamagedFileError, match=r"1\.csv, row 8, column 'price'") as error:
-      load(tmp_path, given, engine)
-    messages.append(str(error.value))
-  assert messages[0] == messages[1]
-  assert [path.suffix for path in (tmp_path / "cache [1]").iterdir()] == [".lock"] * 2
 
 
 # --- without Spark --------------------------------------------------------------------------------
