@@ -397,7 +397,7 @@ WAYS = {  # of predicting, as the pages show them
   "view": lambda model: functools.partial(
     lambda predict, view, _: predict(view),
     nnx.jit(act, graph=False),
-    nnx.view(model, deterministic=True),
+    nnx.view(model),
   ),
   "eager": lambda model: act,
   "serving_lookup": serving_lookup,
