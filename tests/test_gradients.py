@@ -13,6 +13,7 @@ from nested_model import A, B, D, Model, V, twice
 import embed
 
 
+@pytest.mark.programs(20, "trains a whole model")
 def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   """Two microbatches of a scaled loss, unscaled and clipped together, in closed form."""
   model = Model()
