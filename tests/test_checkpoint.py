@@ -1,7 +1,11 @@
 """A checkpoint is logical tables by name and everything else by path, and comes back whole."""
 
+import shutil
+
+import cases
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -28,14 +32,15 @@ class Model(nnx.Module):
     return jnp.mean((self.dropout(x) * act["u"]) ** 2)
 
 
+def train_step(model, optimizer, ids):
+  loss, grads = embed.value_and_grad(lambda m, ids: m(ids))(model, ids)
+  optimizer.update(model, grads)
+  return loss
+
+
 def train(model, optimizer, steps, start=0):
-  losses = []
-  step = nnx.jit(embed.value_and_grad(lambda m, ids: m(ids)))
-  for i in range(start, start + steps):
-    loss, grads = step(model, np.arange(i, i + 5) % 12)
-    optimizer.update(model, grads)
-    losses.append(float(loss))
-  return losses
+  step = embed.jit_step(train_step, model, optimizer)
+  return [float(step(np.arange(i, i + 5) % 12)) for i in range(start, start + steps)]
 
 
 def pair(seed):
@@ -43,68 +48,31 @@ def pair(seed):
   return model, embed.Optimizer(model, optax.adam(0.01))
 
 
-@pytest.mark.ci
+@pytest.mark.programs(30, "trains, saves and restores whole models")
 def test_a_run_goes_on_from_orbax_as_if_it_had_not_stopped(tmp_path):
   model, optimizer = pair(0)
-  train(model, optimizer, 2)
+  train(model, optimizer, 1)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=model, optimizer=optimizer))
-  wanted = train(model, optimizer, 3, start=2)
-
-  model, optimizer = pair(1)  # another seed: nothing of it may remain, dropout's counter included
-  like = embed.checkpoint.to_tree(model=model, optimizer=optimizer)
-  with ocp.StandardCheckpointer() as checkpointer:
-    tree = checkpointer.restore(tmp_path / "c", jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
-  embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
-  assert train(model, optimizer, 3, start=2) == wanted
+  wanted = train(model, optimizer, 2, start=1)
+  # Of another seed: nothing of it may remain, dropout's counter included.
+  other, other_optimizer = pair(1)
+  embed.checkpoint.restore(tmp_path / "c", model=other, optimizer=other_optimizer)
+  assert train(other, other_optimizer, 2, start=1) == wanted
+  states = [jax.tree.leaves(nnx.state(x)) for x in ((model, optimizer), (other, other_optimizer))]
+  for a, b in zip(*states, strict=True):
+    is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (a, b)) if is_key else (a, b))
 
 
 def test_names():
-  model, _ = pair(0)
+  """Of an abstract model too."""
+  model = nnx.eval_shape(lambda: Model(0))
   tables = embed.checkpoint.to_tree(model=model)["model"]["tables"]
-  assert {k: sorted(v) for k, v in tables.items()} == {
-    "embed/movie": ["momenta", "parameters", "velocities"],
-    "embed/user": ["accumulators", "parameters"],
+  assert {key: {k: x.shape for k, x in table.items()} for key, table in tables.items()} == {
+    "embed/movie": dict.fromkeys(["momenta", "parameters", "velocities"], (12, 4)),
+    "embed/user": {"accumulators": (7,), "parameters": (7, 4)},
   }
-  assert tables["embed/user"]["accumulators"].shape == (7,)
-
-
-def test_a_tree_outlives_the_model_it_went_into():
-  source, model = Model(0), Model(1)
-  tree = embed.checkpoint.to_tree(model=source)
-  embed.checkpoint.from_tree(tree, model=model)
-  donate = nnx.jit(lambda m: m.embed.load_tables({"user": jnp.ones((7, 4))}), donate_argnums=0)
-  donate(model)
-  jax.block_until_ready(tree)  # raises if deleted
-  donate(source)
-  with pytest.raises(ValueError, match="copy the tree"):
-    embed.checkpoint.from_tree(tree, model=model)
-
-
-def test_an_abstract_model_has_a_tree():
-  tree = nnx.eval_shape(lambda: Model(0))
-  tables = embed.checkpoint.to_tree(model=tree)["model"]["tables"]
-  assert tables["embed/movie"]["momenta"].shape == (12, 4)
-
-
-def test_what_does_not_fit_is_named_and_nothing_changes():
-  model, _ = pair(0)
-  tree = embed.checkpoint.to_tree(model=model)
-  other = Model(1, vocabulary_size=13)
-  before = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=other))
-  with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(12, 4\)"):
-    embed.checkpoint.from_tree(tree, model=other)
-  del tree["model"]["tables"]["embed/user"]
-  with pytest.raises(ValueError, match="embed/user/accumulators is missing"):
-    embed.checkpoint.from_tree(tree, model=Model(1))
-  with pytest.raises(ValueError, match="is missing"):
-    embed.checkpoint.from_tree({}, model=Model(1))
-  after = embed.checkpoint.to_tree(model=other)
-  jax.tree.map(np.testing.assert_array_equal, before, after)
-  tree = embed.checkpoint.to_tree(model=model)
-  tree["model"]["tables"]["embed/movie"]["parameters"] = np.zeros(3)
-  with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(3,\)"):
-    embed.checkpoint.from_tree(tree, model=model)
 
 
 class Rows(nnx.Module):
@@ -118,31 +86,80 @@ class Rows(nnx.Module):
     )
 
 
-@pytest.mark.parametrize("optimizer", [None, embed.frozen()])
-def test_a_model_without_optimizer_restores_what_was_trained(optimizer):
-  trained, serving = Rows(embed.adam(), embed.adam()), Rows(optimizer)
+def test_a_tree_outlives_the_model_it_went_into():
+  source, model = Rows(), Rows()
+  tree = embed.checkpoint.to_tree(model=source)
+  embed.checkpoint.from_tree(tree, model=model)
+  donate = nnx.jit(lambda m: m.embed.load_tables({"a": jnp.zeros((3, 2))}), donate_argnums=0)
+  donate(model)
+  jax.block_until_ready(tree)  # raises if deleted
+  donate(source)
+  with pytest.raises(ValueError, match="copy the tree"):
+    embed.checkpoint.from_tree(tree, model=model)
+
+
+def test_what_does_not_fit_is_named_and_nothing_changes():
+  model = Rows(embed.adam(), embed.sgd())
+  like = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=model))
+
+  def without(*path):
+    tree = jax.tree.map(lambda x: x, like)
+    *parents, last = path
+    node = tree
+    for key in parents:
+      node = node[key]
+    del node[last]
+    return tree
+
+  def with_array(table, key, value):
+    tree = jax.tree.map(lambda x: x, like)
+    tree["model"]["tables"][table][key] = value
+    return tree
+
+  cases.refused(
+    [
+      ({}, "is missing"),
+      (without("model", "tables", "embed/a/b"), "embed/a/b/parameters is missing"),
+      (without("model", "tables", "embed/a", "momenta"), "embed/a/momenta is missing"),
+      (
+        with_array("embed/a", "parameters", np.zeros((4, 2), np.float32)),
+        r"embed/a/parameters has shape \(4, 2\), the model's has \(3, 2\).*Make table 'embed/a' "
+        r"with vocabulary_size=4 and dim=2.*load_variables",
+      ),
+      (with_array("embed/a", "parameters", np.zeros(3)), r"embed/a/parameters has shape \(3,\)"),
+      # A slot of a table that is trained, of a rule without slots.
+      (
+        with_array("embed/a/b", "momenta", np.zeros((3, 2), np.float32)),
+        "embed/a/b/momenta is not in the model",
+      ),
+    ],
+    lambda tree: embed.checkpoint.from_tree(tree, model=model),
+  )
+  jax.tree.map(np.testing.assert_array_equal, embed.checkpoint.to_tree(model=model), like)
+
+
+def test_a_model_without_optimizer_restores_what_was_trained():
+  """Slots are left out for tables that are not trained."""
+  trained = Rows(embed.adam(), embed.adam())
   trained.embed.load_tables({"a": np.full((3, 2), 7.0)})
   tree = embed.checkpoint.to_tree(model=trained)
   assert sorted(tree["model"]["tables"]["embed/a"]) == ["momenta", "parameters", "velocities"]
-  embed.checkpoint.from_tree(tree, model=serving)
-  assert list(serving.embed.variables["a"]) == ["parameters"]
-  assert (serving.embed.tables["a"] == 7).all()
-  activations, residual = serving.embed.lookup([jnp.array([0]), jnp.array([1])])
-  assert (activations[0] == 7).all()
-  if optimizer is None:
-    with pytest.raises(ValueError, match="'a' has no optimizer, so it cannot be trained"):
-      serving.embed.apply_gradients(activations, residual, step=0)
-  with pytest.raises(ValueError, match="embed/a/momenta is missing"):
-    embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=serving), model=trained)
+
+  def train_step(model):
+    activations, residual = model.embed.lookup([np.array([0]), np.array([1])])
+    model.embed.apply_gradients(activations, residual, step=0)
+
+  for optimizer in (None, embed.frozen()):
+    serving = Rows(optimizer)
+    embed.checkpoint.from_tree(tree, model=serving)
+    assert list(serving.embed.variables["a"]) == ["parameters"]
+    assert (np.asarray(serving.embed.tables["a"]) == 7).all()
+    if optimizer is None:
+      with pytest.raises(ValueError, match="'a' has no optimizer, so it cannot be trained"):
+        nnx.eval_shape(train_step, serving)
 
 
-def test_slots_are_left_out_for_tables_that_are_not_trained_alone():
-  tree = embed.checkpoint.to_tree(model=Rows(embed.adam(), embed.adam()))
-  with pytest.raises(ValueError, match=r"embed/a/b/momenta is not in the model.*") as error:
-    embed.checkpoint.from_tree(tree, model=Rows(None, embed.sgd()))
-  assert "embed/a/momenta" not in str(error.value)
-
-
+@pytest.mark.ci
 def test_orbax_does_not_read_the_slots_that_are_left_out(tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=Rows(embed.adam())))
@@ -192,79 +209,28 @@ def test_two_tables_of_one_key_are_refused():
   assert set(tables) == {"tower/user/geo/id", "tower/user/geo/name"}
 
 
-def test_restore_checks_before_it_reads(tmp_path):
-  source = Model(0)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=source))
-  model = Model(1)
-  embed.checkpoint.restore(tmp_path / "c", model=model)
-  for a, b in zip(
-    jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(source)), strict=True
-  ):
-    is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
-    np.testing.assert_array_equal(*map(jax.random.key_data, (a, b)) if is_key else (a, b))
-  other = Model(1, vocabulary_size=13)
-  message = (
-    r"embed/movie/parameters has shape \(12, 4\), the model's has \(13, 4\).*Make table "
-    r"'embed/movie' with vocabulary_size=12 and dim=4.*load_variables"
+def test_optax_slots_and_a_learned_combiner_come_back(tmp_path):
+  combiner = embed.CustomCombiner(
+    lambda valency, vectors, weights: weights @ vectors, 3, 3, jax.nn.initializers.ones, 0.5
   )
-  with pytest.raises(ValueError, match=message):
-    embed.checkpoint.restore(tmp_path / "c", model=other)
 
-
-class Combined(nnx.Module):
-  """State of optax in slots, with a count for each row, and learned weights of a combiner."""
-
-  def __init__(self, seed, **where):
-    combiner = embed.CustomCombiner(
-      lambda valency, vectors, weights: weights @ vectors / valency, 3, 3, jax.nn.initializers.ones
-    )
+  def make(seed):
     optimizer = embed.from_optax(optax.adam(0.1))
-    movie = embed.TableConfig(16, 8, combiner=combiner, optimizer=optimizer, name="movie")
-    self.embed = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(seed), **where)
+    table = embed.TableConfig(16, 8, combiner=combiner, optimizer=optimizer, name="movie")
+    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(seed))
 
-  def __call__(self, ids):
-    return jnp.mean(jnp.square(self.embed(embed.Padded(ids)) - 1))
-
-
-def train_combined(model, optimizer, start):
-  ids = np.arange(8 * 3).reshape(8, 3) % (9 + 4 * start) - 1  # -1 is padding
-  step = nnx.jit(embed.value_and_grad(lambda m, ids: m(ids)))
-  loss, grads = step(model, ids)
-  optimizer.update(model, grads)
-  return float(loss)
-
-
-@pytest.mark.parametrize(
-  "where",
-  [{}, pytest.param({"sharding": "column"}, marks=pytest.mark.ci)],
-  ids=lambda where: where.get("sharding", "one device"),
-)
-def test_optax_slots_and_a_learned_combiner_go_on_elsewhere(where):
-  """Two steps on one device, a checkpoint, and two more there or on a mesh."""
-  if where:
-    where = where | {"mesh": jax.make_mesh((4,), ("data",))}
-  model = Combined(0)
-  optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  for start in range(2):
-    train_combined(model, optimizer, start)
-  tree = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=model, optimizer=optimizer))
-  saved = tree["model"]["tables"]["embed/movie"]
+  layer, other = make(0), make(1)
+  grads = np.ones((2, 8), np.float32)
+  layers.step(layer, embed.Padded(np.array([[3, 4, -1], [4, -1, -1]])), grads)
+  tree = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=layer))
+  saved = tree["model"]["tables"]["movie"]
   assert sorted(saved) == ["0.count", "0.mu", "0.nu", "parameters"]
   assert saved["0.count"].dtype == np.int32
-  assert saved["0.count"].tolist() == [2] * 8 + [1] * 4 + [0] * 4
-  wanted = [train_combined(model, optimizer, start) for start in (2, 3)]
-
-  other = Combined(1, **where)
-  other_optimizer = embed.Optimizer(other, optax.sgd(0.1))
-  embed.checkpoint.from_tree(tree, model=other, optimizer=other_optimizer)
-  found = [train_combined(other, other_optimizer, start) for start in (2, 3)]
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
-  for name, values in model.embed.variables["movie"].items():
-    np.testing.assert_allclose(other.embed.variables["movie"][name], values, rtol=1e-4, atol=1e-6)
-  weights = [m.embed.combiner_weights["movie"][...] for m in (model, other)]
-  assert np.abs(weights[0] - 1).min() > 0
-  np.testing.assert_allclose(*weights, rtol=1e-5)
+  assert saved["0.count"].tolist() == [0, 0, 0, 1, 1] + [0] * 11
+  assert (np.asarray(layer.combiner_weights["movie"][...]) != 1).any()
+  embed.checkpoint.from_tree(tree, model=other)
+  restored = embed.checkpoint.to_tree(model=other)
+  jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
 def one_table(seed=0, dtype=jnp.float32):
@@ -295,7 +261,7 @@ def managed(tmp_path_factory):
 
 @pytest.mark.parametrize(
   "name",
-  ["plain", "plain/10", "plain/10/default", "prefixed", "beside", "beside/3", "several/3/model"],
+  ["plain", "plain/10/default", "prefixed", "beside", "several/3/model"],
 )
 def test_restore_finds_the_latest_tree_of_a_manager(name, managed):
   root, rows = managed
@@ -319,27 +285,35 @@ def test_restore_names_a_folder_without_a_tree_to_restore(name, words, managed):
     embed.checkpoint.restore(managed[0] / name, model=one_table())
 
 
-@pytest.mark.parametrize("names", [("model", "tower_2"), ("alice_3", "bob_5"), ("best", "10")])
-@pytest.mark.parametrize("inside", ["", "default"])
-def test_trees_that_are_no_steps_of_one_run_are_named(names, inside, tmp_path):
-  with ocp.StandardCheckpointer() as checkpointer:
-    for name in names:
-      checkpointer.save(tmp_path / name / inside, embed.checkpoint.to_tree(model=one_table()))
+@pytest.mark.parametrize(
+  ("names", "inside"), [(("model", "tower_2"), ""), (("best", "10"), "default")]
+)
+def test_trees_that_are_no_steps_of_one_run_are_named(names, inside, managed, tmp_path):
+  for name in names:
+    shutil.copytree(managed[0] / "plain" / "10" / "default", tmp_path / name / inside)
   with pytest.raises(ValueError, match=f"several trees: .*{min(names)}, .*{max(names)}"):
     embed.checkpoint.restore(tmp_path, model=one_table())
 
 
-@pytest.mark.parametrize("dtype", [object, complex, "U1", "M8[s]"])
-def test_arrays_that_are_no_real_numbers_are_named(dtype):
+def test_restore_checks_the_shapes_of_a_table(managed):
+  table = embed.TableConfig(5, 2, name="movie")
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  message = r"movie/parameters has shape \(4, 2\), the model's has \(5, 2\)"
+  with pytest.raises(ValueError, match=message):
+    embed.checkpoint.restore(managed[0] / "plain", model=model)
+
+
+def test_arrays_that_are_no_real_numbers_are_named():
   layer = one_table()
   before = np.asarray(layer.tables["movie"])
   tree = embed.checkpoint.to_tree(model=layer)
-  bad = np.zeros((4, 2), dtype)
-  tree["model"]["tables"]["movie"]["parameters"] = bad
-  with pytest.raises(ValueError, match=r"model/tables/movie/parameters has dtype"):
-    embed.checkpoint.from_tree(tree, model=layer)
-  with pytest.raises(ValueError, match="'movie' has dtype float32, got"):
-    layer.load_tables({"movie": bad})
+  for dtype in (object, complex, "U1", "M8[s]"):
+    bad = np.zeros((4, 2), dtype)
+    tree["model"]["tables"]["movie"]["parameters"] = bad
+    with pytest.raises(ValueError, match=r"model/tables/movie/parameters has dtype"):
+      embed.checkpoint.from_tree(tree, model=layer)
+    with pytest.raises(ValueError, match="'movie' has dtype float32, got"):
+      layer.load_tables({"movie": bad})
   np.testing.assert_array_equal(layer.tables["movie"], before)
 
 
@@ -368,14 +342,14 @@ def test_a_table_that_is_rounded_is_named_once(tmp_path):
     with pytest.warns(UserWarning, match="rounded.*model/tables/movie") as warned:
       restore(rounded)
     assert [warning.filename for warning in warned] == [__file__]
-    assert (rounded.tables["movie"] == 1).all()
+    assert (np.asarray(rounded.tables["movie"]) == 1).all()
   embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=rounded), model=saved)  # exact
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_restored_model_goes_on_across_a_mesh(devices, tmp_path):
+@pytest.mark.ci
+def test_a_restored_model_goes_on_across_a_mesh(tmp_path):
   """The model has a mesh, and the code around it has none set; a step and a prediction after."""
-  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  mesh = jax.make_mesh((8,), ("data",))
   table = embed.TableConfig(16, 4, name="t", optimizer=embed.adagrad(0.1))
 
   class Small(nnx.Module):

@@ -2,6 +2,7 @@
 
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import meshes
@@ -26,8 +27,14 @@ def test_the_default_initializer_is_keyed_by_row(monkeypatch):
   np.testing.assert_array_equal(many, make_rows(key, (50, D), jnp.float32))
 
 
-@pytest.mark.parametrize("partitionable", [True, False])
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(
+  ("kind", "partitionable"),
+  [
+    ("threefry2x32", True),
+    pytest.param("rbg", True, marks=pytest.mark.ci),
+    pytest.param("threefry2x32", False, marks=pytest.mark.ci),
+  ],
+)
 def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
   """Keys of "rbg" draw a whole batch from the first one's key: no two rows may be equal either."""
   tables = [embed.TableConfig(size, 4, name=name) for name, size in (("few", 3), ("many", 800))]
@@ -45,18 +52,17 @@ def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
   np.testing.assert_allclose(rows(mesh=meshes.make_mesh(), axis="data"), alone, rtol=3e-7)
 
 
-@pytest.mark.parametrize("row_wise", [False, True], ids=["whole", "row by row"])
-def test_a_slot_draws_nothing_that_a_row_has_drawn(row_wise):
+def test_a_slot_draws_nothing_that_a_row_has_drawn():
   """One draw `[1, D]` would have been row 0 of the table, and of the slot; rows are as recorded."""
   normal = jax.nn.initializers.normal(1.0)
-  slot = embed.row_wise(normal) if row_wise else normal
+  slot = embed.row_wise(normal)
   optimizer = embed.adam(slot_init={"momenta": slot, "velocities": slot})
   table = embed.TableConfig(5, 3, embed.row_wise(normal), optimizer, name="t")
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   every = np.concatenate([np.asarray(x).reshape(-1) for x in layer.variables["t"].values()])
   assert len(set(every.tolist())) == 3 * 5 * 3
   wanted = [-0.57478017, 0.79983664, -0.25960687]
-  np.testing.assert_allclose(layer.tables["t"][0], wanted, rtol=1e-6)
+  np.testing.assert_allclose(np.asarray(layer.tables["t"])[0], wanted, rtol=1e-6)
 
 
 INITIALIZERS = {
@@ -69,20 +75,23 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", INITIALIZERS)
-def test_known_initializers_draw_row_by_row_unasked(name):
+def check_known(initializer, again):
+  assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D)
+  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
+  assert initializers.as_row_wise(initializer, D) is not other
+
+
+def test_known_initializers_draw_row_by_row_unasked():
   """As if `embed.row_wise` were written, and equal ones as one, which is compiled once."""
+  again = {"normal": nnx.initializers.normal(0.1)}
+  cases.each({name: (f, again.get(name, f)) for name, f in INITIALIZERS.items()}, check_known)
 
   def rows(initializer):
     table = embed.TableConfig(50, D, initializer, name="t")
     return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0)).tables["t"]
 
-  initializer = INITIALIZERS[name]
-  again = {"normal": nnx.initializers.normal(0.1)}.get(name, initializer)
-  assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D)
-  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
-  assert initializers.as_row_wise(initializer, D) is not other
-  np.testing.assert_array_equal(rows(initializer), rows(embed.row_wise(initializer)))
+  normal = INITIALIZERS["normal"]
+  np.testing.assert_array_equal(rows(normal), rows(embed.row_wise(normal)))
 
 
 def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
@@ -99,14 +108,14 @@ def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
   assert told[0].filename == __file__
 
 
-@pytest.mark.parametrize("slot", ["accumulators", "momenta"])
-def test_a_slot_of_another_shape_is_refused(slot):
+def test_a_slot_of_another_shape_is_refused():
   """One row for four would set row 0 alone."""
   wrong = lambda key, shape, dtype: np.ones((1, *shape[1:]), dtype)
   per_row, per_element = embed.Slot(per_row=True), embed.Slot()
   slots = {"accumulators": per_row, "momenta": per_element}
   keep = lambda g, w, s, lr: (w, s)
-  rule = embed.custom_optimizer(keep, slots, slot_init={slot: wrong})
-  table = embed.TableConfig(4, 2, name="t", optimizer=rule)
-  with pytest.raises(ValueError, match=f"'{slot}' of table 't'"):
-    embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  for slot in slots:
+    rule = embed.custom_optimizer(keep, slots, slot_init={slot: wrong})
+    table = embed.TableConfig(4, 2, name="t", optimizer=rule)
+    with pytest.raises(ValueError, match=f"'{slot}' of table 't'"):
+      embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))

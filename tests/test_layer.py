@@ -1,9 +1,9 @@
 """A layer at its edges: nothing to look up, eager calls, settings that contradict, refusals."""
 
-import itertools
-
+import cases
 import jax
 import jax.numpy as jnp
+import layers
 import meshes
 import numpy as np
 import optax
@@ -11,8 +11,6 @@ import pytest
 from flax import nnx
 from nested_model import D, Model, V, dense
 from recorded_calls import FC, SE, f32
-from recorded_calls import dense as ids_of
-from suites import slow_unless
 
 import embed
 
@@ -22,43 +20,33 @@ FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
   for name, size in (("t", 10), ("u", 12))
 }
-NOTHING = embed.Padded(np.zeros((0, 3), np.int32))
-BATCHES = {
-  "one": {"t": NOTHING, "u": np.arange(8)},
-  "all": {"t": NOTHING},
-  "empty bags": {"t": embed.Padded(np.zeros((8, 0), np.int32)), "u": np.arange(5)},
-}
-
-
-def step(batch, mesh):
-  """One eager step, without `jax.set_mesh`."""
-  layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
-  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
-  loss_fn = lambda layer: sum(jnp.sum(a**2) for a in layer(batch).values())
-  loss, grads = embed.value_and_grad(loss_fn)(layer)
-  optimizer.update(layer, grads)
-  return jax.device_get((loss, layer.variables)), layer.report.get_value()
+BATCH = {"t": embed.Padded(np.zeros((0, 3), np.int32)), "u": np.arange(8)}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  ("batch", "kind"),
-  slow_unless(
-    itertools.product(BATCHES, ["auto", "explicit"]),
-    lambda *case: case in (("one", "explicit"), ("all", "auto")),
-  ),
-)
-def test_nothing_to_look_up(batch, kind):
-  wanted, _ = step(BATCHES[batch], None)
-  found, report = step(BATCHES[batch], meshes.make_mesh(kind))
+def test_nothing_to_look_up_on_a_mesh_that_is_not_set():
+  """One eager step, for a feature without bags."""
+
+  def step(mesh):
+    layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
+    optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+    loss_fn = lambda layer: sum(jnp.sum(a**2) for a in layer(BATCH).values())
+    loss, grads = embed.value_and_grad(loss_fn)(layer)
+    optimizer.update(layer, grads)
+    return jax.device_get((loss, layer.variables)), layer.report.get_value()
+
+  wanted, _ = step(None)
+  found, report = step(meshes.make_mesh("explicit"))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
-  assert int(report["exchange_rounds"]) == (batch != "all")
+  assert int(report["exchange_rounds"]) == 1
 
 
 def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
   mesh = meshes.make_mesh("auto")
   plan = embed.plan(FEATURES, mesh, {"t": np.arange(8), "u": np.arange(8)})
-  layer = embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  layer = nnx.eval_shape(
+    lambda: embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  )
   assert layer.spec.optimizers == {"t": embed.sgd(0.5), "u": embed.sgd(0.5)}
   for contradiction in (
     {"sharding": "div"},
@@ -71,52 +59,46 @@ def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
 
 def test_a_split_input_wants_a_mesh():
   mesh = meshes.make_mesh("explicit")
-  ids = jax.device_put(jnp.arange(8), jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))
+  ids = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))
   layer = embed.SparseEmbed(FEATURES, embed.sgd(0.1), rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match=r"'u' is split over a mesh.*pass mesh=mesh"):
     layer({"u": ids})
-
-
-def test_rows_by_hand_are_checked():
-  layer = embed.SparseEmbed(FEATURES, embed.sgd(0.1), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="'t' have 3 columns, its dim is 4"):
-    layer.apply_row_gradients({"t": embed.RowGrads(np.array([1]), np.ones((1, 3)))})
-  with pytest.raises(ValueError, match="complex64"):
-    embed.RowGrads(np.array([1]), np.ones((1, 4), np.complex64))
-  with pytest.raises(ValueError, match=r"'t' have id 11; its ids are 0 \.\. 9"):
-    layer.apply_row_gradients({"t": embed.RowGrads(np.array([11]), np.ones((1, 4)))})
 
 
 def test_load_tables_checks_names_and_shapes():
   layer = SE({"f": FC()}, embed.sgd())
   with pytest.raises(ValueError, match="unknown"):
     layer.load_tables({"unknown": np.zeros((4, 2), f32)})
-  with pytest.raises(ValueError, match="t"):
+  with pytest.raises(ValueError, match=r"'t' has shape \(4, 2\), got \(5, 2\)"):
     layer.load_tables({"t": np.zeros((5, 2), f32)})
 
 
-@pytest.mark.parametrize(
-  ("grads", "error", "message"),
-  [
-    ({"f": jnp.ones((3, 2))}, ValueError, r"have \(2, 2\)"),
-    ({"f": jnp.ones((2, 3))}, ValueError, r"have \(2, 2\)"),
-    ({"f": np.ones((2, 2), np.complex64)}, ValueError, "complex64; rows are real"),
-    ({"f": "ones"}, ValueError, "non-array"),
-    ({}, ValueError, "None for a zero gradient"),
-    ({"g": jnp.ones((2, 2))}, ValueError, "unknown features"),
-    ([jnp.ones((2, 2))], TypeError, "expected a dict"),
-    (None, ValueError, "activation_grads is None"),
-  ],
-)
-def test_bad_activation_gradients(grads, error, message):
+def test_bad_activation_gradients():
   layer = SE({"f": FC()}, embed.sgd())
-  _, residual = layer.lookup({"f": ids_of(1, 2)})
-  with pytest.raises(error, match=message):
-    layer.apply_gradients(grads, residual, step=0)
+  ones = lambda *shape: np.ones(shape, f32)
+
+  def apply(grads):
+    def step(layer):
+      _, residual = layer.lookup({"f": np.array([1, 2])})
+      layer.apply_gradients(grads, residual, step=0)
+
+    nnx.eval_shape(step, layer)
+
+  refused = [
+    ({"f": ones(3, 2)}, r"have \(2, 2\)"),
+    ({"f": ones(2, 3)}, r"have \(2, 2\)"),
+    ({"f": np.ones((2, 2), np.complex64)}, "complex64; rows are real"),
+    ({"f": "ones"}, "non-array"),
+    ({}, "None for a zero gradient"),
+    ({"g": ones(2, 2)}, "unknown features"),
+    (None, "activation_grads is None"),
+  ]
+  cases.refused(refused, apply)
+  cases.refused([([ones(2, 2)], "expected a dict")], apply, TypeError)
 
 
 @pytest.mark.parametrize(
-  "where", [{}, {"mesh": jax.make_mesh((1,), ("data",))}], ids=["one", "mesh"]
+  "where", [{}, pytest.param({"mesh": jax.make_mesh((1,), ("data",))}, marks=pytest.mark.ci)]
 )
 def test_tables_that_do_not_fit_are_named(where):
   movie = embed.TableConfig(2_000_000_000, 1 << 14, name="movie", optimizer=embed.adam(0.1))
@@ -125,62 +107,47 @@ def test_tables_that_do_not_fit_are_named(where):
   assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
-@pytest.mark.ci
 def test_attend_trains_all_rows_or_only_candidates():
-  model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
-  layer = model.inner["e"]
-  table = layer.tables["t"]
+  model, query = Model(), np.arange(6, dtype=f32).reshape(2, D) / 6
+  table = np.asarray(model.inner["e"].tables["t"])
   some = np.array([[1, 2], [2, -1]])
+  candidates = {"every": None, "shared": np.array([4, 7, -1]), "each": some}
 
-  def every(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t")))
+  @nnx.jit
+  def differentiate(model):
+    found = {}
+    for name, ids in candidates.items():
+      loss = lambda m, ids=ids: jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", ids)))
+      rows = embed.value_and_grad(loss)(model)[1].rows["inner/e/t"]
+      found[name] = meshes.Rows(rows.ids, rows.values)
+    scores = model.inner["e"].attend(query, "t"), model.inner["e"].attend(query, "t", some)
+    return found, scores
 
-  def shared(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", np.array([4, 7, -1]))))
-
-  def each(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", some)))
-
-  wanted = {
-    every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
-    shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
-    each: (
-      lambda t: (
-        jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
-        + jnp.tanh(query[1] @ t[2])
-      ),
-      [1, 2],
-    ),
-  }
-  for loss, (plain, touched) in wanted.items():
-    _, grads = nnx.jit(embed.value_and_grad(loss))(model)
-    rows = grads.rows["inner/e/t"]
-    np.testing.assert_allclose(dense(rows), jax.grad(plain)(table), atol=1e-5)
-    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == list(touched)
-  np.testing.assert_allclose(layer.attend(query, "t")[:, 3], query @ table[3], rtol=1e-5)
-  assert layer.attend(query, "t", np.array([4, -1])).shape == (2, 2)
-  with pytest.raises(ValueError, match="no table 'x'"):
-    layer.attend(query, "x")
-  with pytest.raises(ValueError, match="dim"):
-    layer.attend(jnp.ones((2, D + 1)), "t")
-  with pytest.raises(ValueError, match="out of range"):
-    layer.attend(query, "t", np.array([V]))
-
-
-def test_weights_of_an_absent_feature_come_first():
-  """Before any other feature is read: the batch is not what its sender thinks."""
-  layer = embed.SparseEmbed(FEATURES, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="weights given for 'u', which has no ids"):
-    layer({"t": np.ones(2, np.float32)}, {"u": np.ones((2, 1), np.float32)})
+  found, (every, each) = differentiate(model)
+  wanted = {name: np.zeros((V, D)) for name in candidates}
+  touched = {"every": list(range(V)), "shared": [4, 7], "each": [1, 2]}
+  for query_number, vector in enumerate(query):
+    for name, rows in (("every", range(V)), ("shared", [4, 7]), ("each", some[query_number])):
+      for row in (row for row in rows if row >= 0):
+        wanted[name][row] += (1 - np.tanh(vector @ table[row]) ** 2) * vector
+  for name, rows in found.items():
+    np.testing.assert_allclose(dense(rows), wanted[name], atol=1e-5, err_msg=name)
+    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == touched[name], name
+  np.testing.assert_allclose(every, query @ table.T, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(np.asarray(each)[0], table[[1, 2]] @ query[0], rtol=1e-5, atol=1e-6)
+  assert each.shape == (2, 2)
+  layer = model.inner["e"]
+  cases.refused(
+    [
+      ((query, "x", None), "no table 'x'"),
+      ((np.ones((2, D + 1), f32), "t", None), f"'t' has dim {D}"),
+      ((query, "t", np.array([V])), "out of range"),
+    ],
+    lambda arguments: layer.attend(*arguments),
+  )
 
 
-def test_a_printed_layer_names_its_tables_and_no_more():
-  tables = {str(i): embed.FeatureConfig(embed.TableConfig(9, 4, name=f"t{i}")) for i in range(9)}
-  graphdef, _ = nnx.split(embed.SparseEmbed(tables, embed.sgd(), rngs=nnx.Rngs(0)))
-  assert "Spec(tables=['t0', 't1'," in repr(graphdef)
-  assert "TableConfig" not in repr(graphdef)
-
-
+@pytest.mark.ci
 def test_tabulate():
   movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
   layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -198,11 +165,11 @@ def test_a_layer_keeps_its_features_when_the_config_changes():
   small, large = (embed.FeatureConfig(embed.TableConfig(n, 4, name=f"t{n}")) for n in (10, 1000))
   features = {"a": small, "b": [large]}
   plan = embed.plan(features, None, {"a": np.array([1]), "b": [np.array([1])]}, embed.sgd())
-  layers = [SE(features, embed.sgd()), embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))]
+  made = [SE(features, embed.sgd()), embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))]
   features["a"] = large
   features["b"].clear()
-  for layer in layers:
-    assert layer({"b": [np.array([500])]})["b"][0].shape == (1, 4)
+  for layer in made:
+    assert nnx.eval_shape(lambda m: m({"b": [np.array([500])]}), layer)["b"][0].shape == (1, 4)
     with pytest.raises(ValueError, match="id 500"):
       layer({"a": np.array([500])})
 
@@ -210,20 +177,24 @@ def test_a_layer_keeps_its_features_when_the_config_changes():
 def test_a_residual_of_another_layer_is_refused():
   small, large = (SE(FC(embed.TableConfig(size, 4, name="t")), embed.sgd()) for size in (10, 1000))
   before = np.asarray(small.tables["t"])
-  activations, residual = large.lookup(np.array([1, 400]))
-  with pytest.raises(ValueError, match="residual is of another layer"):
+
+  def step(small, large):
+    activations, residual = large.lookup(np.array([1, 400]))
     small.apply_gradients(jnp.ones_like(activations), residual)
+
+  with pytest.raises(ValueError, match="residual is of another layer"):
+    nnx.eval_shape(step, small, large)
   np.testing.assert_array_equal(small.tables["t"], before)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
-def test_attend_quantizes_all_rows_as_it_does_candidates(dtype):
+@pytest.mark.ci
+def test_attend_quantizes_all_rows_as_it_does_candidates():
   """[0.2, 0.6] is [0, 1] and [7, -0.6] is [1, -1] then; gradients pass straight through."""
   coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)
-  table = embed.TableConfig(2, 2, name="t", dtype=dtype, quantization_config=coarse)
+  table = embed.TableConfig(2, 2, name="t", quantization_config=coarse)
   layer = embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(1.0), rngs=nnx.Rngs(0))
   layer.load_tables({"t": np.array([[0.2, 0.6], [7.0, -0.6]])})
-  query = jnp.array([[1.0, 10.0]], dtype)
+  query = jnp.array([[1.0, 10.0]])
   every = lambda m: m.attend(query, "t")
   some = lambda m: m.attend(query, "t", np.array([0, 1]))
   assert every(layer).tolist() == some(layer).tolist() == [[10.0, -9.0]]
@@ -233,33 +204,34 @@ def test_attend_quantizes_all_rows_as_it_does_candidates(dtype):
     assert grads.rows["t"].values.tolist() == [[1.0, 10.0], [1.0, 10.0]]
 
 
-@pytest.mark.parametrize("start", [2**31 - 3, -5], ids=["full", "of an old checkpoint"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_the_count_of_dropped_ids_stays_at_its_largest(start, compiled):
+def test_the_count_of_dropped_ids_stays_at_its_largest():
   """Two ids a call; a checkpoint of before may hold a count that has wrapped around."""
-  table = embed.TableConfig(10, 2, name="t")
-  feature = embed.FeatureConfig(table, validate_weights_and_indices=False)
-  source, layer = (embed.SparseEmbed(feature, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-  source.report.set_value({**source.report.get_value(), "dropped_ids": jnp.int32(start)})
-  embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=source), model=layer)
-  assert int(layer.report["dropped_ids"]) == start
-  look_up = nnx.jit(lambda m, x: m(x), graph=False) if compiled else lambda m, x: m(x)
-  counts = []
-  for _ in range(3):
-    look_up(layer, np.array([10, 3, 11]))
-    counts.append(int(layer.report["dropped_ids"]))
-  assert counts == [2**31 - 1] * 3
+  layer = layers.one_table(feature={"validate_weights_and_indices": False})
+  most = 2**31 - 1
+  for start, wanted in ((most - 2, [most] * 2), (-5, [most] * 2), (3, [5, 7])):
+    report = layer.report.get_value()
+    layer.report.set_value({**report, "dropped_ids": np.int32(start)})
+    counts = []
+    for _ in wanted:
+      layers.predict(layer, np.array([layers.V, 3, layers.V + 1]))
+      counts.append(int(layer.report["dropped_ids"]))
+    assert counts == wanted
 
 
-@pytest.mark.parametrize("name", ["items", "values", "a.b", "a/b"])
+@pytest.mark.parametrize("name", ["items", "a/b"])
 def test_a_table_may_have_any_name(name):
   """Also that of a method of the containers that hold its arrays and its rate."""
   table = embed.TableConfig(4, 2, name=name, optimizer=embed.sgd(nnx.Variable(0.5)))
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   optimizer = embed.Optimizer(layer, optax.sgd(0.1))
   before = np.array(layer.tables[name])
-  _, grads = embed.value_and_grad(lambda layer: layer(np.array([1])).sum())(layer)
-  optimizer.update(layer, grads)
+
+  @nnx.jit
+  def step(layer, optimizer):
+    _, grads = embed.value_and_grad(lambda layer: layer(np.array([1])).sum())(layer)
+    optimizer.update(layer, grads)
+
+  step(layer, optimizer)
   embed.checkpoint.from_tree(embed.checkpoint.to_tree(layer=layer), layer=layer)
   np.testing.assert_allclose(layer.tables[name][1], before[1] - 0.5)
   assert name in repr(layer)

@@ -88,15 +88,10 @@ def write(folder):
   (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
 
 
-PLACES = {"one device": 1, "eight devices": 8}
-
-
-@pytest.mark.parametrize(
-  "place", ["eight devices", pytest.param("one device", marks=pytest.mark.weekly)]
-)
+@pytest.mark.programs(25, "restores a whole model on eight devices")
 @pytest.mark.parametrize("version", sorted(path.name for path in VERSIONS.iterdir()))
-def test_a_checkpoint_and_a_delta_restore(version, place):
-  where = {} if PLACES[place] == 1 else {"mesh": jax.make_mesh((PLACES[place],), ("data",))}
+def test_a_checkpoint_and_a_delta_restore(version):
+  where = {"mesh": jax.make_mesh((8,), ("data",))}
   restored = nodes(1, **where)  # another seed: nothing of it may remain
   embed.checkpoint.restore(VERSIONS / version / "checkpoint", **restored)
   assert embed.deltas.apply(embed.deltas.read(VERSIONS / version / "delta"), 1, **restored) == 2
