@@ -143,6 +143,7 @@ def test_conditionals_on_explicit_axes():
   np.testing.assert_allclose(rows(mesh=mesh), rows(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.programs(30, "trains eagerly made inputs of three kinds on eight devices")
 def test_empty_features_beside_a_full_one():
   """Their activations are zeros, split as the others are, so that a head can join them."""
   mesh = meshes.make_mesh("explicit")
