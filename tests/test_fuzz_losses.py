@@ -1,4 +1,4 @@
-"""A hundred ways of writing a loss or a training step: right, refused, or at least warned about.
+"""Seventy ways of writing a loss or a training step: right, refused, or at least warned about.
 
 Each way is trained for three steps and compared with float64: gradients of a dense-table loss by
 JAX in float64, rows and slots by `fuzz_oracle`. Its decorator declares what may come out:
@@ -279,20 +279,6 @@ def three_calls(m, batch):
   return canonical(m, batch)
 
 
-@loss("right")
-def one_call(m, batch):
-  act = m.inner["e"](
-    {"a": embed.Padded(batch["a"]), "b": batch["b"], "c": embed.Padded(batch["c"])}
-  )
-  return m.head(jnp.tanh(act["a"])) + m.head(jnp.sin(act["b"]) * act["c"])
-
-
-@loss("right", plain_a_twice)
-def one_feature_twice(m, batch):
-  one = lambda: m.head(jnp.tanh(m.encode("a", batch["a"])))
-  return one() + one()
-
-
 @loss("right", plain_a, touched=touch("a", "c"))
 def a_lookup_whose_result_is_dropped(m, batch):
   m.encode("c", batch["c"])  # touched, with a gradient of 0
@@ -323,22 +309,6 @@ def lookup_of_the_mid_level(m, batch):
 # --- under transformations ------------------------------------------------------------------------
 
 
-@loss("right", plain_ab)
-def nnx_jit_called_for_two_features(m, batch):
-  f = nnx.jit(lambda m, ids: m.encode("b", ids))
-  bags = batch["a"]
-  a = sum(jnp.where((bags[:, i] >= 0)[:, None], f(m, bags[:, i]), 0) for i in range(3))
-  return m.head(jnp.tanh(a)) + m.head(f(m, batch["b"]))
-
-
-@loss("right", plain_a)
-def nnx_remat_with_a_policy(m, batch):
-  f = nnx.remat(
-    lambda m, ids: jnp.tanh(m.encode("a", ids)), policy=jax.checkpoint_policies.dots_saveable
-  )
-  return m.head(f(m, batch["a"]))
-
-
 @loss("right")
 def nnx_jit_of_remat_of_jit(m, batch):
   return nnx.jit(nnx.remat(nnx.jit(canonical)))(m, batch)
@@ -346,20 +316,6 @@ def nnx_jit_of_remat_of_jit(m, batch):
 
 def _yes(m):
   return jnp.sum(m.scale[...]) < 1e9
-
-
-@loss("right", plain_a)
-def nnx_cond_with_a_lookup_in_both(m, batch):
-  f = lambda m, ids: nnx.cond(
-    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: m.encode("b", i[:, 0]), m, ids
-  )
-  return only_a(m, batch, f)
-
-
-@loss("right", plain_a)
-def nnx_cond_of_the_whole_loss(m, batch):
-  f = lambda m, batch: m.head(jnp.tanh(m.encode("a", batch["a"])))
-  return nnx.cond(_yes(m), f, lambda m, batch: jnp.float32(0), m, batch)
 
 
 @loss("right", plain_a)
@@ -382,16 +338,6 @@ def lax_cond_over_a_closure(m, batch):
 def lax_scan_over_activations(m, batch):
   copy_rows = lambda x: jax.lax.scan(lambda c, row: (c, row * 1.0), 0, x)[1]
   return canonical(m, batch, lambda m, k, i: copy_rows(m.encode(k, i)))
-
-
-@loss("right")
-def custom_vjp_of_activations(m, batch):
-  @jax.custom_vjp
-  def same(x):
-    return x
-
-  same.defvjp(lambda x: (x, None), lambda _, g: (g,))
-  return canonical(m, batch, lambda m, k, i: same(m.encode(k, i)))
 
 
 @loss("right", plain_a, on_mesh=False)  # vmap takes keys and rows that are split alike
@@ -425,16 +371,6 @@ def nnx_fori_loop_over_a_lookup(m, batch):
 
 
 @loss("either", plain_a)
-def nnx_jit_over_a_closure(m, batch):
-  return only_a(m, batch, lambda m, ids: nnx.jit(lambda i: m.encode("a", i))(ids))
-
-
-@loss("either", plain_a)
-def nnx_remat_over_a_closure(m, batch):
-  return only_a(m, batch, lambda m, ids: nnx.remat(lambda i: m.encode("a", i))(ids))
-
-
-@loss("either", plain_a)
 def jax_vjp_of_a_lookup(m, batch):
   return only_a(m, batch, lambda m, ids: jax.vjp(lambda s: m.encode("a", ids) * s, 1.0)[0])
 
@@ -458,12 +394,6 @@ def a_closure_over_the_model(model, optimizer, batch):
 
 
 @step("told")
-def a_closure_over_the_layer(model, optimizer, batch):
-  encode = encoder(model.inner["e"])
-  return train_on(lambda m, batch: canonical(m, batch, encode))(model, optimizer, batch)
-
-
-@step("told")
 def merged_inside_from_a_split_outside(model, optimizer, batch):
   tables_and_slots = nnx.Any(embed.Table, embed.SlotVariable)
   graphdef, tables, _ = nnx.split(model, tables_and_slots, ...)
@@ -475,13 +405,6 @@ def merged_inside_from_a_split_outside(model, optimizer, batch):
   return train_on(loss_fn)(model, optimizer, batch)
 
 
-@step("told")
-def merged_inside_from_a_graphdef_outside(model, optimizer, batch):
-  graphdef = nnx.graphdef(model)
-  loss_fn = lambda m, batch: canonical(nnx.merge(graphdef, nnx.state(m)), batch)
-  return train_on(loss_fn)(model, optimizer, batch)
-
-
 @loss("told")
 def a_clone_inside(m, batch):
   return canonical(nnx.clone(m), batch)
@@ -490,11 +413,6 @@ def a_clone_inside(m, batch):
 @loss("told")
 def a_deepcopy_inside(m, batch):
   return canonical(copy.deepcopy(m), batch)
-
-
-@loss("told")
-def a_view_inside(m, batch):
-  return canonical(nnx.view(m, deterministic=True), batch)
 
 
 @loss("told")
@@ -696,17 +614,6 @@ def the_model_by_keyword(model, optimizer, batch):
   return value
 
 
-@step("right")
-def functools_partial(model, optimizer, batch):
-  f = functools.partial(lambda scale, m, batch: scale * canonical(m, batch), 1.0)
-  return train_on(f)(model, optimizer, batch)
-
-
-@step("right")
-def an_unbound_method(model, optimizer, batch):
-  return train_on(Model.loss)(model, optimizer, batch)
-
-
 # --- whole tables ---------------------------------------------------------------------------------
 
 
@@ -722,34 +629,6 @@ def _attend_touched(batch):
 @loss("right", _plain_attend, touched=_attend_touched)
 def attend(m, batch):
   return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "u")))
-
-
-@loss("right", _plain_attend, touched=_attend_touched)
-def attend_in_nnx_jit_and_remat(m, batch):
-  f = nnx.jit(nnx.remat(lambda m, q: jnp.tanh(m.inner["e"].attend(q, "u"))))
-  return jnp.sum(f(m, m.encode("a", batch["a"])))
-
-
-@loss("right", _plain_attend, touched=_attend_touched)
-def attend_in_nnx_cond(m, batch):
-  f = lambda m, q: nnx.cond(
-    _yes(m),
-    lambda m, q: m.inner["e"].attend(q, "u"),
-    lambda m, q: blank(0.0, (B, SIZES["u"])),
-    m,
-    q,
-  )
-  return jnp.sum(jnp.tanh(f(m, m.encode("a", batch["a"]))))
-
-
-def _plain_tied(p, batch):
-  query = rows_of(p["t"], batch["a"])
-  return jnp.sum(jnp.tanh(query @ p["t"].T)) / 10
-
-
-@loss("right", _plain_tied, touched=lambda batch: {"t": np.arange(20), "u": np.arange(0)})
-def attend_to_the_table_of_the_query(m, batch):
-  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "t"))) / 10
 
 
 def _plain_candidates(p, batch):
@@ -784,11 +663,6 @@ def variables_read_inside(m, batch):
   return canonical(m, batch) + jnp.sum(m.inner["e"].variables["u"]["parameters"] ** 2)
 
 
-@loss("refused", says="attend")
-def tables_read_inside_nnx_jit(m, batch):
-  return canonical(m, batch) + nnx.jit(lambda m: jnp.sum(m.inner["e"].tables["t"] ** 2))(m)
-
-
 @loss("refused")
 def apply_gradients_inside(m, batch):
   acts, residual = m.inner["e"].lookup({"b": batch["b"]})
@@ -808,44 +682,6 @@ def the_optimizer_inside(model, optimizer, batch):
   return value
 
 
-# --- looking ahead --------------------------------------------------------------------------------
-
-
-@step("refused")
-def look_ahead_of_a_twin_model(model, optimizer, batch):
-  ahead = embed.look_ahead(canonical)(Model(), batch)
-  return train_on(canonical, ahead=ahead)(model, optimizer, batch)
-
-
-def _pipelined(ref, batch, number):
-  """Rows as they were before the last update, dense parameters as they are."""
-  now = ref.params()
-  stale = getattr(ref, "before", None)
-  rows = {n: now[n] if stale is None else stale[n] for n in SIZES}
-  value, grads = ref.gradients(plain, batch, now | rows)
-  ref.before = {n: now[n] for n in SIZES}
-  ref.apply(grads, TOUCHED[plain](batch), number)
-  return value
-
-
-@step("right", reference=_pipelined, is_setup=True)
-def look_ahead_as_a_pipeline(model, optimizer):
-  """Three batches, each looked up before the update of the one ahead of it."""
-  state = {"ahead": None, "number": 0}
-
-  def run(batch):
-    number = state["number"]
-    ahead = state["ahead"] or embed.look_ahead(canonical)(model, batch)
-    value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
-    if number + 1 < len(BATCHES):
-      state["ahead"] = embed.look_ahead(canonical)(model, BATCHES[number + 1])
-    optimizer.update(model, grads)
-    state["number"] += 1
-    return value
-
-  return run
-
-
 # --- arithmetic with gradients --------------------------------------------------------------------
 
 
@@ -859,29 +695,8 @@ def change(allowed, factor=1.0, **more):
 
 
 @change("either", 2.0)
-def tree_map_times_two(grads):
-  return jax.tree.map(lambda g: g * 2, grads)
-
-
-@change("either", 2.0)
 def the_operator_plus(grads):
   return grads + grads
-
-
-@change("either", on_mesh=False)  # jnp.where takes no arrays that are split in two ways
-def where_of_each_leaf(grads):
-  return jax.tree.map(lambda g: jnp.where(jnp.bool_(True), g, jnp.zeros_like(g)), grads)
-
-
-@change("right", 1.0)
-def accumulate_and_mean(grads):
-  return embed.accumulate([grads, grads, grads]).map(lambda g: g / 3)
-
-
-@change("right", 3.0)
-def rows_mapped_by_hand(grads):
-  rows = {key: r.map(lambda g: 3 * g) for key, r in grads.rows.items()}
-  return embed.Grads(jax.tree.map(lambda g: 3 * g, grads.dense), rows)
 
 
 @change("right")
@@ -924,14 +739,6 @@ def two_microbatches_accumulated(model, optimizer, batch):
   f = embed.value_and_grad(canonical)
   (value, first), (_, second) = f(model, batch), f(model, make_batch(100))
   optimizer.update(model, embed.accumulate([first, second]))
-  return value
-
-
-@step("either", reference=_two_batches)
-def two_microbatches_by_tree_map(model, optimizer, batch):
-  f = embed.value_and_grad(canonical)
-  (value, first), (_, second) = f(model, batch), f(model, make_batch(100))
-  optimizer.update(model, jax.tree.map(jnp.add, first, second))
   return value
 
 
@@ -988,19 +795,6 @@ def _plain_weighted(p, batch):
 
 @loss("right", _plain_weighted, touched=touch("a"))
 def weights_are_constants(m, batch):
-  weights = jnp.broadcast_to(jnp.tanh(m.scale[...]), (B, 3))
-  return m.head(m.encode("a", batch["a"], weights))
-
-
-def _plain_learned_weights(p, batch):
-  ids, w = batch["a"], jnp.tanh(p["scale"])
-  rows = jnp.where((ids >= 0)[..., None], p["t"][jnp.maximum(ids, 0)], 0)
-  return plain_head(p, jnp.einsum("bld,l->bd", rows, w))
-
-
-@loss("right", _plain_learned_weights, touched=touch("a"),
-      make_model=functools.partial(Model, config={"differentiate_weights": True}))  # fmt: skip
-def weights_are_differentiated(m, batch):
   weights = jnp.broadcast_to(jnp.tanh(m.scale[...]), (B, 3))
   return m.head(m.encode("a", batch["a"], weights))
 
@@ -1093,7 +887,7 @@ def composed(seed):
   return Way(f"composed_{seed} {chosen}", "right", train_on(loss_fn), expected_steps(plain))
 
 
-COMPOSED = 30
+COMPOSED = 12
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -1189,11 +983,10 @@ def refusal(way, error, model, before):
   return "refused"
 
 
+# On eight devices, too, what is not composed or only warned about.
 CASES = [
-  (way, mesh)
-  for mesh in (False, True)
-  for way in (*WAYS.values(), *map(composed, range(COMPOSED)))
-  if way.on_mesh or not mesh
+  *((way, False) for way in (*WAYS.values(), *map(composed, range(COMPOSED)))),
+  *((way, True) for way in WAYS.values() if way.on_mesh and way.allowed != "told"),
 ]
 
 

@@ -6,6 +6,7 @@ mesh and training step. A failed test prints its case.
 
 import contextlib
 import dataclasses
+import datetime
 import string
 
 import fuzz_oracle as oracle
@@ -17,9 +18,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizer_cases import OPTIMIZERS
 
 import embed
-from embed.tools import reference
 
 STEPS = 3
 HIDDEN = 4
@@ -95,6 +96,10 @@ class Case:
     return "\n".join(lines)
 
 
+# The oracle has no norms of rows and no gradients of them.
+ORACLE_HAS = [case for case in OPTIMIZERS if not {"l2_factor", "max_norm"} & set(case[1])]
+
+
 def pick(rng, *options):
   return options[rng.integers(len(options))]
 
@@ -105,60 +110,10 @@ def chance(rng, p):
 
 def make_optimizer(rng):
   """A row optimizer's name and arguments."""
-  name = pick(rng, *reference.RULES)
-  rate = float(pick(rng, 0.02, 0.1, 0.5))
-  if name == "lion":
-    rate = 0.05
-  args = {"learning_rate": rate}
-  if chance(rng, 0.25):
-    args["learning_rate"] = lambda step, rate=rate: rate / (1 + step)
-  options = {
-    "adagrad": {"initial_accumulator_value": (0.1, 0.01, 1.0)},
-    "rowwise_adagrad": {"initial_accumulator_value": (0.1, 0.5), "epsilon": (0.0, 1e-3)},
-    "adagrad_momentum": {
-      "momentum": (0.0, 0.5),
-      "use_nesterov": (False, True),
-      "exponent": (2.0, 3.0),
-      "beta2": (1.0, 0.9),
-      "epsilon": (1e-10, 1e-4),
-    },
-    "ftrl": {
-      "learning_rate_power": (-0.5, -0.3),
-      "l1_regularization_strength": (0.0, 0.01),
-      "l2_regularization_strength": (0.0, 0.1),
-      "beta": (0.0, 0.5),
-      "multiply_linear_by_learning_rate": (False, True),
-    },
-    "adam": {
-      "beta_1": (0.9, 0.5),
-      "beta_2": (0.999, 0.8),
-      "epsilon": (1e-7, 1e-3),
-      "sum_inside_sqrt": (True, False),
-      "lazy_adam": (True, True, False),
-    },
-    "momentum": {"momentum": (0.9, 0.5), "use_nesterov": (False, True)},
-    "rmsprop": {"rho": (0.9, 0.5), "momentum": (0.0, 0.5), "epsilon": (1e-7, 1e-2)},
-    "proximal_adagrad": {
-      "l1_regularization_strength": (0.0, 0.05),
-      "l2_regularization_strength": (0.0, 0.1),
-    },
-    "lion": {"beta1": (0.9, 0.5), "beta2": (0.99, 0.5)},
-  }.get(name, {})
-  for argument, values in options.items():
-    if chance(rng, 0.5):
-      args[argument] = pick(rng, *values)
-  if args.get("lazy_adam", True) and chance(rng, 0.15):
-    args["use_gradient_accumulation"] = False
-  elif chance(rng, 0.25):
-    args["clipvalue"] = pick(rng, 0.05, (-0.02, 0.1), (None, 0.03))
-  if chance(rng, 0.25):
-    args["weight_decay_factor"] = 0.05
-    args["multiply_weight_decay_factor_by_learning_rate"] = chance(rng, 0.5)
-  if chance(rng, 0.15):
-    args["clip_weight_min"], args["clip_weight_max"] = -0.4, 0.3
-  if chance(rng, 0.15):
-    args["gradient_multiplier"] = pick(rng, 0.5, lambda step: 1.0 + step)
-  return name, args
+  name, config = pick(rng, *ORACLE_HAS)
+  rate = float(pick(rng, 0.02, 0.1, 0.5)) if name != "lion" else 0.05
+  schedule = lambda step: rate / (1 + step)
+  return name, {"learning_rate": schedule if chance(rng, 0.25) else rate, **config}
 
 
 def make_tables(rng):
@@ -869,6 +824,7 @@ def from_numpy(seed):
   return case, Outcome(0.0, {n: {"parameters": rows(t)} for n, t in case.tables.items()}, dense, 0)
 
 
+@pytest.mark.weekly
 def test_a_small_fault_is_seen():
   """The reference agrees with itself, and no longer where one row of a table is off by 1e-3."""
   case, initial = from_numpy(5)
@@ -883,11 +839,10 @@ def test_a_small_fault_is_seen():
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("seed", range(4))
-def test_the_reference_differentiates_rightly(seed):
+def test_the_reference_differentiates_rightly():
   """Its gradients, of rows and of dense parameters, are the slope of its loss in any direction."""
-  case, initial = from_numpy(seed)
-  rng, batch = np.random.default_rng(seed), case.batches[0][0]
+  case, initial = from_numpy(0)
+  rng, batch = np.random.default_rng(0), case.batches[0][0]
   _, dense, rows = Reference(case, initial).gradients(batch)
   turn = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape), tree)
   ways, row_ways = turn(initial.dense), turn(initial.tables)
@@ -905,8 +860,13 @@ def test_the_reference_differentiates_rightly(seed):
   np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
 
 
+# Others each week; a seed is in the name of its test.
+_YEAR, _WEEK, _ = datetime.date.today().isocalendar()
+FIRST = 60 * (53 * _YEAR + _WEEK)
+
+
 @pytest.mark.weekly
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 60))
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_random_model(seed, devices):
   case = make_case(seed, devices)
