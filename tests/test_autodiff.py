@@ -1,6 +1,6 @@
 """Row gradients come out of a loss exactly, wherever the layer is called, or an error says why."""
 
-import itertools
+import functools
 import warnings
 
 import jax
@@ -10,18 +10,32 @@ import optax
 import pytest
 from flax import nnx
 from nested_model import A, B, D, Model, V, dense, twice
-from suites import slow_unless
 
 import embed
 
 
-def reference(model):
-  """The dense gradient of head(tanh(rows of A)) + head(sin(rows of B))."""
+@pytest.fixture(scope="module")
+def model():
+  """One model for the tests that only look at it."""
+  return Model()
 
-  def loss(table):
-    return model.head(jnp.tanh(table[A])) + model.head(jnp.sin(table[B]))
 
-  return jax.grad(loss)(model.inner["e"].tables["t"])
+def traced(loss, *args, **options):
+  """`embed.value_and_grad`, while tracing alone: no program."""
+  return nnx.eval_shape(embed.value_and_grad(loss, **options), *args)
+
+
+@functools.cache
+def reference():
+  """The loss of all of LOSSES, head(tanh(rows of A)) + head(sin(rows of B)), and its gradients."""
+  model = Model()
+  table, kernel = np.asarray(model.inner["e"].tables["t"]), np.asarray(model.out.kernel[...])
+  x, y = np.tanh(table[A]), np.sin(table[B])
+  of_rows = np.zeros((V, D))
+  np.add.at(of_rows, A, (1 - x**2) * kernel[:, 0])
+  np.add.at(of_rows, B, np.cos(table[B]) * kernel[:, 0])
+  value = (x @ kernel).sum() + (y @ kernel).sum()  # the bias starts at 0
+  return value, of_rows, (x.sum(0) + y.sum(0))[:, None]
 
 
 def one_call_of_two_features(m):
@@ -101,54 +115,65 @@ def scan_without_a_lookup(m):
 
 LOSSES = [
   twice,
-  checkpoint_that_closes_over_the_model,
-  jax_jit_that_closes_over_the_model,
-  rebuilt_from_its_own_state,
-  partial_that_caches_its_graph,
-  capture,
-  scan_without_a_lookup,
   one_call_of_two_features,
   nested_jit_called_twice,
   remat,
-  cond_in_one_branch,
   cond_in_both_branches,
-  jit_in_remat_in_cond,
-  checkpoint_with_the_model_as_argument,
+  rebuilt_from_its_own_state,
+  *(
+    pytest.param(loss, marks=pytest.mark.ci)
+    for loss in (
+      checkpoint_that_closes_over_the_model,
+      jax_jit_that_closes_over_the_model,
+      partial_that_caches_its_graph,
+      capture,
+      scan_without_a_lookup,
+      cond_in_one_branch,
+      jit_in_remat_in_cond,
+      checkpoint_with_the_model_as_argument,
+    )
+  ),
 ]
 
 
-@pytest.mark.parametrize(
-  ("loss", "compiled"),
-  slow_unless(
-    itertools.product(LOSSES, [False, True]),
-    lambda loss, compiled: not compiled or loss in (remat, cond_in_both_branches),
-    lambda loss, compiled: not compiled,
-  ),
-)
-def test_row_gradients_equal_the_dense_gradient(loss, compiled):
-  model = Model()
-  f = embed.value_and_grad(loss)
-  value, grads = (nnx.jit(f) if compiled else f)(model)
-  np.testing.assert_allclose(value, loss(model), rtol=1e-6)
+def check_gradients(value, grads):
+  wanted, of_rows, of_kernel = reference()
+  np.testing.assert_allclose(value, wanted, rtol=1e-6)
   rows = grads.rows["inner/e/t"]
-  np.testing.assert_allclose(dense(rows), reference(model), atol=1e-6)
-  touched = sorted(i for i in np.asarray(rows.ids).tolist() if i < V)
-  assert touched == [1, 2, 3, 4, 5]
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that it trains no table
-    wanted = nnx.grad(loss)(model)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads.dense, wanted)
+  np.testing.assert_allclose(dense(rows), of_rows, atol=1e-6)
+  assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == [1, 2, 3, 4, 5]
+  np.testing.assert_allclose(grads.dense["out"]["kernel"][...], of_kernel, atol=1e-5)
+  assert grads.dense["out"]["bias"][...].tolist() == [len(A) + len(B)]
 
 
-def test_a_branch_not_taken_touches_nothing():
-  model = Model()
+@nnx.jit(static_argnums=0)
+def differentiate(loss, model):
+  value, grads = embed.value_and_grad(loss)(model)
+  rows = grads.rows["inner/e/t"]
+  # Read here, in the same program.
+  return value, embed.Grads(grads.dense, {"inner/e/t": embed.RowGrads(rows.ids, rows.values)})
 
-  def loss(m, flag):
-    return nnx.cond(flag, lambda m: m.encode("a", A).sum(), lambda m: jnp.zeros(()), m)
 
-  f = nnx.jit(embed.value_and_grad(loss))
-  assert (np.asarray(f(model, False)[1].rows["inner/e/t"].ids) == V).all()
-  assert (np.asarray(f(model, True)[1].rows["inner/e/t"].ids) < V).sum() == 3
+@pytest.mark.parametrize("loss", LOSSES)
+def test_row_gradients_equal_the_dense_gradient(loss, model):
+  check_gradients(*differentiate(loss, model))
+
+
+@pytest.mark.ci
+def test_row_gradients_of_an_eager_call(model):
+  check_gradients(*embed.value_and_grad(twice)(model))
+
+
+def test_a_branch_not_taken_touches_nothing(model):
+  @nnx.jit
+  def ids_of(model, flag):
+    loss = lambda m, flag: nnx.cond(
+      flag, lambda m: m.encode("a", A).sum(), lambda m: jnp.zeros(()), m
+    )
+    return embed.value_and_grad(loss)(model, flag)[1].rows["inner/e/t"].ids
+
+  assert (np.asarray(ids_of(model, False)) == V).all()
+  assert (np.asarray(ids_of(model, True)) < V).sum() == 3
 
 
 def closed(f):
@@ -161,9 +186,6 @@ def stored(m):
 
 REFUSED = {
   "vmap": closed(lambda encode: jax.vmap(encode)(A[:, None])),
-  "vmap with the model as argument": lambda m: jnp.sum(
-    jax.vmap(lambda m, i: m.encode("a", i), in_axes=(None, 0))(m, A[:, None])
-  ),
   "nnx.vmap": lambda m: jnp.sum(
     nnx.vmap(lambda m, i: m.encode("a", i), in_axes=(None, 0))(m, A[:, None])
   ),
@@ -180,8 +202,6 @@ REFUSED = {
     twice(m) + jax.lax.while_loop(lambda c: m.encode("a", A).sum() > c, lambda c: c + 1e9, 0.0)
   ),
   "tables": lambda m: jnp.sum(m.inner["e"].tables["t"]),
-  "stored rows": lambda m: sum(jnp.sum(x) for x in jax.tree.leaves(nnx.state(m, embed.Table))),
-  "a function with a rule of its own": lambda m: twice(m) + jax.nn.relu(stored(m)).sum(),
   "rows scanned over": lambda m: twice(m) + jax.lax.map(jnp.sum, stored(m)).sum(),
   "rows in a loop": lambda m: (
     twice(m)
@@ -195,10 +215,13 @@ REFUSED = {
   ),
 }
 CAUSE = {
-  "tables": "attend",
+  "vmap": "vmap",
   "nnx.vmap": "vmap",
-  "stored rows": "regularise",
-  "a function with a rule of its own": "regularise",
+  "scan": "scan",
+  "nnx.scan": "scan",
+  "fori_loop": "scan|loop",
+  "the condition of a loop": "while|loop",
+  "tables": "attend",
   "rows scanned over": "regularise",
   "rows in a loop": "regularise",
   "load_tables": "load_tables",
@@ -206,70 +229,60 @@ CAUSE = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_lose_a_gradient_raises(name, compiled):
-  f = embed.value_and_grad(REFUSED[name])
-  with pytest.raises(ValueError, match=CAUSE.get(name, "loss")):
-    (nnx.jit(f) if compiled else f)(Model())
+def test_what_would_lose_a_gradient_raises(name, model):
+  with pytest.raises(ValueError, match=CAUSE[name]):
+    traced(REFUSED[name], model)
 
 
-def test_the_dense_way_is_refused():
-  model = Model()
+def test_the_dense_way_is_refused(model):
   wrt = nnx.DiffState(0, nnx.Any(nnx.Param, embed.Table))
   with (
     pytest.raises(ValueError, match=r"embed\.value_and_grad"),
     pytest.warns(UserWarning, match="no gradient"),
   ):
-    nnx.value_and_grad(twice, argnums=wrt)(model)
-  with pytest.warns(UserWarning, match="no gradient"):
+    nnx.eval_shape(nnx.value_and_grad(twice, argnums=wrt), model)
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+
+  def step(model, optimizer):
     _, grads = nnx.value_and_grad(twice)(model)
-  with pytest.raises(TypeError, match=r"embed\.value_and_grad"):
-    embed.Optimizer(model, optax.sgd(0.1)).update(model, grads)
+    optimizer.update(model, grads)
+
+  warns = pytest.warns(UserWarning, match=r"Table 't' is looked up under JAX's own differentiation")
+  with warns, pytest.raises(TypeError, match=r"embed\.value_and_grad"):
+    nnx.eval_shape(step, model, optimizer)
+  attended = lambda m: m.inner["e"].attend(jnp.ones((1, D)), "t").sum()
+  with pytest.warns(UserWarning, match=r"nothing trains them"):
+    nnx.eval_shape(nnx.value_and_grad(attended), model)
 
 
-def test_a_layer_from_outside_of_the_loss_is_told():
-  model, other = Model(), Model()
+def test_a_layer_from_outside_of_the_loss_is_told(model):
+  """But not a frozen one, which has no gradient to lose."""
+  other = Model()
   with pytest.raises(ValueError, match="in the model around it"):
     embed.value_and_grad(lambda m: twice(model))(model)
   with pytest.warns(UserWarning, match="table 't' in a SparseEmbed that is not in its first"):
-    embed.value_and_grad(lambda m: twice(m) + twice(other))(model)
-
-  def made(m):
-    return twice(m) + twice(Model())
-
+    traced(lambda m: twice(m) + twice(other), model)
   with pytest.warns(UserWarning, match="not in its first argument"):
-    embed.value_and_grad(made)(model)
-  embed.value_and_grad(lambda m, other: twice(m) + twice(other))(model, other)  # told, by its place
-
-
-def test_a_frozen_layer_from_outside_is_nothing_to_tell():
-  model = Model()
+    traced(lambda m: twice(m) + twice(Model()), model)
   table = embed.TableConfig(V, D, optimizer=embed.frozen())
   teacher = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(1))
-  embed.value_and_grad(lambda m: twice(m) + jnp.sum(teacher(A)))(model)
-  nnx.value_and_grad(lambda m: jnp.sum(m.out(teacher(A))))(model)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    traced(lambda m, other: twice(m) + twice(other), model, other)  # told, by its place
+    traced(lambda m: twice(m) + jnp.sum(teacher(A)), model)
+    nnx.eval_shape(nnx.value_and_grad(lambda m: jnp.sum(m.out(teacher(A)))), model)
 
 
-def test_jaxs_own_differentiation_says_that_it_trains_no_table():
-  model = Model()
-  with pytest.warns(UserWarning, match=r"Table 't' is looked up under JAX's own differentiation"):
-    nnx.value_and_grad(twice)(model)
-  with pytest.warns(UserWarning, match=r"nothing trains them"):
-    nnx.value_and_grad(lambda m: m.inner["e"].attend(jnp.ones((1, D)), "t").sum())(model)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_a_gradient_of_a_gradient_reaches_the_rows(compiled):
+@pytest.mark.ci
+def test_a_gradient_of_a_gradient_reaches_the_rows(model):
   """A penalty on the gradient of the kernel, against plain JAX."""
-  model = Model()
 
   def penalised(m):
     loss, grads = embed.value_and_grad(twice)(m)
     return loss + jnp.sum(grads.dense["out"]["kernel"][...] ** 2)
 
-  f = embed.value_and_grad(penalised)
-  value, grads = (nnx.jit(f) if compiled else f)(model)
+  value, grads = nnx.jit(embed.value_and_grad(penalised))(model)
   bias = model.out.bias[...]
 
   def plain(table, kernel):
@@ -294,38 +307,40 @@ def test_layers_whose_stacks_have_one_name_stay_apart():
     def __init__(self):
       self.a, self.b = layer("b/id", 0), nnx.Dict(x=layer("id", 1))
 
-  model = Two()
-  _, grads = embed.value_and_grad(lambda m: m.a(A).sum() + 2 * m.b["x"](B).sum())(model)
+  grads = nnx.eval_shape(
+    embed.value_and_grad(lambda m: m.a(A).sum() + 2 * m.b["x"](B).sum()), nnx.eval_shape(Two)
+  )[1]
   assert sorted(grads.rows) == ["a/b/id", "b/x/id"]
 
 
-def test_a_missing_table_raises():
-  model = Model()
-  _, grads = embed.value_and_grad(twice)(model)
+def test_a_missing_table_raises(model):
+  def step(model, optimizer):
+    _, grads = embed.value_and_grad(twice)(model)
+    optimizer.update(model, embed.Grads(grads.dense, {}))
+
   with pytest.raises(ValueError, match="inner/e/t"):
-    embed.Optimizer(model, optax.sgd(0.1)).update(model, embed.Grads(grads.dense, {}))
+    nnx.eval_shape(step, model, embed.Optimizer(model, optax.sgd(0.1)))
 
 
-def test_a_table_not_looked_up_has_an_empty_entry():
-  model = Model()
-  _, grads = embed.value_and_grad(lambda m: jnp.sum(m.out(jnp.ones((1, D)))))(model)
+def test_a_table_not_looked_up_has_an_empty_entry(model):
+  _, grads = traced(lambda m: jnp.sum(m.out(jnp.ones((1, D)))), model)
   assert grads.rows["inner/e/t"].values.shape == (0, D)
 
 
 def test_other_state_survives():
-  """Batch statistics, random counters of another argument, and aux come through."""
+  """Batch statistics, random counters of an argument by keyword, and aux come through."""
 
-  def loss(m, ids, rngs):
+  def loss(m, ids, *, rngs):
     x = m.bn(m.dropout(m.encode("a", ids), rngs=rngs))
     return jnp.sum(x**2), {"x": x}
 
-  model, rngs = Model(), nnx.Rngs(3)
+  model, rngs = Model(other_state=True), nnx.Rngs(3)
   step = nnx.jit(embed.value_and_grad(loss, has_aux=True))
-  (_, aux), _ = step(model, A, rngs)
+  (_, aux), _ = step(model, A, rngs=rngs)
   assert aux["x"].shape == (4, D)
   assert np.abs(model.bn.mean[...]).sum() > 0
   first = np.asarray(aux["x"])
-  (_, aux), _ = step(model, A, rngs)
+  (_, aux), _ = step(model, A, rngs=rngs)
   assert not np.array_equal(first, aux["x"]), "the dropout mask did not change"
 
 
@@ -337,58 +352,38 @@ def test_the_report_counts_through_jit_and_grad():
   assert int(model.inner["e"].report["dropped_ids"]) == 3
 
 
+@nnx.jit
+def shared_gradients(model):
+  loss = lambda m: (
+    m.query.head(jnp.tanh(m.query.encode("a", A)))
+    + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
+  )
+  (rows,) = embed.value_and_grad(loss)(model)[1].rows.values()
+  return embed.RowGrads(rows.ids, rows.values)
+
+
 def test_a_shared_layer_is_one_entry():
   class Towers(nnx.Module):
     def __init__(self):
       shared = Model()
       self.query, self.candidate = shared, shared
 
-  model = Towers()
-  f = embed.value_and_grad(
-    lambda m: (
-      m.query.head(jnp.tanh(m.query.encode("a", A)))
-      + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
-    )
-  )
-  _, grads = f(model)
-  (rows,) = grads.rows.values()
-  np.testing.assert_allclose(dense(rows), reference(model.query), atol=1e-6)
+  np.testing.assert_allclose(dense(shared_gradients(Towers())), reference()[1], atol=1e-6)
 
 
-def test_a_layer_given_twice_is_refused():
-  model = Model()
+def test_a_layer_given_twice_is_refused(model):
   f = embed.value_and_grad(lambda m, e: m.out(e({"a": A})["a"]).sum())
   with pytest.raises(ValueError, match="inside the model"):
     f(model, model.inner["e"])
 
 
-def test_random_state_may_come_by_keyword():
-  f = embed.value_and_grad(lambda m, *, rngs: jnp.sum(m.dropout(m.encode("a", A), rngs=rngs)))
-  rngs = nnx.Rngs(0)
-  assert f(Model(), rngs=rngs)[0] != f(Model(), rngs=rngs)[0]
-
-
-def test_what_the_loss_returns_is_checked():
-  model = Model()
+def test_what_the_loss_returns_is_checked(model):
   with pytest.raises(TypeError, match="has_aux=True"):
-    embed.value_and_grad(lambda m: (twice(m), 1))(model)
+    traced(lambda m: (twice(m), 1), model)
   with pytest.raises(TypeError, match=r"\(loss, aux\)"):
-    embed.value_and_grad(twice, has_aux=True)(model)
-  (_, aux), _ = embed.value_and_grad(lambda m: (twice(m), {"n": 3}), has_aux=True)(model)
-  assert isinstance(aux["n"], jax.Array)
-
-
-def test_capture_outside_of_a_loss_is_free():
-  out, _ = nnx.capture(lambda m: m.encode("a", A), nnx.Intermediate)(Model())
-  assert out.shape == (4, D)
-
-
-def test_an_inference_closure_needs_no_state():
-  model = Model()
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    out = jax.jit(lambda ids: model.encode("a", ids))(A)
-  np.testing.assert_array_equal(out, model.encode("a", A))
+    traced(twice, model, has_aux=True)
+  (_, aux), _ = traced(lambda m: (twice(m), {"n": 3}), model, has_aux=True)
+  assert aux["n"].shape == ()
 
 
 def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
@@ -398,7 +393,7 @@ def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
       self.average = embed.Table(jnp.ones((V, D)))
 
   loss = lambda m: twice(m.model) + jnp.sum(m.average[...])
-  _, grads = embed.value_and_grad(loss)(Averaged())
+  _, grads = traced(loss, Averaged())
   assert sorted(grads.rows) == ["model/inner/e/t"]
 
 
@@ -408,7 +403,7 @@ def test_a_model_that_jit_closes_over_cannot_change():
   model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
   optimizer, ids = embed.Optimizer(model, optax.sgd(0.1)), np.array([1, 2])
   loss_fn = lambda model, ids: model(ids).sum()
-  _, grads = embed.value_and_grad(loss_fn)(model, ids)
+  grads = embed.Grads(nnx.State({}), {"movie": embed.RowGrads(ids, np.ones((2, 2), np.float32))})
 
   def mid_level(ids):
     activations, residual = model.lookup(ids)
@@ -423,11 +418,12 @@ def test_a_model_that_jit_closes_over_cannot_change():
   before = np.asarray(model.tables["movie"])
   for change in changes:
     with pytest.raises(ValueError, match=r"closes over.*as an argument to nnx\.jit"):
-      jax.jit(change)(ids)
+      jax.eval_shape(change, ids)
   np.testing.assert_array_equal(jax.jit(lambda ids: model(ids))(ids), before[ids])
   np.testing.assert_array_equal(model.tables["movie"], before)
 
 
+@pytest.mark.ci
 def test_shapes_inside_a_loss():
   movie = embed.TableConfig(5, 2, optimizer=embed.sgd(0.1), name="movie")
   model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -439,4 +435,4 @@ def test_shapes_inside_a_loss():
     return model(ids).sum() / number
 
   _, grads = embed.value_and_grad(loss_fn)(model, ids)
-  assert embed.global_norm(grads) == 1
+  assert float(embed.global_norm(grads)) == 1

@@ -4,7 +4,6 @@ Read off the compiled program, so that it holds on any machine and needs no cloc
 """
 
 import functools
-import pathlib
 import pickle
 
 import jax
@@ -12,26 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ways
 from compiled import assert_in_place, compile_step, stored
 from flax import nnx
-from optimizer_cases import EXTRA, FIRST, LAZY, OPTIMIZERS, is_plain, optimizer_id
-from suites import slow_unless
 
 import embed
 from embed import layer as layer_lib
-from embed.engine import rows as rows_lib
-from embed.engine import stack as stack_lib
 from embed.engine.stack import Layout, StackSpec
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 
 
-def assert_cost_of_the_batch(optimizer):
-  table = embed.TableConfig(
-    V, D, optimizer=optimizer, name="t", initializer=jax.nn.initializers.zeros
-  )
-  features = {"bag": embed.FeatureConfig(table), "one": embed.FeatureConfig(table)}
-  model = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+def assert_cost_of_the_batch(optimizers):
+  """Of a step of tables of these optimizers, `{name: optimizer}`, in one layer and program."""
+  features = {}
+  for name, optimizer in optimizers.items():
+    table = embed.TableConfig(
+      V, D, optimizer=optimizer, name=name, initializer=jax.nn.initializers.zeros
+    )
+    features |= {f"{kind} {name}": embed.FeatureConfig(table) for kind in ("bag", "one")}
+  model = nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
 
   def step(model, optimizer, inputs):
     loss = lambda m: sum(jnp.sum(a**2) for a in m(inputs).values())
@@ -40,56 +39,63 @@ def assert_cost_of_the_batch(optimizer):
     return value
 
   ids = np.zeros((BATCH, VALENCY), np.int32)
-  inputs = {"bag": embed.Padded(ids), "one": ids[:, 0]}
-  modules = model, embed.Optimizer(model, optax.sgd(0.1))
+  of_kind = {"bag": embed.Padded(ids), "one": ids[:, 0]}
+  inputs = {name: of_kind[name.split()[0]] for name in features}
+  modules = model, nnx.eval_shape(lambda model: embed.Optimizer(model, optax.sgd(0.1)), model)
   # Sixteen buffers of one row per id are plenty; a table has a thousand times as many rows.
-  most = 16 * BATCH * (VALENCY + 1) * D * 4 + 2**16
+  most = len(optimizers) * (16 * BATCH * (VALENCY + 1) * D * 4 + 2**16)
   assert_in_place(compile_step(step, modules, inputs), stored(model), most)
 
 
-@pytest.mark.parametrize("index", slow_unless(LAZY, FIRST.__contains__, is_plain), ids=optimizer_id)
-def test_no_cost_of_the_vocabulary(index):
-  name, config = OPTIMIZERS[index]
-  assert_cost_of_the_batch(getattr(embed, name)(**config))
+def counting(g, w, s, lr):
+  return w - lr * g, {"n": s["n"] + 1}
 
 
-@pytest.mark.parametrize("name", EXTRA)
-def test_no_cost_of_the_vocabulary_for_others(name):
-  assert_cost_of_the_batch(EXTRA[name]())
+OPTIMIZERS = {
+  "sgd": embed.sgd(clipvalue=0.5, weight_decay_factor=0.5),
+  "adagrad": embed.adagrad(),
+  "rowwise_adagrad": embed.rowwise_adagrad(),
+  "adagrad_momentum": embed.adagrad_momentum(),
+  "ftrl": embed.ftrl(),
+  "adam": embed.adam(),
+  "momentum": embed.momentum(momentum=0.5),
+  "rmsprop": embed.rmsprop(rho=0.75, momentum=0.5, epsilon=1e-2),
+  "proximal_adagrad": embed.proximal_adagrad(),
+  "lion": embed.lion(beta1=0.75, beta2=0.5),
+  "from_optax": embed.from_optax(optax.adam(1e-3)),
+  "custom_optimizer": embed.custom_optimizer(counting, {"n": embed.Slot(per_row=True)}),
+  "frozen": embed.frozen(),
+}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  "index",
-  slow_unless(LAZY, lambda index: OPTIMIZERS[index] == ("rowwise_adagrad", {})),
-  ids=optimizer_id,
-)
-def test_no_cost_of_the_vocabulary_in_packed_tables(index, monkeypatch):
+def test_no_cost_of_the_vocabulary():
+  assert_cost_of_the_batch(OPTIMIZERS)
+
+
+@pytest.mark.ci
+def test_no_cost_of_the_vocabulary_in_packed_tables():
   """Where lines and rows are the same bytes, as on CPUs and GPUs."""
-  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "1")
-  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
-  name, config = OPTIMIZERS[index]
-  assert_cost_of_the_batch(getattr(embed, name)(**config))
+  with ways.stored("packed"):
+    assert_cost_of_the_batch(OPTIMIZERS)
 
 
 def test_the_check_sees_a_dense_update():
   """The one optimizer that does move every row fails the check."""
-  with pytest.raises(AssertionError):
-    assert_cost_of_the_batch(embed.adam(lazy_adam=False))
+  with pytest.raises(AssertionError, match=r"copy|copies| of |fusion"):
+    assert_cost_of_the_batch({"t": embed.adam(lazy_adam=False)})
 
 
 def test_row_gradients_are_no_larger_than_the_batch():
   """What leaves a compiled loss is the activations' gradients, not rows of the table."""
-  model = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(V, D, optimizer=embed.adagrad(), name="t")),
-    rngs=nnx.Rngs(0),
-  )
+  feature = embed.FeatureConfig(embed.TableConfig(V, D, optimizer=embed.adagrad(), name="t"))
+  model = nnx.eval_shape(lambda: embed.SparseEmbed(feature, rngs=nnx.Rngs(0)))
   ids = embed.Padded(np.zeros((BATCH, VALENCY), np.int32))
-  take = embed.value_and_grad(lambda m: jnp.sum(m(ids) ** 2))
-  _, grads = nnx.jit(lambda m: take(m), graph=False)(model)
+  _, grads = nnx.eval_shape(embed.value_and_grad(lambda m: jnp.sum(m(ids) ** 2)), model)
   sizes = [leaf.size for leaf in jax.tree.leaves(grads.rows)]
   assert sum(sizes) <= BATCH * D + BATCH * (VALENCY + 1)
-  assert grads.rows["t"].values.shape == (BATCH * VALENCY, D)
+  values = jax.eval_shape(lambda grads: grads.rows["t"].values, grads)
+  assert values.shape == (BATCH * VALENCY, D)
 
 
 @pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.ci), "tpu"])
@@ -143,35 +149,51 @@ def test_equal_layers_share_their_programs():
   assert not np.array_equal(layers[0].tables["t"], layers[1].tables["t"])
 
 
-@pytest.mark.parametrize(
-  "other", [{"size": 9}, {"optimizer": embed.adagrad(0.2)}, {"name": "s"}], ids=str
-)
-def test_other_layers_do_not(other):
-  (stack,), (same,), (different,) = (
-    layer_with(**settings).spec.stacks.values() for settings in ({}, {"seed": 1}, other)
-  )
+def test_other_layers_do_not():
+  def stack_of(size=8, optimizer=None, name="t"):
+    table = embed.TableConfig(size, 4, optimizer=optimizer or embed.adagrad(0.1), name=name)
+    (stack,) = embed.plan(embed.FeatureConfig(table), None, np.zeros(2, np.int32)).stacks().values()
+    return stack
+
+  stack, same = stack_of(), stack_of()
   assert stack == same
   assert hash(stack) == hash(same)
-  assert stack != different
+  for other in ({"size": 9}, {"optimizer": embed.adagrad(0.2)}, {"name": "s"}):
+    assert stack != stack_of(**other), other
 
 
-def test_a_copy_of_a_table_is_told():
-  """nnx.jit returns the modules it is given; the forms that the pages show return no table."""
-  table = embed.TableConfig(1 << 17, 32, name="t", optimizer=embed.sgd())
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  look_up, ids = lambda layer, ids: layer(ids), np.array([1])
+def look_up(layer, ids):
+  return layer(ids)
+
+
+@pytest.fixture(scope="module")
+def large():
+  """A layer of 16 MiB."""
+  table = embed.TableConfig(1 << 17, 32, jax.nn.initializers.zeros, embed.sgd(), name="t")
+  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+
+
+def test_a_copy_of_a_table_is_told(large):
+  """nnx.jit returns the modules it is given."""
+  layer, ids = large, np.array([1])
   with pytest.warns(UserWarning, match=r"16 MiB was copied.*@nnx\.jit\(graph=False\)"):
     nnx.jit(look_up)(layer, ids)
   with pytest.warns(UserWarning, match=r"16 MiB was copied by a step outside.*embed\.jit_step"):
     train_eagerly(layer)
   with pytest.warns(UserWarning, match="constant of a jitted function.*later steps do not change"):
     jax.jit(lambda ids: layer(ids))(ids)
+
+
+@pytest.mark.ci
+def test_a_lookup_that_the_pages_show_copies_no_table(large):
+  layer, ids = large, np.array([1])
   nnx.jit(look_up, graph=False)(layer, ids)  # a warning would be an error here
   nnx.jit(look_up, graph_updates=False)(layer, ids)
   nnx.jit(look_up, donate_argnums=0)(layer, ids)
   nnx.update(layer, jax.tree.map(jnp.copy, nnx.state(layer)))
 
 
+@pytest.mark.ci
 def test_layers_of_one_config_share_a_compiled_step():
   """Gradients from the program of another layer step as many rows, and as fast, as their own."""
   features = layer_with().spec.features
@@ -193,14 +215,3 @@ def test_layers_of_one_config_share_a_compiled_step():
     moved = np.flatnonzero((np.asarray(layer.tables["t"]) != before).any(axis=1))
     assert moved.tolist() == [1, 2]
   assert len(traced) == 1
-
-
-@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="Linux has it")
-def test_new_layers_take_no_memory_maps():
-  """Each compiled program holds some, and Linux allows a process 65,530."""
-  maps = lambda: len(pathlib.Path("/proc/self/maps").read_text().splitlines())
-  counts = []
-  for seed in range(50):
-    train_eagerly(layer_with(seed))
-    counts.append(maps())
-  assert counts[-1] < counts[2] + 40

@@ -6,8 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, is_plain, optimizer_id
-from suites import slow_unless
 
 import embed
 
@@ -19,9 +17,8 @@ def table(capacity=64, name="user", optimizer=None, **policy):
   return embed.TableConfig(vocabulary, DIM, optimizer=optimizer, combiner="sum", name=name)
 
 
-def features_of(*tables):
+def features_of(first, last):
   """Every kind of input, over shared tables."""
-  first, last = tables[0], tables[-1]
   return {
     "dense": embed.FeatureConfig(first),
     "padded": embed.FeatureConfig(first),
@@ -56,9 +53,8 @@ def batches_of(steps, ids=40, seed=0, drift=0):
     }
 
 
-def on_device(batch):
-  raw = {key: x if key == "static" else embed.raw_ids(x) for key, x in batch.items()}
-  return jax.tree.map(jnp.asarray, raw)
+def as_raw(batch):
+  return {key: x if key == "static" else embed.raw_ids(x) for key, x in batch.items()}
 
 
 def make(features, optimizer=None, **where):
@@ -79,7 +75,28 @@ def train_step(model, optimizer, batch):
 
 def train(batches, model, optimizer):
   step = embed.jit_step(train_step, model, optimizer)
-  return [jax.tree.map(np.asarray, step(on_device(batch))) for batch in batches]
+  return [jax.tree.map(np.asarray, step(as_raw(batch))) for batch in batches]
+
+
+@nnx.jit(static_argnames="ahead")
+def admit(model, batch, ahead=False):
+  return model.admit(batch, ahead=ahead)
+
+
+@nnx.jit
+def translate(model, batch):
+  return model.translate(batch)
+
+
+@nnx.jit
+def variables_of(model):
+  """All in one program; outside, each array compiles one of its own."""
+  return model.variables
+
+
+def rows_of(model, *ids):
+  """Rows of the raw ids of the feature "id", -1 for none."""
+  return np.asarray(translate(model, as_raw({"id": np.array(ids, np.uint64)}))["id"])
 
 
 def assert_equal(actual, expected):
@@ -89,72 +106,66 @@ def assert_equal(actual, expected):
 
 @pytest.mark.ci
 def test_rows_of_ids_that_were_not_evicted_are_those_of_a_static_table():
-  batches = list(batches_of(4, ids=20))
-  model, optimizer = make(features_of(table(), table(name="other")))
-  for batch in batches:
-    model.admit(batch)
-  keys = ("parameters", "accumulators")
-  variables = model.variables
-  initial = {
-    name: {key: np.array(variables[name][key]) for key in keys} for name in ("user", "other")
+  features = lambda table: {
+    "dense": embed.FeatureConfig(table),
+    "ragged": embed.FeatureConfig(table),
   }
-  rows = [model.translate(batch) for batch in batches]
-  assert all(int(x["total_evictions"]) == 0 for x in model.vocabulary_report.values())
+  batches = [{key: x[key] for key in ("dense", "ragged")} for x in batches_of(4, ids=20)]
+  model, _ = make(features(table()))
+  rows = [admit(model, as_raw(batch)) for batch in batches]
+  initial = copied(variables_of(model)["user"])
+  assert int(model.vocabulary_report["user"]["total_evictions"]) == 0
 
-  static = [embed.TableConfig(64, DIM, combiner="sum", name=name) for name in ("user", "other")]
-  expected, its_optimizer = make(features_of(*static))
-  expected.load_variables(initial)
-  model, optimizer = make(features_of(table(), table(name="other")))
-  for batch, ids in zip(batches, rows, strict=True):
-    loss, admitted = train_step(model, optimizer, batch)
-    assert_equal(admitted, ids)
-    wanted, grads = embed.value_and_grad(loss_of)(expected, ids)
-    its_optimizer.update(expected, grads)
-    assert float(loss) == float(wanted)
-  assert_equal(model.translate(batches[0]), rows[0])
-  for name in ("user", "other"):
-    owned = np.asarray(model.variables[name]["last_used"]) > 0
-    for key in ("parameters", "accumulators"):
-      actual, wanted = (np.asarray(x.variables[name][key]) for x in (model, expected))
-      np.testing.assert_array_equal(actual[owned], wanted[owned])
+  expected, its_optimizer = make(features(embed.TableConfig(64, DIM, combiner="sum", name="user")))
+  expected.load_variables({"user": {key: initial[key] for key in ("parameters", "accumulators")}})
 
+  def train_static(model, optimizer, batch):
+    loss, grads = embed.value_and_grad(loss_of)(model, batch)
+    optimizer.update(model, grads)
+    return loss
 
-CASES = {
-  optimizer_id(i): (
-    lambda name=OPTIMIZERS[i][0], kw=OPTIMIZERS[i][1]: getattr(embed, name)(0.1, **kw)
-  )
-  for i in range(len(OPTIMIZERS))
-} | EXTRA
-QUICK = [optimizer_id(i) for i in LAZY if is_plain(i)]
+  step = embed.jit_step(train_static, expected, its_optimizer)
+  losses = [float(step(ids)) for ids in rows]
+  model, optimizer = make(features(table()))
+  trained_on = train(batches, model, optimizer)
+  assert_equal([ids for _, ids in trained_on], rows)
+  np.testing.assert_allclose([loss for loss, _ in trained_on], losses, rtol=1e-6)
+  owned = np.asarray(model.variables["user"]["last_used"]) > 0
+  for key in ("parameters", "accumulators"):
+    actual, wanted = (np.asarray(x.variables["user"][key]) for x in (model, expected))
+    np.testing.assert_allclose(actual[owned], wanted[owned], rtol=1e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("case", slow_unless(CASES, QUICK.__contains__))
-def test_the_next_owner_of_a_row_starts_anew(case):
-  """One bucket of 4 rows: ids 5 to 8 take the rows of 1 to 4."""
-  optimizer = CASES[case]()
-  features = {"id": embed.FeatureConfig(table(4, optimizer=optimizer))}
-  model, updater = make(features)
-  first, second = (np.arange(start, start + 4) for start in (1, 5))
+@pytest.mark.programs(25, "compares two layers of two tables")
+def test_the_next_owner_of_a_row_starts_anew():
+  """One bucket of 4 rows: ids 5 to 8 take the rows of 1 to 4, of slots a row and an element."""
+  tables = [table(4, "adam", embed.adam(0.1)), table(4, "rowwise", embed.rowwise_adagrad(0.1))]
+  features = {config.name: embed.FeatureConfig(config) for config in tables}
+  ids_from = lambda start: as_raw(dict.fromkeys(features, np.arange(start, start + 4)))
+  slots = {
+    "adam": ("parameters", "momenta", "velocities"),
+    "rowwise": ("parameters", "accumulators"),
+  }
   initial = {}
-  for ids in (first, second):  # each alone in a new layer
-    fresh = make(features)[0]
-    rows = fresh.admit({"id": ids})["id"]
-    for raw, row in zip(ids.tolist(), rows.tolist(), strict=True):
-      initial[raw] = {key: np.array(x[row]) for key, x in fresh.variables["user"].items()}
-  for _ in range(3):
-    train_step(model, updater, {"id": first})
-  trained = {key: np.array(x) for key, x in model.variables["user"].items()}
-  rows = model.admit({"id": second})["id"]
-  assert sorted(rows.tolist()) == [0, 1, 2, 3]
-  for raw, row in zip(second.tolist(), rows.tolist(), strict=True):
-    for key in ("parameters", *model.spec.stack_of["user"].slots):
-      actual = np.asarray(model.variables["user"][key][row])
-      np.testing.assert_array_equal(actual, initial[raw][key], err_msg=key)
-    if optimizer.equation is not None:
-      assert (
-        np.asarray(model.variables["user"]["parameters"][row]) != trained["parameters"][row]
-      ).any()
-  np.testing.assert_array_equal(model.translate({"id": first})["id"], -1)
+  fresh, _ = make(features)
+  for start in (1, 5):  # without a step between
+    rows, variables = admit(fresh, ids_from(start)), copied(variables_of(fresh))
+    for name in features:
+      for raw, row in enumerate(rows[name].tolist(), start):
+        initial[name, raw] = {key: variables[name][key][row] for key in slots[name]}
+  model, optimizer = make(features)
+  step = embed.jit_step(train_step, model, optimizer)
+  for _ in range(2):
+    step(ids_from(1))
+  trained = copied(variables_of(model))
+  rows, variables = admit(model, ids_from(5)), copied(variables_of(model))
+  for name in features:
+    assert sorted(rows[name].tolist()) == [0, 1, 2, 3]
+    for raw, row in enumerate(rows[name].tolist(), 5):
+      for key in slots[name]:
+        np.testing.assert_array_equal(variables[name][key][row], initial[name, raw][key])
+        assert (variables[name][key][row] != trained[name][key][row]).any(), key
+    np.testing.assert_array_equal(translate(model, ids_from(1))[name], -1)
 
 
 def on(devices, explicit):
@@ -163,25 +174,14 @@ def on(devices, explicit):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  ("devices", "explicit", "sharding"),
-  slow_unless(
-    [
-      (*mesh, way)
-      for mesh in ((8, True), (8, False), (2, True))
-      for way in ("mod", "div", "column")
-    ],
-    lambda *case: case in ((8, True, "mod"), (8, False, "column")),
-  ),
-)
-def test_a_stream_gives_the_same_table_on_every_mesh(devices, explicit, sharding):
-  batches = list(batches_of(4, ids=60, drift=20))
-  features = features_of(table(48))
+def test_a_stream_gives_the_same_table_on_a_mesh():
+  batches = list(batches_of(2, ids=60, drift=40))
+  features = features_of(table(48), table(48, "other"))
   expected, optimizer = make(features)
   losses = train(batches, expected, optimizer)
   assert int(expected.vocabulary_report["user"]["total_evictions"]) > 0
-  with jax.set_mesh(on(devices, explicit)):
-    model, optimizer = make(features, sharding=sharding)
+  with jax.set_mesh(on(8, explicit=True)):
+    model, optimizer = make(features, sharding="mod")
     actual = train(batches, model, optimizer)
     assert_equal([rows for _, rows in actual], [rows for _, rows in losses])
     variables = model.variables["user"]
@@ -194,8 +194,9 @@ def test_a_stream_gives_the_same_table_on_every_mesh(devices, explicit, sharding
 
 @pytest.mark.ci
 def test_eager_and_compiled_steps_admit_alike():
-  batches = list(batches_of(3, drift=30))
-  eager, compiled = make(features_of(table())), make(features_of(table()))
+  batches = list(batches_of(2, drift=30))
+  features = features_of(table(), table(name="other"))
+  eager, compiled = make(features), make(features)
   rows = [train_step(*eager, batch)[1] for batch in batches]
   assert_equal([x for _, x in train(batches, *compiled)], rows)
   for key in ("raw_ids", "last_used"):
@@ -203,52 +204,71 @@ def test_eager_and_compiled_steps_admit_alike():
 
 
 def test_ids_that_find_no_room_are_padding_or_the_unknown():
-  for trains_unknown, unknown in ((False, -1), (True, 7)):
-    config = table(8, trains_unknown=trains_unknown)
-    model, optimizer = make({"id": embed.FeatureConfig(config)})
-    ids = np.arange(100)
-    rows = np.asarray(model.admit({"id": ids})["id"])
-    assert set(rows[rows != unknown].tolist()) == set(range(8)) - {unknown}
-    assert int(model.vocabulary_report["user"]["turned_away"]) == 100 - (8 - trains_unknown)
-    before = np.array(model.tables["user"])
-    train_step(model, optimizer, {"id": ids})
-    changed = (np.asarray(model.tables["user"]) != before).any(axis=1)
-    assert changed.all()  # all rows were looked up, the unknown's too
-    activations = model(model.translate({"id": np.array([10**9, -1])}))["id"]
-    assert bool(activations[0].any()) == trains_unknown
-    assert not activations[1].any()
+  tables = {name: table(8, name, trains_unknown=name == "unknown") for name in ("none", "unknown")}
+  model, optimizer = make({name: embed.FeatureConfig(config) for name, config in tables.items()})
+  batch = as_raw(dict.fromkeys(tables, np.arange(100)))
+  step = embed.jit_step(train_step, model, optimizer)
+  before = copied(variables_of(model))
+  _, rows = step(batch)
+  after = copied(variables_of(model))
+  report = nnx.jit(lambda model: model.vocabulary_report)(model)
+  absent = as_raw(dict.fromkeys(tables, np.array([10**9, -1])))
+  activations = copied(nnx.jit(lambda m, b: m(m.translate(b)))(model, absent))
+  for name, unknown in (("none", -1), ("unknown", 7)):
+    given = np.asarray(rows[name])
+    assert set(given[given != unknown].tolist()) == set(range(8)) - {unknown}
+    assert int(report[name]["turned_away"]) == 100 - (8 if name == "none" else 7)
+    # All rows were looked up, the unknown's too.
+    assert (after[name]["parameters"] != before[name]["parameters"]).any(axis=1).all()
+    assert bool(activations[name][0].any()) == (name == "unknown")
+    assert not activations[name][1].any()
 
 
-def test_what_a_lookup_does_not_read_is_not_admitted():
-  """Ids behind the last bag, behind a sequence's end, and padding."""
-  model, _ = make(features_of(table()))
+def test_what_a_lookup_reads_is_admitted():
+  """No ids behind the last bag or a sequence's end, and no padding, which is 2**64 - 1 alone."""
+  config = table()
+  features = {"id": embed.FeatureConfig(config), "ragged": embed.FeatureConfig(config)}
+  model, _ = make(features | {"sequence": embed.FeatureConfig(config, max_sequence_length=3)})
   raw = lambda *ids: np.array(ids, np.uint64)
-  model.admit({"ragged": embed.Ragged(raw(1, 2, 3), np.array([0, 2])), "static": np.array([3])})
-  model.admit({"sequence": embed.Padded(raw(5, 6, 7, 8, 9)[None])})
-  known = np.asarray(model.translate({"dense": np.arange(10)})["dense"]) >= 0
-  assert np.flatnonzero(known).tolist() == [1, 2, 5, 6, 7]
+  halves = [2**32 - 1, (2**32 - 1) << 32]
+  batch = {
+    "id": raw(*halves, 2**64 - 1),
+    "ragged": embed.Ragged(raw(1, 2, 3), np.array([0, 2])),
+    "sequence": embed.Padded(raw(5, 6, 7, 8, 9)[None]),
+  }
+  rows = np.asarray(admit(model, as_raw(batch))["id"])
+  assert [raw for raw in range(10) if rows_of(model, raw)[0] >= 0] == [1, 2, 5, 6, 7]
+  assert (rows >= 0).tolist() == [True, True, False]
+  np.testing.assert_array_equal([rows_of(model, raw)[0] for raw in (*halves, 2**64 - 1)], rows)
+  found = model.rows_by_raw_id("user")
+  assert set(found["raw_ids"].tolist()) == {1, 2, 5, 6, 7, *halves}
+  places = [rows_of(model, raw)[0] for raw in found["raw_ids"].tolist()]
+  in_table = np.asarray(variables_of(model)["user"]["parameters"])[places]
+  np.testing.assert_array_equal(found["parameters"], in_table)
 
 
 def test_rows_of_a_pending_update_are_not_taken():
-  """As with `look_ahead`: the next batch is admitted before this one's update."""
-  features = {"id": embed.FeatureConfig(table(4))}
+  """The next batch may be admitted before this one's update."""
   for ahead, expected in ((True, [-1] * 4), (False, [0, 1, 2, 3])):
-    model, _ = make(features)
-    model.admit({"id": np.arange(4)})
-    rows = model.admit({"id": np.arange(10, 14)}, ahead=ahead)["id"]
+    model, _ = make({"id": embed.FeatureConfig(table(4))})
+    admit(model, as_raw({"id": np.arange(4)}))
+    rows = admit(model, as_raw({"id": np.arange(10, 14)}), ahead=ahead)["id"]
     assert sorted(rows.tolist()) == expected
 
 
 def test_row_gradients_by_raw_id():
   model, _ = make({"id": embed.FeatureConfig(table())})
-  ids = np.array([2**40, 7, 7, -1])
-  batch = model.admit({"id": ids})
-  _, grads = embed.value_and_grad(lambda m, b: m(b)["id"].sum())(model, batch)
-  rows = grads.rows["user"]
-  high, low = np.asarray(model.raw_ids("user", rows.ids), np.uint64).T
-  found = dict(
-    zip((high * 2**32 + low).tolist(), np.asarray(rows.values)[:, 0].tolist(), strict=True)
-  )
+
+  @nnx.jit
+  def gradients(model, batch):
+    batch = model.admit(batch)
+    _, grads = embed.value_and_grad(lambda m, b: m(b)["id"].sum())(model, batch)
+    rows = grads.rows["user"]
+    return model.raw_ids("user", rows.ids), rows.values
+
+  raw, values = gradients(model, as_raw({"id": np.array([2**40, 7, 7, -1])}))
+  high, low = np.asarray(raw, np.uint64).T
+  found = dict(zip((high * 2**32 + low).tolist(), np.asarray(values)[:, 0].tolist(), strict=True))
   assert {raw: value for raw, value in found.items() if raw < 2**63} == {2**40: 1.0, 7: 2.0}
 
 
@@ -274,7 +294,7 @@ def trained(config, steps=6, drift=15, **where):
   model, optimizer = make({"id": embed.FeatureConfig(config)}, **where)
   step = embed.jit_step(train_step, model, optimizer)
   for number in range(steps):
-    step({"id": jnp.asarray(embed.raw_ids(np.arange(30) + number * drift))})
+    step(as_raw({"id": np.arange(30) + number * drift}))
   return model, optimizer
 
 
@@ -282,41 +302,38 @@ def copied(tree):
   return jax.tree.map(np.array, tree)
 
 
+@pytest.mark.programs(25, "saves and restores three layers")
 def test_a_resumed_run_is_the_same_to_the_bit():
-  policy = {"eviction": "lfu", "sightings": 2, "half_life": 3}
-  expected, optimizer = trained(table(48, **policy), steps=8)
-  model, _ = trained(table(48, **policy), steps=5)
+  policy = {"eviction": "lfu", "half_life": 3}
+  expected, _ = trained(table(48, **policy), steps=5)
+  model, _ = trained(table(48, **policy), steps=3)
   saved = copied(embed.checkpoint.to_tree(model=model))
   resumed, optimizer = make({"id": embed.FeatureConfig(table(48, **policy))})
   embed.checkpoint.from_tree(saved, model=resumed)
   step = embed.jit_step(train_step, resumed, optimizer)
-  for number in range(5, 8):
-    step({"id": jnp.asarray(embed.raw_ids(np.arange(30) + number * 15))})
-  assert_equal(resumed.variables["user"], expected.variables["user"])
+  for number in range(3, 5):
+    step(as_raw({"id": np.arange(30) + number * 15}))
+  assert_equal(variables_of(resumed), variables_of(expected))
   assert_equal(resumed.vocabulary_report, expected.vocabulary_report)
 
 
-@pytest.mark.parametrize("capacity", slow_unless([24, 48, 96], (24).__eq__))
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_another_geometry_keeps_the_most_valuable_rows(capacity, eviction):
-  """All of them where each bucket has room: the last used first."""
+@pytest.mark.ci
+def test_another_geometry_keeps_the_most_valuable_rows():
+  """The last used first."""
   model, _ = trained(table(48))
   saved = copied(embed.checkpoint.to_tree(model=model))
-  vocabulary = embed.DynamicVocabulary(capacity, bucket_width=capacity, eviction=eviction)
+  vocabulary = embed.DynamicVocabulary(24, bucket_width=24)
   config = embed.TableConfig(vocabulary, DIM, combiner="sum", name="user")
   other, _ = make({"id": embed.FeatureConfig(config)})
   embed.checkpoint.from_tree(saved, model=other)
   before, after = (x.rows_by_raw_id("user") for x in (model, other))
-  count = min(capacity, len(before["raw_ids"]))
-  assert len(after["raw_ids"]) == count
   ranked = dict(zip(before["raw_ids"].tolist(), range(len(before["raw_ids"])), strict=True))
-  assert {ranked[raw] for raw in after["raw_ids"].tolist()} == set(range(count))
+  assert {ranked[raw] for raw in after["raw_ids"].tolist()} == set(range(24))
   for key in ("last_used", "parameters", "accumulators"):
     wanted = dict(zip(before["raw_ids"].tolist(), before[key].tolist(), strict=True))
     for raw, value in zip(after["raw_ids"].tolist(), after[key].tolist(), strict=True):
       assert value == wanted[raw]
-  assert float(other.vocabulary_report["user"]["fill"]) == np.float32(count / capacity)
-  other.admit({"id": np.arange(30)})  # and goes on
+  admit(other, as_raw({"id": np.arange(30)}))  # and goes on
 
 
 @pytest.mark.ci
@@ -330,28 +347,16 @@ def test_a_checkpoint_moves_to_a_mesh_and_back():
 
 
 @pytest.mark.ci
-def test_orbax_restores_into_another_capacity(tmp_path):
-  ocp = pytest.importorskip("orbax.checkpoint")
-  model, _ = trained(table(48))
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "1", embed.checkpoint.to_tree(model=model))
-  for capacity in (24, 48):
-    other, _ = make({"id": embed.FeatureConfig(table(capacity))})
-    embed.checkpoint.restore(tmp_path / "1", model=other)
-    kept = other.rows_by_raw_id("user")["raw_ids"]
-    assert set(kept.tolist()) <= set(model.rows_by_raw_id("user")["raw_ids"].tolist())
-    assert len(kept) > 3 * capacity // 4
-
-
-@pytest.mark.ci
 def test_deltas_follow_rows_that_change_hands(tmp_path):
   config = table(32, optimizer=embed.adagrad(0.1), eviction="lfu", half_life=2)
   model, optimizer = make({"id": embed.FeatureConfig(config)})
   served = embed.SparseEmbed({"id": embed.FeatureConfig(config)}, rngs=nnx.Rngs(1))
   embed.checkpoint.from_tree(copied(embed.checkpoint.to_tree(model=model)), model=served)
   since, by_id, evicted = embed.deltas.fingerprint(0, model=model), {}, 0
-  for number in range(4):
-    train_step(model, optimizer, {"id": np.arange(30) + number * 15})
+  step = embed.jit_step(train_step, model, optimizer)
+  halves = np.array([2**32 - 1, (2**32 - 1) << 32], np.uint64)
+  for number in range(3):
+    step(as_raw({"id": np.concatenate([halves, np.arange(30, dtype=np.uint64) + number * 15])}))
     delta, since = embed.deltas.changes(since, number + 1, model=model)
     embed.deltas.write(tmp_path / str(number), delta)
     delta = embed.deltas.read(tmp_path / str(number))
@@ -364,11 +369,13 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
     wanted = dict(zip(expected["raw_ids"].tolist(), expected["parameters"].tolist(), strict=True))
     assert {raw: row.tolist() for raw, row in by_id.items()} == wanted
   assert evicted > 0
+  assert set(halves.tolist()) <= set(by_id)
   other = embed.SparseEmbed({"id": embed.FeatureConfig(table(64))}, rngs=nnx.Rngs(1))
   with pytest.raises(ValueError, match="capacity and bucket width"):
-    embed.deltas.apply(delta, 3, model=other)
+    embed.deltas.apply(delta, 2, model=other)
 
 
+@pytest.mark.ci
 def test_an_export_answers_raw_ids():
   model, _ = trained(table(48))
   batch = {"id": embed.raw_ids(np.array([75, 80, 10**9, -1]))}
@@ -380,6 +387,7 @@ def test_an_export_answers_raw_ids():
   np.testing.assert_array_equal(exported.program.call(exported.arrays, batch), expected)
 
 
+@pytest.mark.ci
 def test_rows_of_a_static_table_are_imported_by_raw_id():
   rows = np.arange(20, dtype=np.float32).reshape(5, DIM)
   model, _ = make({"id": embed.FeatureConfig(table(16))})

@@ -1,7 +1,4 @@
-"""The library under settings of JAX and Flax that strict users switch on.
-
-Each scenario gives the numbers that it gives without the setting.
-"""
+"""The library under settings of JAX and Flax that strict users switch on."""
 
 import contextlib
 import functools
@@ -10,8 +7,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from suites import slow_unless
 
 import embed
 
@@ -28,12 +22,12 @@ IDS = np.arange(BAGS * 3, dtype=np.int32).reshape(BAGS, 3) % 11 - 1
 
 
 class Model(nnx.Module):
-  def __init__(self, optimizer, combiner="mean", mesh=None, **table):
-    movie = embed.TableConfig(ROWS, DIM, combiner=combiner, optimizer=optimizer, name="t", **table)
+  def __init__(self, mesh=None, dtype=jnp.float32):
+    table = embed.TableConfig(ROWS, DIM, optimizer=embed.adagrad(0.1), name="t", dtype=dtype)
     features = {
-      "bag": embed.FeatureConfig(movie),
-      "seen": embed.FeatureConfig(movie, max_sequence_length=2),
-      "one": embed.FeatureConfig(movie),
+      "bag": embed.FeatureConfig(table),
+      "seen": embed.FeatureConfig(table, max_sequence_length=2),
+      "one": embed.FeatureConfig(table),
     }
     self.embed = embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=mesh)
     self.head = nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))
@@ -58,116 +52,62 @@ def train_step(model, optimizer, batch, weights):
   return loss
 
 
-def trained(optimizer, jit=None, mesh=None, **table):
-  """What two steps leave, as NumPy arrays; the setting holds in the steps alone."""
-  model = Model(optimizer, mesh=mesh, **table)
+def steps(**where):
+  """A compiled step of training, and what it leaves."""
+  model = Model(**where)
   updater = embed.Optimizer(model, optax.adam(0.1))
   weights = embed.Padded(jnp.asarray(np.abs(IDS) + 1, jnp.float32))
   batch = batch_of()
-  if mesh is not None:
-    batch, weights = jax.device_put((batch, weights), jax.NamedSharding(mesh, jax.P("data")))
-  step = functools.partial(jit(train_step), model, updater) if jit else None
-  step = step or embed.jit_step(train_step, model, updater)
-
-  def go():
-    return step(batch, weights)
-
-  def state():
-    return [jax.tree.map(np.asarray, dict(model.embed.variables["t"])), model.head.kernel[...]]
-
-  return go, state
+  if "mesh" in where:
+    sharding = jax.NamedSharding(where["mesh"], jax.P("data"))
+    batch, weights = jax.device_put((batch, weights), sharding)
+  step = embed.jit_step(train_step, model, updater)
+  state = lambda: [
+    jax.tree.map(np.asarray, dict(model.embed.variables["t"])),
+    model.head.kernel[...],
+  ]
+  return lambda: step(batch, weights), state
 
 
-def lookups(jit):
-  model = Model(embed.adagrad(0.1))
+def eager_lookups():
+  model = Model()
   ragged = embed.Ragged(
     jnp.asarray(np.abs(IDS.reshape(-1))), jnp.arange(0, BAGS * 3 + 1, 3), max_valency=3
   )
   inputs = [batch_of(), {"bag": ragged}, {"one": jnp.asarray(np.abs(IDS))}]
-  predict = lambda model, batch: model.embed(batch)
-  predict = nnx.jit(predict, graph=False) if jit else predict
-  return lambda: [predict(model, batch) for batch in inputs], list
+  look_up = lambda: [model.embed(batch) for batch in inputs]
+  return look_up, list
 
 
-def attend():
-  model, query = Model(embed.adagrad(0.1)), jnp.ones((2, DIM))
-  candidates = jnp.arange(3)
-  scores = nnx.jit(lambda m, q, c: (m.embed.attend(q, "t"), m.embed.attend(q, "t", c)), graph=False)
-  return lambda: scores(model, query, candidates), list
-
-
-def mid_level():
-  model = Model(embed.adam(0.1))
-
-  @nnx.jit(donate_argnames="model")
-  def step(model, batch):
-    act, residual = model.embed.lookup(batch)
-    model.embed.apply_gradients(jax.tree.map(jnp.ones_like, act), residual)
-
-  batch = batch_of()
-  return lambda: step(model, batch), lambda: [model.embed.tables["t"]]
-
-
-def ahead():
-  model = Model(embed.adagrad(0.1))
-  loss_fn = lambda m, batch: jnp.mean(jnp.square(m(batch)))
-  batch = batch_of()
-
-  @nnx.jit
-  def two(model, batch):
-    ahead = embed.look_ahead(loss_fn)(model, batch)
-    return embed.value_and_grad(loss_fn, ahead=ahead)(model, batch)[0]
-
-  return lambda: two(model, batch), list
-
-
-def deltas():
-  old, new = Model(embed.adagrad(0.1)), Model(embed.adagrad(0.1))
-  updater = embed.Optimizer(new, optax.sgd(0.1))
-  start = jax.tree.map(jnp.copy, nnx.state(old))
-  before = embed.deltas.fingerprint(0, model=new)
-  train_step(new, updater, batch_of(), embed.Padded(jnp.ones(IDS.shape)))
-
-  def go():
-    nnx.update(old, start)
-    embed.deltas.apply(embed.deltas.changes(before, 1, model=new)[0], 0, model=old)
-
-  return go, lambda: [old.embed.tables["t"]]
-
-
-BF16 = {"dtype": jnp.bfloat16}
-EAGER = lambda step: step
-CUSTOM = embed.CustomCombiner(
-  lambda valency, vectors, weights: weights @ vectors, 3, 3, jax.nn.initializers.ones
-)
-DONATED = functools.partial(nnx.jit, donate_argnums=(0, 1))
-SCENARIOS: dict[str, Callable[[], Any]] = {
-  "lookups": lambda: lookups(jit=True),
-  "eager lookups": lambda: lookups(jit=False),
-  "sgd": lambda: trained(embed.sgd(0.1)),
-  "adam": lambda: trained(embed.adam(embed.bias_corrected(0.1))),
-  "rowwise_adagrad with decay": lambda: trained(
-    embed.rowwise_adagrad(0.1, weight_decay_factor=0.1, clipvalue=0.5)
+SCENARIOS = {
+  "a step": steps,
+  "a step in bfloat16 on a mesh": lambda: steps(
+    mesh=jax.make_mesh((2,), ("data",)), dtype=jnp.bfloat16
   ),
-  "eager adagrad": lambda: trained(embed.adagrad(0.1), jit=EAGER),
-  "nnx.jit": lambda: trained(embed.adagrad(0.1), jit=DONATED),
-  "a custom combiner": lambda: trained(embed.adagrad(0.1), combiner=CUSTOM),
-  "ftrl": lambda: trained(embed.ftrl(0.1)),
-  "from_optax": lambda: trained(embed.from_optax(optax.sgd(0.1))),
-  "each occurrence": lambda: trained(embed.adagrad(0.1, use_gradient_accumulation=False)),
-  "bfloat16": lambda: trained(embed.adagrad(0.1), **BF16),
-  "a mesh": lambda: trained(embed.adagrad(0.1), mesh=jax.make_mesh((2,), ("data",))),
-  "a mesh, eager": lambda: trained(
-    embed.adagrad(0.1), jit=EAGER, mesh=jax.make_mesh((2,), ("data",))
-  ),
-  "bfloat16 on a mesh": lambda: trained(
-    embed.sgd(0.1), mesh=jax.make_mesh((2,), ("data",)), **BF16
-  ),
-  "attend": attend,
-  "mid level": mid_level,
-  "look_ahead": ahead,
-  "deltas": deltas,
+  "eager lookups": eager_lookups,
 }
+WHILE_TRACING = {
+  "dtype_promotion=strict": lambda: jax.numpy_dtype_promotion("strict"),
+  "rank_promotion=raise": lambda: jax.numpy_rank_promotion("raise"),
+  "check_tracer_leaks": jax.checking_leaks,
+}
+WHILE_RUNNING = {
+  "transfer_guard=disallow": lambda: jax.transfer_guard("disallow"),
+  "enable_x64": lambda: jax.enable_x64(True),
+  "debug_nans": lambda: jax.debug_nans(True),
+}
+
+
+@pytest.mark.parametrize("flag", WHILE_TRACING)
+def test_a_setting_of_tracing_is_kept(flag):
+  def train(**where):
+    model = Model(**where)
+    updater = embed.Optimizer(model, optax.adam(0.1))
+    return train_step(model, updater, batch_of(), embed.Padded(np.ones(IDS.shape, np.float32)))
+
+  with WHILE_TRACING[flag]():
+    nnx.eval_shape(train)
+    nnx.eval_shape(lambda: train(mesh=jax.make_mesh((2,), ("data",)), dtype=jnp.bfloat16))
 
 
 def numbers(scenario, setting, at_once=True):
@@ -185,52 +125,21 @@ def expected(scenario):
   return numbers(scenario, contextlib.nullcontext)
 
 
-FLAGS: dict[str, Callable[[], Any]] = {
-  "dtype_promotion=strict": lambda: jax.numpy_dtype_promotion("strict"),
-  "rank_promotion=raise": lambda: jax.numpy_rank_promotion("raise"),
-  "check_tracer_leaks": lambda: jax.checking_leaks(),
-  "transfer_guard=disallow": lambda: jax.transfer_guard("disallow"),
-  "enable_x64": lambda: jax.enable_x64(True),
-  "debug_nans": lambda: jax.debug_nans(True),
-}
-
-
-EAGER_ONES = [name for name in SCENARIOS if "eager" in name]
-CASES = [
-  (scenario, flag)
-  for scenario in SCENARIOS
-  for flag in FLAGS
-  if (scenario not in EAGER_ONES or flag != "transfer_guard=disallow")
-]
-is_quick = lambda scenario, flag: scenario == "sgd"  # every setting once
-FULL = [
-  ("bfloat16", "dtype_promotion=strict"),
-  ("a mesh", "rank_promotion=raise"),
-  ("eager adagrad", "check_tracer_leaks"),
-  ("deltas", "transfer_guard=disallow"),
-  ("attend", "enable_x64"),
-  ("look_ahead", "debug_nans"),
-]
-
-
-@pytest.mark.parametrize(
-  ("scenario", "flag"),
-  slow_unless(CASES, lambda *case: is_quick(*case) or case in FULL, is_quick),
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("flag", WHILE_RUNNING)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_setting_changes_nothing(scenario, flag):
-  before = expected(scenario)
-  jax.clear_caches()
-  actual = numbers(scenario, FLAGS[flag], at_once=flag != "transfer_guard=disallow")
-  for x, y in zip(actual, before, strict=True):
+  """Each scenario gives the numbers that it gives without the setting."""
+  guards = flag == "transfer_guard=disallow"
+  if guards and scenario == "eager lookups":
+    # Outside of jit JAX moves constants at every operation; the error says what to write.
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+      numbers(scenario, WHILE_RUNNING[flag], at_once=False)
+    assert any("embed.jit_step" in note for note in caught.value.__notes__)
+    return
+  actual = numbers(scenario, WHILE_RUNNING[flag], at_once=not guards)
+  for x, y in zip(actual, expected(scenario), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("scenario", slow_unless(EAGER_ONES, "eager lookups".__eq__))
-def test_a_transfer_guard_wants_jitted_steps(scenario):
-  """Outside of jit JAX moves constants at every operation; the error says what to write."""
-  with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-    numbers(scenario, FLAGS["transfer_guard=disallow"], at_once=False)
-  assert any("embed.jit_step" in note for note in caught.value.__notes__)
 
 
 # --- settings that are refused --------------------------------------------------------------------
@@ -238,12 +147,13 @@ def test_a_transfer_guard_wants_jitted_steps(scenario):
 
 def test_hijax_variables_are_refused():
   with nnx.var_defaults(hijax=True), pytest.raises(ValueError, match="FLAX_HIJAX_VARIABLE"):
-    Model(embed.sgd(0.1))
+    Model()
 
 
+@pytest.mark.ci
 def test_without_jit_a_mesh_is_refused_and_one_device_works():
-  model, mesh = Model(embed.adagrad(0.1)), jax.make_mesh((2,), ("data",))
-  whole, split = model.embed(batch_of()), Model(embed.adagrad(0.1), mesh=mesh)
+  model, mesh = Model(), jax.make_mesh((2,), ("data",))
+  whole, split = model.embed(batch_of()), Model(mesh=mesh)
   with jax.disable_jit():
     actual = model.embed(batch_of())
     with pytest.raises(ValueError, match="one device after another"):
@@ -283,13 +193,13 @@ def test_a_model_that_is_made_with_64_bits():
   """From its making to a checkpoint: int32 ids and float32 rows, and the numbers of 32 bits."""
 
   def run():
-    model = Model(embed.adagrad(0.1))
+    model = Model()
     step = embed.jit_step(train_step, model, embed.Optimizer(model, optax.adam(0.1)))
     weights = embed.Padded(np.abs(IDS) + 1.0)
     batch = batch_of(lambda ids: np.asarray(ids, np.int64))
     losses = [step(batch, weights) for _ in range(2)]
     tree = embed.checkpoint.to_tree(model=model)
-    other = Model(embed.adagrad(0.1))
+    other = Model()
     embed.checkpoint.from_tree(tree, model=other)
     wide = batch | {"one": batch["one"] + 2**32}
     with pytest.raises(ValueError, match="out of range"):

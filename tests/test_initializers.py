@@ -2,12 +2,12 @@
 
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from cases import each
 from flax import nnx
 
 import embed
@@ -54,14 +54,15 @@ def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
 
 def test_a_slot_draws_nothing_that_a_row_has_drawn():
   """One draw `[1, D]` would have been row 0 of the table, and of the slot; rows are as recorded."""
-  normal = embed.row_wise(jax.nn.initializers.normal(1.0))
-  optimizer = embed.adam(slot_init={"momenta": normal, "velocities": normal})
-  table = embed.TableConfig(5, 3, normal, optimizer, name="t")
+  normal = jax.nn.initializers.normal(1.0)
+  slot = embed.row_wise(normal)
+  optimizer = embed.adam(slot_init={"momenta": slot, "velocities": slot})
+  table = embed.TableConfig(5, 3, embed.row_wise(normal), optimizer, name="t")
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   every = np.concatenate([np.asarray(x).reshape(-1) for x in layer.variables["t"].values()])
   assert len(set(every.tolist())) == 3 * 5 * 3
   wanted = [-0.57478017, 0.79983664, -0.25960687]
-  np.testing.assert_allclose(layer.variables["t"]["parameters"][0], wanted, rtol=1e-6)
+  np.testing.assert_allclose(np.asarray(layer.tables["t"])[0], wanted, rtol=1e-6)
 
 
 INITIALIZERS = {
@@ -74,13 +75,16 @@ INITIALIZERS = {
 }
 
 
+def check_known(initializer, again):
+  assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D)
+  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
+  assert initializers.as_row_wise(initializer, D) is not other
+
+
 def test_known_initializers_draw_row_by_row_unasked():
   """As if `embed.row_wise` were written, and equal ones as one, which is compiled once."""
-  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
-  for name, initializer in INITIALIZERS.items():
-    again = {"normal": nnx.initializers.normal(0.1)}.get(name, initializer)
-    assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D), name
-    assert initializers.as_row_wise(initializer, D) is not other, name
+  again = {"normal": nnx.initializers.normal(0.1)}
+  cases.each({name: (f, again.get(name, f)) for name, f in INITIALIZERS.items()}, check_known)
 
   def rows(initializer):
     table = embed.TableConfig(50, D, initializer, name="t")
@@ -106,15 +110,12 @@ def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
 
 def test_a_slot_of_another_shape_is_refused():
   """One row for four would set row 0 alone."""
-
-  def check(slot):
-    wrong = lambda key, shape, dtype: np.ones((1, *shape[1:]), dtype)
-    per_row, per_element = embed.Slot(per_row=True), embed.Slot()
-    slots = {"accumulators": per_row, "momenta": per_element}
-    keep = lambda g, w, s, lr: (w, s)
+  wrong = lambda key, shape, dtype: np.ones((1, *shape[1:]), dtype)
+  per_row, per_element = embed.Slot(per_row=True), embed.Slot()
+  slots = {"accumulators": per_row, "momenta": per_element}
+  keep = lambda g, w, s, lr: (w, s)
+  for slot in slots:
     rule = embed.custom_optimizer(keep, slots, slot_init={slot: wrong})
     table = embed.TableConfig(4, 2, name="t", optimizer=rule)
     with pytest.raises(ValueError, match=f"'{slot}' of table 't'"):
       embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
-  each([(case,) for case in ["accumulators", "momenta"]], check)

@@ -1,16 +1,16 @@
 """A layer at its edges: nothing to look up, eager calls, settings that contradict, refusals."""
 
+import cases
 import jax
 import jax.numpy as jnp
+import layers
 import meshes
 import numpy as np
 import optax
 import pytest
-from cases import refused
 from flax import nnx
 from nested_model import D, Model, V, dense
 from recorded_calls import FC, SE, f32
-from recorded_calls import dense as ids_of
 
 import embed
 
@@ -20,30 +20,23 @@ FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
   for name, size in (("t", 10), ("u", 12))
 }
-
-
-def step(batch, mesh):
-  """One step, without `jax.set_mesh`."""
-  layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
-  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
-  loss_fn = lambda layer: sum(jnp.sum(a**2) for a in layer(batch).values())
-
-  @nnx.jit
-  def train(layer, optimizer):
-    loss, grads = embed.value_and_grad(loss_fn)(layer)
-    optimizer.update(layer, grads)
-    return loss
-
-  loss = train(layer, optimizer)
-  return jax.device_get((loss, layer.variables)), layer.report.get_value()
+BATCH = {"t": embed.Padded(np.zeros((0, 3), np.int32)), "u": np.arange(8)}
 
 
 @pytest.mark.ci
-def test_nothing_to_look_up():
-  """One feature without bags beside one with some, on eight devices as on one."""
-  batch = {"t": embed.Padded(np.zeros((0, 3), np.int32)), "u": np.arange(8)}
-  wanted, _ = step(batch, None)
-  found, report = step(batch, meshes.make_mesh("explicit"))
+def test_nothing_to_look_up_on_a_mesh_that_is_not_set():
+  """One eager step, for a feature without bags."""
+
+  def step(mesh):
+    layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
+    optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+    loss_fn = lambda layer: sum(jnp.sum(a**2) for a in layer(BATCH).values())
+    loss, grads = embed.value_and_grad(loss_fn)(layer)
+    optimizer.update(layer, grads)
+    return jax.device_get((loss, layer.variables)), layer.report.get_value()
+
+  wanted, _ = step(None)
+  found, report = step(meshes.make_mesh("explicit"))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
   assert int(report["exchange_rounds"]) == 1
 
@@ -51,7 +44,9 @@ def test_nothing_to_look_up():
 def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
   mesh = meshes.make_mesh("auto")
   plan = embed.plan(FEATURES, mesh, {"t": np.arange(8), "u": np.arange(8)})
-  layer = embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  layer = nnx.eval_shape(
+    lambda: embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  )
   assert layer.spec.optimizers == {"t": embed.sgd(0.5), "u": embed.sgd(0.5)}
   for contradiction in (
     {"sharding": "div"},
@@ -64,7 +59,7 @@ def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
 
 def test_a_split_input_wants_a_mesh():
   mesh = meshes.make_mesh("explicit")
-  ids = jax.device_put(jnp.arange(8), jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))
+  ids = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))
   layer = embed.SparseEmbed(FEATURES, embed.sgd(0.1), rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match=r"'u' is split over a mesh.*pass mesh=mesh"):
     layer({"u": ids})
@@ -80,20 +75,26 @@ def test_load_tables_checks_names_and_shapes():
 
 def test_bad_activation_gradients():
   layer = SE({"f": FC()}, embed.sgd())
-  _, residual = layer.lookup({"f": ids_of(1, 2)})
-  ones = np.ones((2, 2), f32)
-  cases = [
-    ({"f": np.ones((3, 2), f32)}, r"have \(2, 2\)"),
-    ({"f": np.ones((2, 3), f32)}, r"have \(2, 2\)"),
+  ones = lambda *shape: np.ones(shape, f32)
+
+  def apply(grads):
+    def step(layer):
+      _, residual = layer.lookup({"f": np.array([1, 2])})
+      layer.apply_gradients(grads, residual, step=0)
+
+    nnx.eval_shape(step, layer)
+
+  refused = [
+    ({"f": ones(3, 2)}, r"have \(2, 2\)"),
+    ({"f": ones(2, 3)}, r"have \(2, 2\)"),
     ({"f": np.ones((2, 2), np.complex64)}, "complex64; rows are real"),
     ({"f": "ones"}, "non-array"),
     ({}, "None for a zero gradient"),
-    ({"g": ones}, "unknown features"),
-    ([ones], "expected a dict"),
+    ({"g": ones(2, 2)}, "unknown features"),
     (None, "activation_grads is None"),
   ]
-  apply = lambda grads: layer.apply_gradients(grads, residual, step=0)
-  refused(cases, apply, (TypeError, ValueError))
+  cases.refused(refused, apply)
+  cases.refused([([ones(2, 2)], "expected a dict")], apply, TypeError)
 
 
 @pytest.mark.parametrize(
@@ -106,43 +107,44 @@ def test_tables_that_do_not_fit_are_named(where):
   assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
-@pytest.mark.programs(60, "a whole model is made")
 def test_attend_trains_all_rows_or_only_candidates():
-  model = Model()
-  query = np.arange(6, dtype=f32).reshape(2, D) / 6
-  shared, own = np.array([4, 7, -1]), np.array([[1, 2], [2, -1]])
-  attend = lambda m, *ids: m.inner["e"].attend(query, "t", *ids)
+  model, query = Model(), np.arange(6, dtype=f32).reshape(2, D) / 6
+  table = np.asarray(model.inner["e"].tables["t"])
+  some = np.array([[1, 2], [2, -1]])
+  candidates = {"every": None, "shared": np.array([4, 7, -1]), "each": some}
 
   @nnx.jit
-  def both(model):
-    gradients = [
-      embed.value_and_grad(lambda m, ids=ids: jnp.sum(jnp.tanh(attend(m, *ids))))(model)[1]
-      for ids in ((), (shared,), (own,))
-    ]
-    return [grads.rows["inner/e/t"] for grads in gradients], attend(model), attend(model, shared)
+  def differentiate(model):
+    found = {}
+    for name, ids in candidates.items():
+      loss = lambda m, ids=ids: jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", ids)))
+      rows = embed.value_and_grad(loss)(model)[1].rows["inner/e/t"]
+      found[name] = meshes.Rows(rows.ids, rows.values)
+    scores = model.inner["e"].attend(query, "t"), model.inner["e"].attend(query, "t", some)
+    return found, scores
 
-  rows, scores, of_candidates = both(model)
-  table = np.asarray(model.inner["e"].tables["t"], np.float64)
-  slope = 1 / np.cosh(query @ table.T) ** 2  # of each query's score of each row
-  every = slope.T @ query
-  only = lambda ids: np.where(np.isin(np.arange(V), ids)[:, None], every, 0)
-  of_own = np.zeros((V, D))
-  for asked, row in ((0, 1), (0, 2), (1, 2)):
-    of_own[row] += slope[asked, row] * query[asked]
-  for found, wanted, ids in zip(
-    rows, (every, only([4, 7]), of_own), (range(V), [4, 7], [1, 2]), strict=True
-  ):
-    np.testing.assert_allclose(dense(found), wanted, atol=1e-5)
-    assert sorted(i for i in np.asarray(found.ids).tolist() if i < V) == list(ids)
-  np.testing.assert_allclose(scores, query @ table.T, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(of_candidates[:, :2], query @ table[[4, 7]].T, rtol=1e-5, atol=1e-6)
-  for wrong, text in (
-    ((query, "x"), "no table 'x'"),
-    ((np.ones((2, D + 1)), "t"), r"'t' has dim 3"),
-    ((query, "t", np.array([V])), "out of range"),
-  ):
-    with pytest.raises(ValueError, match=text):
-      model.inner["e"].attend(*wrong)
+  found, (every, each) = differentiate(model)
+  wanted = {name: np.zeros((V, D)) for name in candidates}
+  touched = {"every": list(range(V)), "shared": [4, 7], "each": [1, 2]}
+  for query_number, vector in enumerate(query):
+    for name, rows in (("every", range(V)), ("shared", [4, 7]), ("each", some[query_number])):
+      for row in (row for row in rows if row >= 0):
+        wanted[name][row] += (1 - np.tanh(vector @ table[row]) ** 2) * vector
+  for name, rows in found.items():
+    np.testing.assert_allclose(dense(rows), wanted[name], atol=1e-5, err_msg=name)
+    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == touched[name], name
+  np.testing.assert_allclose(every, query @ table.T, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(np.asarray(each)[0], table[[1, 2]] @ query[0], rtol=1e-5, atol=1e-6)
+  assert each.shape == (2, 2)
+  layer = model.inner["e"]
+  cases.refused(
+    [
+      ((query, "x", None), "no table 'x'"),
+      ((np.ones((2, D + 1), f32), "t", None), f"'t' has dim {D}"),
+      ((query, "t", np.array([V])), "out of range"),
+    ],
+    lambda arguments: layer.attend(*arguments),
+  )
 
 
 @pytest.mark.ci
@@ -163,11 +165,11 @@ def test_a_layer_keeps_its_features_when_the_config_changes():
   small, large = (embed.FeatureConfig(embed.TableConfig(n, 4, name=f"t{n}")) for n in (10, 1000))
   features = {"a": small, "b": [large]}
   plan = embed.plan(features, None, {"a": np.array([1]), "b": [np.array([1])]}, embed.sgd())
-  layers = [SE(features, embed.sgd()), embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))]
+  made = [SE(features, embed.sgd()), embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))]
   features["a"] = large
   features["b"].clear()
-  for layer in layers:
-    assert layer({"b": [np.array([500])]})["b"][0].shape == (1, 4)
+  for layer in made:
+    assert nnx.eval_shape(lambda m: m({"b": [np.array([500])]}), layer)["b"][0].shape == (1, 4)
     with pytest.raises(ValueError, match="id 500"):
       layer({"a": np.array([500])})
 
@@ -175,21 +177,24 @@ def test_a_layer_keeps_its_features_when_the_config_changes():
 def test_a_residual_of_another_layer_is_refused():
   small, large = (SE(FC(embed.TableConfig(size, 4, name="t")), embed.sgd()) for size in (10, 1000))
   before = np.asarray(small.tables["t"])
-  activations, residual = large.lookup(np.array([1, 400]))
-  with pytest.raises(ValueError, match="residual is of another layer"):
+
+  def step(small, large):
+    activations, residual = large.lookup(np.array([1, 400]))
     small.apply_gradients(jnp.ones_like(activations), residual)
+
+  with pytest.raises(ValueError, match="residual is of another layer"):
+    nnx.eval_shape(step, small, large)
   np.testing.assert_array_equal(small.tables["t"], before)
 
 
 @pytest.mark.ci
 def test_attend_quantizes_all_rows_as_it_does_candidates():
   """[0.2, 0.6] is [0, 1] and [7, -0.6] is [1, -1] then; gradients pass straight through."""
-  dtype = np.float32
   coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)
-  table = embed.TableConfig(2, 2, name="t", dtype=dtype, quantization_config=coarse)
+  table = embed.TableConfig(2, 2, name="t", quantization_config=coarse)
   layer = embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(1.0), rngs=nnx.Rngs(0))
   layer.load_tables({"t": np.array([[0.2, 0.6], [7.0, -0.6]])})
-  query = jnp.array([[1.0, 10.0]], dtype)
+  query = jnp.array([[1.0, 10.0]])
   every = lambda m: m.attend(query, "t")
   some = lambda m: m.attend(query, "t", np.array([0, 1]))
   assert every(layer).tolist() == some(layer).tolist() == [[10.0, -9.0]]
@@ -201,15 +206,16 @@ def test_attend_quantizes_all_rows_as_it_does_candidates():
 
 def test_the_count_of_dropped_ids_stays_at_its_largest():
   """Two ids a call; a checkpoint of before may hold a count that has wrapped around."""
-  table = embed.TableConfig(10, 2, jax.nn.initializers.zeros, name="t")
-  feature = embed.FeatureConfig(table, validate_weights_and_indices=False)
-  layer = embed.SparseEmbed(feature, rngs=nnx.Rngs(0))
-  look_up = nnx.jit(lambda m, x: m(x), graph=False)
-  for start, counts in ((0, [2, 4]), (2**31 - 3, [2**31 - 1] * 2), (-5, [2**31 - 1] * 2)):
-    layer.report.set_value({**layer.report.get_value(), "dropped_ids": np.int32(start)})
-    for count in counts:
-      look_up(layer, np.array([10, 3, 11]))
-      assert int(layer.report["dropped_ids"]) == count
+  layer = layers.one_table(feature={"validate_weights_and_indices": False})
+  most = 2**31 - 1
+  for start, wanted in ((most - 2, [most] * 2), (-5, [most] * 2), (3, [5, 7])):
+    report = layer.report.get_value()
+    layer.report.set_value({**report, "dropped_ids": np.int32(start)})
+    counts = []
+    for _ in wanted:
+      layers.predict(layer, np.array([layers.V, 3, layers.V + 1]))
+      counts.append(int(layer.report["dropped_ids"]))
+    assert counts == wanted
 
 
 @pytest.mark.parametrize("name", ["items", "a/b"])

@@ -1,10 +1,10 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
 import dataclasses
-import itertools
 import json
 import re
 
+import cases
 import harness
 import jax
 import meshes
@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from meshes import make_mesh, make_world
-from suites import slow_unless
 
 import embed
-from embed import combiners, inputs, planning
+from embed import combiners, inputs
 from embed.engine import cost as cost_lib
 from embed.engine import exchange, update
 from embed.engine.grads import ActivationGrads
@@ -41,6 +40,8 @@ def small(rows=64, dim=4, **settings):
     # A device has 8 of 64 rows. Half an id for each owner; room for six deviations more, but for no
     # more than there are. From each of 7 others: 4 ids, 4 rows and 4 gradients of rows.
     (64, 4, {"strategy": "mod", "exchange": "all_to_all"}, "all_to_all", 4, 8 * 4, 7 * 4 * 9),
+    # Of room for more, what the 4 ids of a device can take: one round.
+    (64, 4, {"strategy": "mod", "exchange": "all_to_all", "capacity": 8}, "all_to_all", 4, 32, 252),
     (64, 4, {"strategy": "div", "capacity": 1}, "all_to_all", 1, 8 * 4, 7 * 1 * 9),
     # From each of 7 others: 4 ids on both ways, 2 activations and their 2 gradients.
     (64, 4, {"strategy": "mod", "exchange": "gather"}, "gather", None, 8 * 4, 7 * (8 + 16)),
@@ -58,29 +59,24 @@ def test_costs_in_words_of_four_bytes(rows, dim, settings, exchange, capacity, s
   assert (cost.exchange, cost.capacity, cost.moved) == (exchange, capacity, 4 * moved)
 
 
-def test_cost_of_slots_and_dtypes():
+def test_costs_of_dtypes_of_one_device_and_of_what_fits():
   table = embed.TableConfig(64, 4, name="t", optimizer=embed.rowwise_adagrad(), dtype="bfloat16")
   plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(16, np.int32))
   plan["t"].strategy = "mod"
   (cost,) = plan.costs()
   assert (cost.rows, cost.slots) == (8 * 4 * 2, 8 * 4)
-
-
-def test_one_device_moves_nothing():
   table = embed.TableConfig(10, 4, name="t", optimizer=embed.adam())
   plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32))
   (cost,) = plan.costs()
   assert (cost.rows, cost.slots, cost.buffers, cost.moved) == (160, 320, 0, 0)
-
-
-@pytest.mark.parametrize(("hbm", "fits"), [(255, False), (256, True), (None, None)])
-def test_fits(hbm, fits):
-  table = embed.TableConfig(16, 4, name="t", optimizer=embed.frozen())
-  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32))
-  plan.hbm_bytes = hbm
-  assert plan.bytes_per_device == 256
-  assert plan.fits is fits
-  assert ("fit" in repr(plan)) == (fits is not None)
+  assert plan.bytes_per_device == 480
+  for hbm, fits, text in ((479, False, "does not fit 479"), (480, True, "fits 480")):
+    plan.hbm_bytes = hbm
+    assert plan.fits is fits
+    assert text in repr(plan)
+  plan.hbm_bytes = None
+  assert plan.fits is None
+  assert "fit" not in repr(plan)
 
 
 # --- choices -------------------------------------------------------------------------------------
@@ -93,21 +89,19 @@ def decided(rows, dim, batch):
   return plan["t"].strategy, plan.costs()[0].exchange, plan
 
 
-@pytest.mark.parametrize(
-  ("rows", "dim", "batch", "strategy", "exchange"),
-  [
+def check_choice(rows, dim, batch, strategy, exchange):
+  assert decided(rows, dim, batch)[:2] == (strategy, exchange)
+
+
+def test_what_is_chosen():
+  choices = [
     (3, 4, (1024, 1), "replicated", "sum"),
     (1_000_000, 64, (1024, 1), "mod", "all_to_all"),
     (1_000_000, 16, (64, 50), "mod", "gather"),
     (10_000, 1024, (64, 50), "column", "columns"),
     (10_000, 1016, (64, 50), "mod", "gather"),  # 127 columns on a device
-  ],
-)
-def test_what_is_chosen(rows, dim, batch, strategy, exchange):
-  assert decided(rows, dim, batch)[:2] == (strategy, exchange)
-
-
-def test_no_other_strategy_moves_less():
+  ]
+  cases.each(dict(enumerate(choices)), check_choice)
   for rows, dim, batch in ((3, 4, (1024, 1)), (40, 8, (64, 2)), (1_000_000, 64, (1024, 1))):
     strategy, _, plan = decided(rows, dim, batch)
     moved = {}
@@ -149,21 +143,17 @@ def test_printing():
   for name in plan:
     plan[name].strategy, plan[name].exchange = "mod", "all_to_all"
   text = repr(plan)
-  header, a, b, c, total = text.splitlines()
-  assert header.split()[:5] == ["table", "rows", "dim", "strategy", "stored"]
-  assert a.split() == ["a", "300", "8", "mod", "a+1"]  # what both cost stands beside the last
-  assert b.split()[:6] == ["b", "21", "8", "mod", "a+1", "all_to_all"]
-  assert c.split()[:6] == ["c", "64", "4", "mod", "c", "all_to_all"]
-  assert b.split()[7:9] == ["1.3k", "1.3k"]  # (38 + 3) rows of 8 floats, and as many accumulators
-  assert total.endswith("; fits 1.0M")
-  assert "on each of 8 devices" in total
-
-
-@pytest.mark.parametrize(("rows", "dim", "warns"), [(5_000_001, 3, True), (5_000_001, 6, False)])
-def test_says_what_no_view_splits(rows, dim, warns):
-  table = embed.TableConfig(rows, dim, name="t")
-  plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(8, np.int32))
-  assert ("Whole on every device while saved or restored: t " in repr(plan)) == warns
+  _, a, b, c, total = (line.split() for line in text.splitlines())
+  assert a[:4] == ["a", "300", "8", "mod"]
+  assert "all_to_all" not in a  # what tables of one array cost stands beside the last of them
+  assert b[:4] == ["b", "21", "8", "mod"]
+  assert {"all_to_all", "1.3k"} <= set(b)  # (38 + 3) rows of 8 floats, and as many accumulators
+  assert c[:4] == ["c", "64", "4", "mod"]
+  assert {"8", "fits", "1.0M"} <= set(total)
+  for dim, warns in ((3, True), (6, False)):  # no view splits 5,000,001 rows of 3
+    table = embed.TableConfig(5_000_001, dim, name="t")
+    plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(8, np.int32))
+    assert ("Whole on every device while saved or restored: t " in repr(plan)) == warns
 
 
 def test_a_plan_is_a_mapping_that_can_be_changed():
@@ -179,47 +169,59 @@ def test_a_plan_is_a_mapping_that_can_be_changed():
   assert not stacks["c"].layout.contiguous
 
 
-@pytest.mark.parametrize(
-  ("name", "value", "message"),
-  [
-    ("strategy", "rows", r"strategy must be one of .*'mod'.*Got 'rows'"),
-    ("exchange", "ring", r"exchange must be one of .*'gather'.*Got 'ring'"),
-    ("storage", "disk", r"storage must be one of .*'packed'.*Got 'disk'"),
-    ("capacity", 0, "`capacity` must be an int and must be >= 1. Got 0"),
-    ("capacity", 1.5, "`capacity` must be an int and must be >= 1. Got 1.5"),
-  ],
-)
-def test_mistakes_are_named(name, value, message):
+def test_mistakes_are_named():
   features, batch = three_tables()
   plan = embed.plan(features, make_mesh(), batch)
-  with pytest.raises(ValueError, match=message):
-    setattr(plan["a"], name, value)
+  refused = [
+    (("strategy", "rows"), r"strategy must be one of .*'mod'.*Got 'rows'"),
+    (("exchange", "ring"), r"exchange must be one of .*'gather'.*Got 'ring'"),
+    (("storage", "disk"), r"storage must be one of .*'packed'.*Got 'disk'"),
+    (("capacity", 0), "`capacity` must be an int and must be >= 1. Got 0"),
+    (("capacity", 1.5), "`capacity` must be an int and must be >= 1. Got 1.5"),
+  ]
+  cases.refused(refused, lambda given: setattr(plan["a"], *given))
   with pytest.raises(KeyError, match="There is no table 'z'; the tables are"):
     plan["z"]
+  # Misspelt, or of earlier plans, which names the new one.
+  fields = [("stategy", "stategy"), ("packed", "write storage="), ("sparse_core", "write storage=")]
+  cases.refused(fields, lambda name: setattr(embed.TablePlan(), name, True), AttributeError)
+  before = repr(plan)
+  fixed = (
+    "features", "optimizer", "mesh", "tables", "optimizers", "batch_axis", "entries", "hbm_byte",
+  )  # fmt: skip
+  cases.refused(
+    [(name, f"'{name}' of a plan is fixed") for name in fixed],
+    lambda name: setattr(plan, name, None),
+    AttributeError,
+  )
+  assert repr(plan) == before
 
 
-@pytest.mark.parametrize("name", ["stategy", "packed", "sparse_core"])
-def test_a_field_that_is_not_there(name):
-  """Misspelt, or of earlier plans, which names the new one."""
-  message = "stategy" if name == "stategy" else "write storage="
-  with pytest.raises(AttributeError, match=message):
-    setattr(embed.TablePlan(), name, True)
+def test_what_does_not_fit_a_plan_is_named():
+  features, batch = three_tables()
+  mesh = make_mesh()
 
+  def layer_with(axes):
+    plan = embed.plan(features, mesh, batch)
+    for name, value in {"strategy": "mod", **axes}.items():
+      setattr(plan["a"], name, value)
+    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
 
-@pytest.mark.parametrize(
-  ("axes", "message"),
-  [
+  axes = [
     ({"axis": "model"}, r"no axis 'model'; its axes are \('data',\)"),
     ({"column_axis": "data"}, "cannot both be split over"),
-  ],
-)
-def test_axes_that_do_not_fit(axes, message):
-  features, batch = three_tables()
-  plan = embed.plan(features, make_mesh(), batch)
-  for name, value in {"strategy": "mod", **axes}.items():
-    setattr(plan["a"], name, value)
-  with pytest.raises(ValueError, match=message):
-    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  ]
+  cases.refused(axes, layer_with)
+  plan = embed.plan(features, mesh, batch)
+  fewer = {name: features[name] for name in ("a", "b")}
+  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
+    embed.SparseEmbed(fewer, plan=plan, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
+    embed.Plan.from_json(plan.to_json(), fewer, mesh)
+  with pytest.raises(ValueError, match="takes a feature config, or a plan"):
+    embed.SparseEmbed(rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="unknown features"):
+    embed.plan(features, mesh, batch | {"d": batch["a"]})
 
 
 def test_an_abstract_mesh_is_enough():
@@ -253,28 +255,6 @@ def test_from_json():
   assert heights(read)[0] == 38
 
 
-def test_a_plan_for_other_tables():
-  features, batch = three_tables()
-  mesh = make_mesh()
-  plan = embed.plan(features, mesh, batch)
-  fewer = {name: features[name] for name in ("a", "b")}
-  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
-    embed.SparseEmbed(fewer, plan=plan, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
-    embed.Plan.from_json(plan.to_json(), fewer, mesh)
-
-
-def test_neither_features_nor_plan():
-  with pytest.raises(ValueError, match="takes a feature config, or a plan"):
-    embed.SparseEmbed(rngs=nnx.Rngs(0))
-
-
-def test_a_batch_that_does_not_fit():
-  features, batch = three_tables()
-  with pytest.raises(ValueError, match="unknown features"):
-    embed.plan(features, make_mesh(), batch | {"d": batch["a"]})
-
-
 # --- stacks --------------------------------------------------------------------------------------
 
 SIZES = {"x": 21, "y": 9}
@@ -287,8 +267,7 @@ def pair_batch(seed):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.weekly)])
-def test_stacks_cannot_be_seen(where):
+def test_stacks_cannot_be_seen():
   """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
 
   def world(stacked):
@@ -299,8 +278,7 @@ def test_stacks_cannot_be_seen(where):
       for i, (name, size) in enumerate(SIZES.items())
     ]
     features = {table.name: embed.FeatureConfig(table) for table in tables}
-    given = {"mesh": make_mesh()} if where == "mesh" else {}
-    found = make_world(features, rows=True, **given)
+    found = make_world(features, rows=True, mesh=make_mesh())
     assert len(found.model.embed.spec.stacks) == (1 if stacked else 2)
     return found
 
@@ -327,11 +305,7 @@ KINDS_OF_INPUT = {
   ),
   "sparse": lambda ids: embed.Sparse(np.argwhere(ids >= 0), ids.reshape(-1), ids.shape),
 }
-OPTIMIZERS = {
-  "lazy": embed.adagrad(),
-  "every_row": embed.adam(lazy_adam=False),
-  "in_order": embed.adagrad(use_gradient_accumulation=False),
-}
+OPTIMIZERS = {"lazy": embed.adagrad(), "every_row": embed.adam(lazy_adam=False)}
 WHERE = {
   "mod": {"strategy": "mod", "axis": ("a", "b")},
   "div beside replicas": {"strategy": "div", "axis": "a"},
@@ -342,23 +316,15 @@ WHERE = {
 }
 
 
-QUICK = [("mod", "lazy", "padded"), ("replicated", "lazy", "padded"), ("column", "lazy", "ragged")]
 ONE_AT_A_TIME = [
   *((where, "lazy", "padded") for where in WHERE),
-  *(("mod", optimizer, "padded") for optimizer in OPTIMIZERS),
-  *(("mod", "lazy", kind) for kind in KINDS_OF_INPUT),
+  ("mod", "every_row", "padded"),
+  *(("mod", "lazy", kind) for kind in KINDS_OF_INPUT if kind != "padded"),
 ]
 
 
 @pytest.mark.parametrize("rows", [24, 4000])
-@pytest.mark.parametrize(
-  ("where", "optimizer", "kind"),
-  slow_unless(
-    itertools.product(WHERE, OPTIMIZERS, KINDS_OF_INPUT),
-    lambda *case: case in QUICK + ONE_AT_A_TIME,
-    lambda *case: case in QUICK,
-  ),
-)
+@pytest.mark.parametrize(("where", "optimizer", "kind"), ONE_AT_A_TIME)
 def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
   """The capacity of the lookup's route, and the collectives of the update."""
   table = embed.TableConfig(rows, 16, name="t", optimizer=OPTIMIZERS[optimizer])
@@ -368,20 +334,19 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
   for field, value in WHERE[where].items():
     setattr(plan["t"], field, value)
   (cost,) = plan.costs()
-  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  layer = nnx.eval_shape(lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0)))
   (stack,) = layer.spec.stacks.values()
-  shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
   (x,) = inputs.read(layer.spec.features, batch)
   (bags,) = jax.eval_shape(lambda: combiners.prepare([x], None, [x.parts]).bags)
   arrays = {key: value.get_value() for key, value in layer.arrays["t"].items()}
   look_up = lambda rows, bags: exchange.look_up(stack, rows, [bags], ["t"])
-  activations, record = jax.eval_shape(look_up, shapes(arrays["parameters"]), bags)
+  activations, record = jax.eval_shape(look_up, arrays["parameters"], bags)
   route = record.route
   assert cost.capacity == (None if route is None else route.capacity)
   assert (cost.exchange == "all_to_all") == (route is not None)
   grads = ActivationGrads(tuple(activations), record)
   step = lambda arrays, grads: update.step(stack, arrays, [grads], update.StepScalars.at(stack, 0))
-  program = str(jax.make_jaxpr(step)(shapes(arrays), shapes(grads)))
+  program = str(jax.make_jaxpr(step)(arrays, grads))
   gathered = re.findall(r"all_gather\[[^\]]*?axis_name=(\([^)]*\))", program)
   assert ("psum" in program) == (cost.exchange == "sum")
   if cost.exchange == "sum":  # over replicas no id or gradient is gathered
@@ -390,35 +355,7 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
     assert gathered
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("how", ["custom combiner", "weights with a gradient"])
-def test_a_plan_knows_what_is_combined_after_the_lookup(how):
-  """Every id is looked up on its own, so that more rows than bags are exchanged."""
-  is_custom = how == "custom combiner"
-  first = embed.CustomCombiner(lambda valency, vectors, weights: vectors[0], max_valency=16)
-  table = embed.TableConfig(2000, 16, combiner=first if is_custom else "mean", name="t")
-  feature = embed.FeatureConfig(table, differentiate_weights=not is_custom)
-  batch = embed.Padded(np.arange(64 * 16).reshape(64, 16))
-  plan = embed.plan(feature, make_mesh(), batch, embed.adagrad())
-  plan["t"].strategy = "mod"
-  weights = None if is_custom else embed.Padded(np.ones((64, 16), np.float32))
-  _, residual = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0)).lookup(batch, weights)
-  (cost,) = plan.costs()
-  assert cost.exchange == "all_to_all"
-  assert residual.records["t"].route.capacity == cost.capacity
-
-
-@pytest.mark.parametrize("output_shape", [None, (2, 2)])
-def test_a_plan_takes_ragged_features_whose_weights_may_have_a_gradient(output_shape):
-  """A lookup without weights takes them too: their bags have no known length."""
-  feature = embed.FeatureConfig(
-    embed.TableConfig(10, 4, name="t"), differentiate_weights=True, output_shape=output_shape
-  )
-  batch = embed.Ragged([3, 7, 5], [0, 2, 3])
-  assert list(embed.plan(feature, make_mesh(), batch)) == ["t"]
-
-
-# --- what is assigned, and other features --------------------------------------------------------
+# --- other features -------------------------------------------------------------------------------
 
 
 def example(names, batch=(64, 4)):
@@ -426,19 +363,6 @@ def example(names, batch=(64, 4)):
   features = {name: embed.FeatureConfig(tables[table]) for name, table in names.items()}
   ids = {name: embed.Padded(jax.ShapeDtypeStruct(batch, np.int32)) for name in names}
   return features, ids
-
-
-@pytest.mark.parametrize(
-  "name",
-  ["features", "optimizer", "mesh", "tables", "optimizers", "batch_axis", "entries", "hbm_byte"],
-)
-def test_a_plan_takes_no_assignment_that_it_would_ignore(name):
-  features, ids = example({"a": "t", "b": "u"})
-  plan = embed.plan(features, make_mesh(), ids)
-  before = repr(plan)
-  with pytest.raises(AttributeError, match=f"'{name}' of a plan is fixed"):
-    setattr(plan, name, None)
-  assert repr(plan) == before
 
 
 def test_costs_are_those_of_the_features():
@@ -466,27 +390,16 @@ def test_costs_are_those_of_the_features():
     with pytest.raises(ValueError, match="no example inputs"):
       more.with_features(new, None).costs()
     assert more.with_features(fewer, None).costs() == wanted.costs()
-    assert embed.SparseEmbed(new, plan=plan, rngs=nnx.Rngs(0)).tables["t"].shape == (100_000, 8)
+    layer = nnx.eval_shape(lambda new=new: embed.SparseEmbed(new, plan=plan, rngs=nnx.Rngs(0)))
+    assert layer.tables["t"].shape == (100_000, 8)
 
 
 # --- text ---------------------------------------------------------------------------------------
 
 
-def test_columns_are_aligned():
-  lines = [("table", "rows", "slots"), ("movie", "60000", "a, b"), ("u", "7", "")]
-  assert planning.aligned(lines, left=(0, 2)).split("\n") == [
-    "table   rows  slots",
-    "movie  60000  a, b",
-    "u          7",
-  ]
-
-
-@pytest.mark.parametrize(
-  ("num_bytes", "expected"),
-  [(0, "0"), (1023, "1023"), (1024, "1.0k"), (3 << 19, "1.5M"), (5 << 30, "5.0G")],
-)
-def test_sizes_have_the_largest_unit_that_fits(num_bytes, expected):
-  assert cost_lib.readable(num_bytes) == expected
+def test_sizes_have_the_largest_unit_that_fits():
+  sizes = {0: "0", 1023: "1023", 1024: "1.0k", 3 << 19: "1.5M", 5 << 30: "5.0G"}
+  assert {size: cost_lib.readable(size) for size in sizes} == sizes
 
 
 def test_a_schedule_that_is_no_key_names_its_table():

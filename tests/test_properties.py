@@ -19,8 +19,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import fractions
-from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, is_plain, optimizer_id
-from suites import slow_unless
+from optimizer_cases import EACH, LR_DECAY, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
 from embed.tools import check, reference
@@ -115,7 +114,7 @@ def cotangent_for(shape):
 
 @pytest.mark.ci
 @given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
-@settings(max_examples=25)
+@settings(max_examples=8)  # each structure compiles
 def test_any_structure(structure, values, combiner):
   """Activations in the structure given, one summed gradient per touched row of every table."""
   configs = [
@@ -164,7 +163,7 @@ class World(NamedTuple):
 
   model: harness.Model
   optimizer: embed.Optimizer
-  initial: tuple
+  initial: nnx.State
   step: Any
   gradients: Any
 
@@ -188,14 +187,29 @@ def make_world(optimizer, combiner):
   }
   model = harness.Model(features, optimizer)
   dense = embed.Optimizer(model, optax.sgd(0.0))
-  initial = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(dense)))
-  return World(model, dense, initial, nnx.jit(harness.train_step), nnx.jit(harness.value_and_grad))
+  return World(model, dense, state_of((model, dense)), nnx.jit(step_of), nnx.jit(gradients_of))
+
+
+def state_of(modules):
+  """Their arrays, in Variables that no step changes."""
+  return jax.tree.map(lambda x: x, nnx.state(modules))
+
+
+def step_of(model, optimizer, *arguments):
+  harness.train_step(model, optimizer, *arguments)
+  return model.embed.variables
+
+
+def gradients_of(model, *arguments):
+  """(activations, rows by table); read inside, so that no table compiles a program of its own."""
+  (_, activations), grads = harness.value_and_grad(model, *arguments)
+  rows = {key.split("/")[-1]: meshes.Rows(x.ids, x.values) for key, x in grads.rows.items()}
+  return activations, rows
 
 
 def reset(world, values):
   """As constructed, with these tables."""
-  nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
-  nnx.update(world.optimizer, jax.tree.map(jnp.copy, world.initial[1]))
+  nnx.update((world.model, world.optimizer), world.initial)
   world.model.embed.load_tables(dict(zip(("shared", "own"), values, strict=True)))
 
 
@@ -256,15 +270,15 @@ def optimizer_world(index):
   return make_world(optimizer, "sum")
 
 
-def is_ours(index):
-  """Whether TPUEmbedding has not what is used, so that no recorded case holds it."""
-  name, config = OPTIMIZERS[index]
-  return name == "rowwise_adagrad" or {"gradient_multiplier", "l2_factor"} & set(config)
+QUICK = [("sgd", {}), ("sgd", {"clipvalue": 0.5} | LR_DECAY), ("adagrad", {})]
 
 
 @pytest.mark.parametrize(
   "index",
-  slow_unless(range(len(OPTIMIZERS)), lambda i: is_plain(i) or is_ours(i), is_plain),
+  [
+    pytest.param(i, marks=() if case in QUICK else pytest.mark.weekly)
+    for i, case in enumerate(OPTIMIZERS)
+  ],
   ids=optimizer_id,
 )
 def test_three_steps(index):
@@ -280,15 +294,16 @@ def test_three_steps(index):
       table: reference.initial_variables(name, value, **config)
       for table, value in zip(("shared", "own"), values, strict=True)
     }
+    after = wanted
     for step, batch in enumerate(three):
-      before = {table: harness.variables(world.model, table) for table in wanted}
-      world.step(world.model, world.optimizer, *arguments(batch))
+      before, after = after, world.step(world.model, world.optimizer, *arguments(batch))
+      after = jax.tree.map(np.asarray, after)
       for table in wanted:
         rows, gradients = occurrences_of(batch, table, "sum")
         wanted[table] = reference.apply_rows(
           name, wanted[table], rows, gradients, float(SCHEDULE[step]), **config
         )
-        actual = harness.variables(world.model, table)
+        actual = after[table]
         assert set(actual) == set(wanted[table])
         for key, value in wanted[table].items():
           np.testing.assert_allclose(
@@ -300,7 +315,8 @@ def test_three_steps(index):
         if config.get("lazy_adam", True):
           untouched = np.setdiff1d(np.arange(VOCABULARY), rows)
           for key, value in actual.items():
-            np.testing.assert_array_equal(value[untouched], before[table][key][untouched])
+            kept = np.float32(before[table][key])
+            np.testing.assert_array_equal(value[untouched], kept[untouched])
 
   check()
 
@@ -310,37 +326,33 @@ def combiner_world(combiner):
   return make_world(embed.adagrad(learning_rate=0.125), combiner)
 
 
-combiners = st.sampled_from(["sum", "mean", "sqrtn"])
-
-
-@pytest.mark.ci
-@given(combiners, batches(), st.tuples(tables, tables))
-def test_jit_equals_eager_equals_reference(combiner, batch, values):
+@pytest.mark.parametrize(
+  "combiner", ["mean", *(pytest.param(x, marks=pytest.mark.ci) for x in ("sum", "sqrtn"))]
+)
+@given(batches(), st.tuples(tables, tables))
+def test_jit_equals_reference(combiner, batch, values):
   world = combiner_world(combiner)
   reset(world, values)
-  (loss, eager), eager_grads = harness.value_and_grad(world.model, *arguments(batch))
-  (jit_loss, compiled), grads = world.gradients(world.model, *arguments(batch))
-  np.testing.assert_allclose(jit_loss, loss, rtol=1e-5, atol=1e-5)
+  activations, rows = world.gradients(world.model, *arguments(batch))
   parameters = dict(zip(("shared", "own"), values, strict=True))
   for name, occ in plans(batch, combiner).items():
     wanted = reference.lookup(parameters[PLANS[name][0]], occ)
-    np.testing.assert_allclose(eager[name], wanted, **EXACT)
-    np.testing.assert_allclose(compiled[name], wanted, **EXACT)
+    np.testing.assert_allclose(activations[name], wanted, **EXACT)
   for table in parameters:
     wanted = reference.row_gradients(*occurrences_of(batch, table, combiner))
-    for rows in (eager_grads.rows, grads.rows):
-      harness.assert_rows(harness.rows(rows[f"embed/{table}"], VOCABULARY), wanted, **EXACT)
+    harness.assert_rows(harness.rows(rows[table], VOCABULARY), wanted, **EXACT)
 
 
+@pytest.mark.ci
 @given(batches(), st.tuples(tables, tables))
 def test_unsummed_rows_keep_batch_order(batch, values):
   """Where gradients are not accumulated there is one entry per occurrence."""
   world = optimizer_world(OPTIMIZERS.index(("adagrad", EACH)))
   reset(world, values)
-  _, grads = world.gradients(world.model, *arguments(batch))
+  _, found = world.gradients(world.model, *arguments(batch))
   for table in ("shared", "own"):
     rows, gradients = occurrences_of(batch, table, "sum")
-    actual = grads.rows[f"embed/{table}"]
+    actual = found[table]
     used = np.asarray(actual.ids) < VOCABULARY
     np.testing.assert_array_equal(np.asarray(actual.ids)[used], rows)
     np.testing.assert_allclose(np.asarray(actual.values)[used], gradients, **EXACT)
@@ -350,7 +362,7 @@ def test_unsummed_rows_keep_batch_order(batch, values):
 
 
 @functools.cache
-def kinds_world(combiner, sequence, weighted):
+def kinds_world(combiner, sequence):
   """The same content thrice: one feature per kind, each with a table of its own."""
   kinds = ("padded", "ragged", "sparse")
   features = {
@@ -360,12 +372,12 @@ def kinds_world(combiner, sequence, weighted):
     )
     for kind in kinds
   }
-  return harness.Model(features, embed.sgd(learning_rate=0.1))
+  return harness.Model(features, embed.sgd(learning_rate=0.1)), nnx.jit(gradients_of)
 
 
 @pytest.mark.ci
 @given(
-  st.sampled_from([("sum", 0), ("mean", 0), ("sqrtn", 0), ("sum", 2), ("sum", 5)]),
+  st.sampled_from([("mean", 0), ("sum", 2)]),
   st.booleans(),
   ids((3, 3)),
   fractions((3, 3), -4, 8, 4),
@@ -375,7 +387,7 @@ def test_kinds_agree(rule, weighted, values, weights, table):
   """Padded, Ragged and Sparse of the same content are the same lookup."""
   combiner, sequence = rule
   weighted = weighted and not sequence
-  model = kinds_world(combiner, sequence, weighted)
+  model, gradients = kinds_world(combiner, sequence)
   kinds = ("padded", "ragged", "sparse")
   model.embed.load_tables(dict.fromkeys(kinds, table))
   pairs = {
@@ -383,13 +395,13 @@ def test_kinds_agree(rule, weighted, values, weights, table):
     for kind in kinds
   }
   cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))
-  (_, activations), grads = harness.value_and_grad(
+  activations, found = gradients(
     model,
     {kind: f for kind, (f, _) in pairs.items()},
     {kind: w for kind, (_, w) in pairs.items()},
     dict.fromkeys(kinds, cotangent),
   )
-  rows = {kind: harness.rows(grads.rows[f"embed/{kind}"], VOCABULARY) for kind in kinds}
+  rows = {kind: harness.rows(found[kind], VOCABULARY) for kind in kinds}
   for kind in ("ragged", "sparse"):
     np.testing.assert_allclose(activations[kind], activations["padded"], **EXACT)
     harness.assert_rows(rows[kind], rows["padded"], **EXACT)
@@ -414,11 +426,11 @@ def test_to_padded(values, weights, weighted):
       assert found == [w for _, _, _, w in wanted]
 
 
-@pytest.mark.parametrize("combiner", slow_unless(["sum", "mean", "sqrtn"], "mean".__eq__))
+@pytest.mark.ci
 @given(batches(), st.tuples(tables, tables), st.randoms(use_true_random=False))
-def test_order_does_not_matter(combiner, batch, values, random):
+def test_order_does_not_matter(batch, values, random):
   """Examples permuted: activations permuted, row gradients as before. Bags permuted: no change."""
-  world = combiner_world(combiner)
+  world = combiner_world("mean")
   reset(world, values)
   order = {name: random.sample(range(PLANS[name][2]), PLANS[name][2]) for name in PLANS}
   shuffled = dict(batch)
@@ -427,14 +439,14 @@ def test_order_does_not_matter(combiner, batch, values, random):
       shuffled[key] = batch[key][order[name]]
   shuffled["weights"] = batch["weights"][order["bag"]][:, ::-1]
   shuffled["bag"] = shuffled["bag"][:, ::-1]
-  (_, before), before_grads = world.gradients(world.model, *arguments(batch))
-  (_, after), after_grads = world.gradients(world.model, *arguments(shuffled))
+  before, before_rows = world.gradients(world.model, *arguments(batch))
+  after, after_rows = world.gradients(world.model, *arguments(shuffled))
   for name in PLANS:
     np.testing.assert_allclose(after[name], np.asarray(before[name])[order[name]], **EXACT)
-  for key in before_grads.rows:
+  for key in before_rows:
     harness.assert_rows(
-      harness.rows(after_grads.rows[key], VOCABULARY),
-      harness.rows(before_grads.rows[key], VOCABULARY),
+      harness.rows(after_rows[key], VOCABULARY),
+      harness.rows(before_rows[key], VOCABULARY),
       **EXACT,
     )
 
@@ -452,14 +464,30 @@ def split_world():
   features = {name: embed.FeatureConfig(table=table) for name in SPLIT_SHAPES}
   model = harness.Model(features, embed.adagrad(learning_rate=0.125))
   optimizer = embed.Optimizer(model, optax.sgd(0.0))
-  initial = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(optimizer)))
-  return World(
-    model,
-    optimizer,
-    initial,
-    nnx.jit(lambda m, o, g: o.update(m, g)),
-    nnx.jit(harness.value_and_grad),
-  )
+  return model, optimizer, state_of((model, optimizer))
+
+
+def read(grads):
+  """(rows, dense gradient, norm) as arrays."""
+  (dense,) = jax.tree.leaves(grads.dense)
+  rows = grads.rows["embed/t"]
+  return meshes.Rows(rows.ids, rows.values), dense, embed.global_norm(grads)
+
+
+@nnx.jit
+def step_in_parts(model, optimizer, parts):
+  grads = [harness.value_and_grad(model, *part)[1] for part in parts]
+  total = grads[0] if len(grads) == 1 else embed.accumulate(grads)
+  found = read(total)
+  optimizer.update(model, total)
+  return found, model.embed.variables["t"]
+
+
+@nnx.jit
+def norms_and_scales(model, arguments, max_norm):
+  grads = harness.value_and_grad(model, *arguments)[1]
+  scaled = grads.map(lambda g: g * np.float32(0.25))
+  return [read(x) for x in (grads, embed.clip_by_global_norm(grads, max_norm), scaled)]
 
 
 def split_arguments(values, cotangents, part):
@@ -477,23 +505,16 @@ split_batches = st.tuples(
 @given(split_batches, tables)
 def test_microbatches_add_up_to_the_batch(batch, values):
   """Row gradients of two halves, accumulated, are those of the whole, and so is the update."""
-  world = split_world()
+  model, optimizer, initial = split_world()
   after = []
   for parts in ([slice(0, 4)], [slice(0, 2), slice(2, 4)]):
-    nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
-    nnx.update(world.optimizer, jax.tree.map(jnp.copy, world.initial[1]))
-    world.model.embed.load_tables({"t": values})
-    grads = [world.gradients(world.model, *split_arguments(*batch, part))[1] for part in parts]
-    total = grads[0] if len(grads) == 1 else embed.accumulate(grads)
-    rows = harness.rows(total.rows["embed/t"], VOCABULARY)
-    (dense,) = jax.tree.leaves(total.dense)
-    norm = float(embed.global_norm(total))
-    world.step(world.model, world.optimizer, total)
-    after.append((rows, dense, norm, harness.variables(world.model, "t")))
-  (rows, dense, norm, variables), (halves, half_dense, half_norm, half_variables) = after
-  harness.assert_rows(halves, rows, **EXACT)
-  np.testing.assert_allclose(half_dense, dense, rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(half_norm, norm, rtol=1e-5, atol=1e-5)
+    nnx.update((model, optimizer), initial)
+    model.embed.load_tables({"t": values})
+    arguments = [split_arguments(*batch, part) for part in parts]
+    after.append(step_in_parts(model, optimizer, arguments))
+  ((rows, *numbers), variables), ((halves, *half_numbers), half_variables) = after
+  harness.assert_rows(harness.rows(halves, VOCABULARY), harness.rows(rows, VOCABULARY), **EXACT)
+  np.testing.assert_allclose(half_numbers, numbers, rtol=1e-5, atol=1e-5)
   for key, value in variables.items():
     np.testing.assert_allclose(half_variables[key], value, rtol=1e-5, atol=2e-6)
 
@@ -501,23 +522,18 @@ def test_microbatches_add_up_to_the_batch(batch, values):
 @given(split_batches, tables, st.sampled_from([0.125, 0.5, 100.0]))
 def test_norms_and_scales(batch, values, max_norm):
   """global_norm and clipping see dense and row gradients together; map scales values, not ids."""
-  world = split_world()
-  nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
-  world.model.embed.load_tables({"t": values})
-  _, grads = world.gradients(world.model, *split_arguments(*batch, slice(0, 4)))
-  rows = harness.rows(grads.rows["embed/t"], VOCABULARY)
-  (dense,) = jax.tree.leaves(grads.dense)
-  norm = np.sqrt(float(dense) ** 2 + sum(float(np.sum(np.float64(g) ** 2)) for g in rows.values()))
-  np.testing.assert_allclose(float(embed.global_norm(grads)), norm, rtol=1e-5, atol=1e-6)
-  scale = min(1.0, max_norm / norm) if norm else 1.0
-  clipped = embed.clip_by_global_norm(grads, max_norm)
-  scaled = grads.map(lambda g: g * np.float32(0.25))
-  for actual, factor in ((clipped, scale), (scaled, 0.25)):
-    harness.assert_rows(
-      harness.rows(actual.rows["embed/t"], VOCABULARY),
-      {row: g * factor for row, g in rows.items()},
-      rtol=1e-5,
-      atol=1e-6,
-    )
-    (changed,) = jax.tree.leaves(actual.dense)
-    np.testing.assert_allclose(changed, dense * factor, rtol=1e-5, atol=1e-6)
+  model, optimizer, initial = split_world()
+  nnx.update((model, optimizer), initial)
+  model.embed.load_tables({"t": values})
+  arguments = split_arguments(*batch, slice(0, 4))
+  found = norms_and_scales(model, arguments, np.float32(max_norm))
+  (rows, dense, norm), clipped, scaled = found
+  rows = harness.rows(rows, VOCABULARY)
+  wanted = np.sqrt(float(dense) ** 2 + sum(np.sum(np.float64(g) ** 2) for g in rows.values()))
+  np.testing.assert_allclose(norm, wanted, rtol=1e-5, atol=1e-6)
+  scale = min(1.0, max_norm / wanted) if wanted else 1.0
+  for (changed, its_dense, its_norm), factor in ((clipped, scale), (scaled, 0.25)):
+    of_rows = {row: g * factor for row, g in rows.items()}
+    harness.assert_rows(harness.rows(changed, VOCABULARY), of_rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(its_dense, dense * factor, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(its_norm, wanted * factor, rtol=1e-5, atol=1e-6)

@@ -88,11 +88,11 @@ def write(folder):
   (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
 
 
-@pytest.mark.programs(60, "a whole model is made and restored")
+@pytest.mark.programs(25, "restores a whole model on eight devices")
 @pytest.mark.parametrize("version", sorted(path.name for path in VERSIONS.iterdir()))
 def test_a_checkpoint_and_a_delta_restore(version):
-  """On eight devices."""
-  restored = nodes(1, mesh=jax.make_mesh((8,), ("data",)))  # another seed: nothing of it may remain
+  where = {"mesh": jax.make_mesh((8,), ("data",))}
+  restored = nodes(1, **where)  # another seed: nothing of it may remain
   embed.checkpoint.restore(VERSIONS / version / "checkpoint", **restored)
   assert embed.deltas.apply(embed.deltas.read(VERSIONS / version / "delta"), 1, **restored) == 2
   with np.load(VERSIONS / version / "after.npz") as expected:
