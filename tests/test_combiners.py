@@ -1,20 +1,14 @@
 """Custom combiners, and gradients of the user's weights."""
 
-import dataclasses
-import functools
-
-import conformance
 import jax
 import jax.numpy as jnp
 import layers
-import meshes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import embed
-from embed.tools import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*JAX's own differentiation")
 
@@ -126,113 +120,9 @@ def test_another_shape_is_named():
 # --- on a mesh ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
-def test_sharded_equals_unsharded():
-  draw = np.random.default_rng(0)
-  ids = embed.Padded(draw.integers(-1, V, (16, K)))
-  weights = embed.Padded(draw.uniform(0.5, 2, size=(16, K)).astype(np.float32))
-  outcomes = []
-  for where in ({}, {"mesh": meshes.make_mesh("explicit"), "sharding": "mod"}):
-    table = embed.TableConfig(V, 8, None, embed.adagrad(0.1), learnt(), "t")
-    other = embed.TableConfig(V, 8, None, embed.adagrad(0.1), "mean", "u")
-    features = {
-      "x": embed.FeatureConfig(table),
-      "y": embed.FeatureConfig(other, differentiate_weights=True),
-    }
-    model = embed.SparseEmbed(features, rngs=nnx.Rngs(0), **where)
-    optimizer = embed.Optimizer(model, optax.sgd(0.1))
-    state = nnx.split((model, optimizer))
-    state = (state[0], meshes.on_mesh(where["mesh"], state[1])) if where else state
-
-    @jax.jit
-    def step(state, w, graphdef=state[0]):
-      model, optimizer = nnx.merge(graphdef, state)
-
-      def loss(model, w):
-        act = model({"x": ids, "y": ids}, {"x": weights, "y": embed.Padded(w)})
-        return sum(jnp.sum(jnp.sin(a)) for a in act.values())
-
-      of_weights = jax.grad(lambda w: loss(model, w))(w)
-      _, grads = embed.value_and_grad(loss)(model, w)
-      optimizer.update(model, grads)
-      return of_weights, model.variables, model.combiner_weights["t"][...]
-
-    outcomes.append(step(state[1], jnp.asarray(weights.values)))
-  meshes.assert_close(*outcomes)
-
-
 # --- gradients of the user's weights --------------------------------------------------------------
 
-LOOKUPS = {case["id"]: case for case in conformance.load("lookups")["cases"]}
 # Where TensorFlow, on CPU, leaves no id out of the bag for its weight.
-RECORDED = [
-  name
-  for name, case in LOOKUPS.items()
-  if "weights_grad_tf_cpu" in case.get("grad", {})
-  and len(case["inputs"]) == 1
-  and all(expected["train"] == "same" for expected in case["expected"].values())
-]
-
-
-def of_known_length(x):
-  if not isinstance(x, embed.Ragged):
-    return x
-  longest = int(np.diff(x.row_splits).max(initial=1))
-  return embed.Ragged(x.values, x.row_splits, max_valency=max(longest, 1))
-
-
-def recorded(name):
-  """A case's feature, inputs, weights, and what is to come out: all in one table of one feature."""
-  case = LOOKUPS[name]
-  ((feature, inputs),) = case["inputs"].items()
-  (table,) = case["tables"].values()
-  config = embed.TableConfig(
-    table["vocabulary_size"],
-    table["dim"],
-    lambda *_: jnp.asarray(table["params"]),
-    embed.sgd(1.0),
-    table["combiner"],
-    name,
-  )
-  ids, weights = map(of_known_length, check.as_given(conformance.inputs(inputs)))
-  (rows,) = case["grad"]["table_grad"].values()
-  return {
-    "feature": embed.FeatureConfig(config, differentiate_weights=True),
-    "ids": ids,
-    "weights": weights,
-    "cotangent": case["grad"]["cotangent"][feature],
-    "activations": conformance.expected(case, feature),
-    "of_weights": case["grad"]["weights_grad_tf_cpu"],
-    "of_rows": rows,
-  }
-
-
-@pytest.mark.weekly
-def test_recorded_gradients_of_weights():
-  """Every case is a feature of one layer: one compilation for all."""
-  cases = {name: recorded(name) for name in RECORDED}
-  of = lambda key: {name: case[key] for name, case in cases.items()}
-  model = embed.SparseEmbed(of("feature"), rngs=nnx.Rngs(0))
-  ids, weights = of("ids"), of("weights")
-
-  def loss(model, values):
-    again = lambda name: dataclasses.replace(weights[name], values=values[name])
-    act = model(ids, {name: again(name) for name in cases})
-    return sum(jnp.sum(act[n] * c) for n, c in of("cotangent").items()), act
-
-  values = {name: jnp.asarray(w.values) for name, w in weights.items()}
-  (_, act), grads = nnx.jit(embed.value_and_grad(loss, has_aux=True))(model, values)
-  found = jax.jit(jax.grad(lambda v: loss(model, v)[0]))(values)
-  for name, case in cases.items():
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5, err_msg=name)
-    close(act[name], case["activations"])
-    # On CPU, TensorFlow prunes ids of weight 0 from mean and sqrtn, so that these get no gradient.
-    kept = (np.asarray(values[name]) != 0) | (case["of_weights"] != 0)
-    assert kept.any() or not kept.size
-    close(np.asarray(found[name])[kept], case["of_weights"][kept])
-    rows = np.zeros((len(case["of_rows"]) + 1, case["of_rows"].shape[1]))
-    np.add.at(rows, np.asarray(grads.rows[name].ids), np.asarray(grads.rows[name].values))
-    close(rows[:-1], case["of_rows"])
 
 
 def test_weights_that_the_model_makes_are_trained():
@@ -278,33 +168,3 @@ def test_serving_combines_alike():
   np.testing.assert_array_equal(serve(tables, weights)["x"], wanted)
   with pytest.raises(ValueError, match=r"combiner_weights=\{'t': sparse_embed"):
     embed.serving_lookup(inputs, None, tables, features)
-
-
-@pytest.mark.ci
-def test_steps_outside_of_jit_compile_a_combiner_once():
-  """A computation with a loop: JAX compiles loops for each new function object."""
-
-  def looped(valency, vectors, weights):
-    add = lambda k, total: total + weights[k] * vectors[k]
-    return jax.lax.fori_loop(0, K, add, jnp.zeros(D))
-
-  combiner = embed.CustomCombiner(looped, K, K, jax.nn.initializers.ones, 0.5)
-  table = embed.TableConfig(V, D, lambda *_: jnp.asarray(ROWS), embed.sgd(0.25), combiner, "t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  dense = embed.Optimizer(layer, optax.identity())
-  ids, compiled = embed.Padded(np.array([[1, 2, -1]] * 4)), []
-
-  def step():
-    act, residual = layer.lookup(ids)
-    layer.apply_gradients(jnp.ones_like(act), residual)
-    _, grads = embed.value_and_grad(lambda m: m(ids).sum())(layer)
-    dense.update(layer, grads)
-
-  for _ in range(2):
-    step()
-  count = lambda event, _, **__: "backend_compile" in event and compiled.append(event)
-  jax.monitoring.register_event_duration_secs_listener(count)
-  for _ in range(2):
-    step()
-  jax.monitoring.unregister_event_duration_listener(count)
-  assert not compiled

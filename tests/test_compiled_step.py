@@ -3,7 +3,6 @@
 Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
-import functools
 import pickle
 
 import jax
@@ -191,27 +190,3 @@ def test_a_lookup_that_the_pages_show_copies_no_table(large):
   nnx.jit(look_up, graph_updates=False)(layer, ids)
   nnx.jit(look_up, donate_argnums=0)(layer, ids)
   nnx.update(layer, jax.tree.map(jnp.copy, nnx.state(layer)))
-
-
-@pytest.mark.ci
-def test_layers_of_one_config_share_a_compiled_step():
-  """Gradients from the program of another layer step as many rows, and as fast, as their own."""
-  features = layer_with().spec.features
-  traced = []
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def gradients(graphdef, state):
-    layer = nnx.merge(graphdef, state)
-    traced.append(layer)
-    return embed.value_and_grad(lambda layer: jnp.sum(layer(np.array([1, 1, 2]))))(layer)[1]
-
-  for seed in range(2):
-    layer = layer_with(seed, features=features)
-    before = np.asarray(layer.tables["t"])
-    grads = gradients(*nnx.split(layer))
-    updater = embed.Optimizer(layer, optax.sgd(0.1))
-    assert grads.rows["t"].stack == layer.spec.stacks["t"]
-    updater.update(layer, grads)
-    moved = np.flatnonzero((np.asarray(layer.tables["t"]) != before).any(axis=1))
-    assert moved.tolist() == [1, 2]
-  assert len(traced) == 1

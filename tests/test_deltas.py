@@ -446,19 +446,6 @@ def test_readers_lose_no_delta(way, place):
   assert served.head.bias[...].tolist() == [count]
 
 
-@pytest.mark.weekly
-def test_readers_that_write_back_are_told():
-  """By default `nnx.jit` writes back all that a call has read, and clears modules meanwhile."""
-  served, deltas, _ = served_and_deltas(400)
-  _, error, errors = under_readers(served, nnx.jit(act), deltas)
-  told = [error, *errors]
-  # A module that is cleared when `apply` reads it looks like another model: a ValueError.
-  assert any(isinstance(x, RuntimeError | ValueError) and "graph=False" in str(x) for x in told), (
-    told
-  )
-  assert error is None or "graph=False" in str(error), error
-
-
 def in_flight(model, jitted, meanwhile):
   """Calls `meanwhile` while a call of another thread has read a model and not yet returned."""
   began, go_on, errors = threading.Event(), threading.Event(), []
@@ -540,66 +527,6 @@ def test_calls_after_a_delta_of_another_thread_may_write_back(call):
   del earlier
 
 
-@pytest.mark.ci
-def test_a_compiled_step_in_flight_does_not_undo_a_delta():
-  served, (delta,), rows = served_and_deltas(1)
-  delta = dataclasses.replace(delta, before={})  # the step changes the head
-  began, go_on = threading.Event(), threading.Event()
-
-  def body(model):
-    began.set()
-    go_on.wait()
-    model.head.bias[...] += 1
-    for _, variable in nnx.iter_graph(model):
-      if isinstance(variable, embed.Table):
-        variable.set_value(variable.get_value() * 2)
-
-  step = embed.jit_step(body, served)
-
-  def apply():
-    try:
-      return embed.deltas.apply(delta, 0, model=served)
-    except RuntimeError as error:
-      return error
-
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    stepped = pool.submit(step)
-    began.wait()
-    applied = pool.submit(apply)
-    concurrent.futures.wait([applied], timeout=0.2)
-    go_on.set()
-    stepped.result()
-    result = applied.result()
-  if isinstance(result, RuntimeError):
-    assert "replaced while a delta was applied" in str(result)
-    result = embed.deltas.apply(delta, 0, model=served)
-  assert result == 1
-  ids = delta.tables["model"]["embed/a"].ids
-  assert_same_bits(np.array(served.embed.tables["a"])[ids], rows[ids])
-
-
-@pytest.mark.weekly
-def test_a_run_that_is_restored_by_deltas_trains_in_any_thread():
-  nodes, restored = make("one device"), make("one device")
-  since = embed.deltas.fingerprint(0, **nodes)
-  train_step(nodes["model"], nodes["optimizer"], batch(1))
-  delta, _ = embed.deltas.changes(since, 1, **nodes)
-  embed.deltas.apply(delta, 0, **restored)
-
-  def step(model, optimizer, batch):
-    _, grads = embed.value_and_grad(lambda model, batch: model(batch))(model, batch)
-    optimizer.update(model, grads)
-
-  def train(nodes):
-    nnx.jit(step, donate_argnums=(0, 1))(nodes["model"], nodes["optimizer"], batch(2))
-    embed.jit_step(step, nodes["model"], nodes["optimizer"])(batch(3))
-
-  with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    pool.submit(train, restored).result()
-  train(nodes)
-  assert_same_bits(tree_of(restored), tree_of(nodes))
-
-
 def test_a_table_that_is_replaced_meanwhile_is_noticed(monkeypatch):
   served, (delta,), _ = served_and_deltas(1)
   put, zeros = changes.put, np.zeros((ROWS, 8), np.float32)
@@ -647,18 +574,6 @@ def test_a_failure_in_the_middle_changes_nothing(monkeypatch):
   monkeypatch.undo()
   embed.deltas.apply(delta, 0, **restored)
   assert_same_bits(tree_of(restored), tree_of(nodes))
-
-
-@pytest.mark.ci
-def test_a_clone_takes_a_delta_for_its_model():
-  """So that no request sees two steps: a request takes one model, or the other."""
-  served, (delta,), rows = served_and_deltas(1)
-  before = np.array(served.embed.tables["a"])
-  clone = nnx.clone(served)
-  errors = in_flight(served, nnx.jit, lambda: embed.deltas.apply(delta, 0, model=clone))
-  assert errors == []
-  assert_same_bits(np.array(served.embed.tables["a"]), before)
-  assert_same_bits(np.array(clone.embed.tables["a"]), rows)
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -811,16 +726,6 @@ def test_files_of_two_deltas_are_named(tmp_path, monkeypatch):
     embed.deltas.read(tmp_path / "mixed")
 
 
-@pytest.mark.weekly
-def test_two_writers_at_once_leave_one_of_their_deltas(tmp_path):
-  deltas = of_rows(1.0), of_rows(2.0)
-  for _ in range(20):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      list(pool.map(lambda i: embed.deltas.write(tmp_path, deltas[i % 2]), range(8)))
-    assert values(embed.deltas.read(tmp_path)) in ({1.0}, {2.0})
-    assert [path.name for path in tmp_path.iterdir()] == ["rows-00000-of-00001.npz"]
-
-
 def test_partial_files_of_killed_writers_are_removed(tmp_path):
   old, new = (tmp_path / f"rows-00000-of-00001.npz.{x}.part" for x in ("old", "new"))
   for path in (old, new):
@@ -905,23 +810,3 @@ def test_every_bit_of_a_file_is_checked_or_means_nothing(tmp_path):
     if again is not None:
       assert_same_bits((again.tables, again.state), (delta.tables, delta.state))
       assert (again.since, again.step, again.before) == (delta.since, delta.step, delta.before)
-
-
-@pytest.mark.ci
-def test_a_file_of_the_first_format_is_read(tmp_path):
-  """It has no digests, so that a model of any content takes it."""
-  delta = of_rows(7.0)
-  embed.deltas.write(tmp_path, delta)
-  (path,) = tmp_path.iterdir()
-  with np.load(path) as file:
-    arrays = dict(file)
-  header = json.loads(arrays["header"].tobytes())
-  assert header["format"] == 3
-  assert header.pop("before") == delta.before
-  assert header.pop("after") == delta.after
-  header["format"] = 1
-  np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
-  model = Other()
-  model.embed.load_tables({"t": np.ones((4, 2))})
-  assert embed.deltas.apply(embed.deltas.read(tmp_path), 0, model=model) == 1
-  assert model.embed.tables["t"].tolist() == [[7.0, 7.0]] * 4

@@ -192,17 +192,6 @@ def test_a_stream_gives_the_same_table_on_a_mesh():
     assert_equal(model.vocabulary_report["user"], expected.vocabulary_report["user"])
 
 
-@pytest.mark.ci
-def test_eager_and_compiled_steps_admit_alike():
-  batches = list(batches_of(2, drift=30))
-  features = features_of(table(), table(name="other"))
-  eager, compiled = make(features), make(features)
-  rows = [train_step(*eager, batch)[1] for batch in batches]
-  assert_equal([x for _, x in train(batches, *compiled)], rows)
-  for key in ("raw_ids", "last_used"):
-    assert_equal(compiled[0].variables["user"][key], eager[0].variables["user"][key])
-
-
 def test_ids_that_find_no_room_are_padding_or_the_unknown():
   tables = {name: table(8, name, trains_unknown=name == "unknown") for name in ("none", "unknown")}
   model, optimizer = make({name: embed.FeatureConfig(config) for name, config in tables.items()})
@@ -315,25 +304,6 @@ def test_a_resumed_run_is_the_same_to_the_bit():
     step(as_raw({"id": np.arange(30) + number * 15}))
   assert_equal(variables_of(resumed), variables_of(expected))
   assert_equal(resumed.vocabulary_report, expected.vocabulary_report)
-
-
-@pytest.mark.ci
-def test_another_geometry_keeps_the_most_valuable_rows():
-  """The last used first."""
-  model, _ = trained(table(48))
-  saved = copied(embed.checkpoint.to_tree(model=model))
-  vocabulary = embed.DynamicVocabulary(24, bucket_width=24)
-  config = embed.TableConfig(vocabulary, DIM, combiner="sum", name="user")
-  other, _ = make({"id": embed.FeatureConfig(config)})
-  embed.checkpoint.from_tree(saved, model=other)
-  before, after = (x.rows_by_raw_id("user") for x in (model, other))
-  ranked = dict(zip(before["raw_ids"].tolist(), range(len(before["raw_ids"])), strict=True))
-  assert {ranked[raw] for raw in after["raw_ids"].tolist()} == set(range(24))
-  for key in ("last_used", "parameters", "accumulators"):
-    wanted = dict(zip(before["raw_ids"].tolist(), before[key].tolist(), strict=True))
-    for raw, value in zip(after["raw_ids"].tolist(), after[key].tolist(), strict=True):
-      assert value == wanted[raw]
-  admit(other, as_raw({"id": np.arange(30)}))  # and goes on
 
 
 @pytest.mark.ci

@@ -2,11 +2,6 @@
 
 import contextlib
 import functools
-import os
-import pathlib
-import subprocess
-import sys
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -162,61 +157,3 @@ def test_without_jit_a_mesh_is_refused_and_one_device_works():
 
 
 # --- settings of the compiler ---------------------------------------------------------------------
-
-
-@pytest.mark.weekly
-def test_fast_math_changes_nothing():
-  """XLA reads its flags once, so the scenarios run in a process of their own."""
-  code = (
-    "import contextlib, numpy, test_flags as t\n"
-    "run = lambda name: t.numbers(name, contextlib.nullcontext)\n"
-    "numpy.savez(sys.argv[1], **{f'{n} {i}': x for n in t.SCENARIOS for i, x in enumerate(run(n))})"
-  )
-  folders = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent / "support")]
-  flags = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count=8"
-  with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder, "numbers.npz")
-    subprocess.run(
-      [sys.executable, "-c", f"import sys; sys.path += {folders}\n{code}", str(path)],
-      env={**os.environ, "XLA_FLAGS": flags}, check=True,
-    )  # fmt: skip
-    with np.load(path) as actual:
-      assert len(actual.files) > len(SCENARIOS)
-      for name in actual.files:
-        scenario, number = name.rsplit(" ", 1)
-        before = expected(scenario)[int(number)]
-        np.testing.assert_allclose(actual[name], before, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.ci
-def test_a_model_that_is_made_with_64_bits():
-  """From its making to a checkpoint: int32 ids and float32 rows, and the numbers of 32 bits."""
-
-  def run():
-    model = Model()
-    step = embed.jit_step(train_step, model, embed.Optimizer(model, optax.adam(0.1)))
-    weights = embed.Padded(np.abs(IDS) + 1.0)
-    batch = batch_of(lambda ids: np.asarray(ids, np.int64))
-    losses = [step(batch, weights) for _ in range(2)]
-    tree = embed.checkpoint.to_tree(model=model)
-    other = Model()
-    embed.checkpoint.from_tree(tree, model=other)
-    wide = batch | {"one": batch["one"] + 2**32}
-    with pytest.raises(ValueError, match="out of range"):
-      other(wide)
-    outputs = nnx.jit(lambda m, batch: m.embed(batch), graph=False)(other, batch)
-    dropped = nnx.jit(lambda m, ids: m.embed({"one": ids}), graph=False)
-    return jax.tree.map(np.asarray, (losses, tree["model"]["tables"], outputs)), (
-      lambda: np.asarray(dropped(other, wide["one"])["one"]),
-      other,
-    )
-
-  wanted, _ = run()
-  with jax.enable_x64(True):
-    found, (dropped, model) = run()
-    assert not dropped().any()
-    assert int(model.embed.report["dropped_ids"]) == BAGS
-  tables = jax.tree.leaves((wanted[1], found[1]))
-  assert {x.dtype for x in tables} == {np.dtype(np.float32)}
-  compare = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-  jax.tree.map(compare, found, wanted)

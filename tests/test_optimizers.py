@@ -357,27 +357,6 @@ def test_a_schedule_sees_the_step_from_zero():
   assert int(optimizer.step[...]) == 3
 
 
-@pytest.mark.ci
-def test_gradients_are_multiplied_first():
-  """Before they are clipped, by the multiplier of this step; rows stay touched where it is 0."""
-  optimizer = embed.momentum(
-    1.0, momentum=0.5, clipvalue=2.0, gradient_multiplier=lambda step: 0.5 * step
-  )
-  layer = one_table(optimizer)
-  wanted = layers.ROWS[3].copy()
-  for number, momenta in enumerate([0.0, 1.0, 0.5 + 2.0, 1.25 + 2.0]):  # of 0, 1, 2 and 3 clipped
-    step(layer, np.array([3, 3]), np.ones((2, D), np.float32), np.int32(number))
-    wanted -= momenta
-    np.testing.assert_array_equal(layer.tables["t"][3], wanted)
-    assert layer.variables["t"]["momenta"][3].tolist() == [momenta] * D
-  np.testing.assert_array_equal(layer.tables["t"][:3], layers.ROWS[:3])
-  zero = one_table(embed.sgd(1.0, gradient_multiplier=0, weight_decay_factor=0.5))
-  step(zero, np.array([3]), np.ones((1, D), np.float32))
-  np.testing.assert_array_equal(
-    zero.tables["t"], layers.ROWS * np.where(np.arange(V) == 3, 0.5, 1)[:, None]
-  )
-
-
 def check_rate(argument):
   make_with = lambda x: embed.sgd(**{argument: x})
   assert make_with(2) == make_with(2.0) != embed.sgd()
@@ -393,20 +372,6 @@ def check_rate(argument):
 
 def test_a_rate_is_a_number_or_a_schedule():
   cases.each({name: (name,) for name in ("learning_rate", "gradient_multiplier")}, check_rate)
-
-
-@pytest.mark.ci
-def test_bias_correction_makes_it_optax_adam():
-  rate = embed.bias_corrected(0.1)
-  layer = one_table(embed.adam(rate, epsilon=1e-12, lazy_adam=False, sum_inside_sqrt=False))
-  tx, table = optax.adam(0.1, eps=1e-12), jnp.asarray(layers.ROWS)
-  state = tx.init(table)
-  for i in range(4):
-    g = np.zeros((V, D), np.float32)
-    g[:4] = gradient(i, 4, D)
-    table, state = optax_step(tx, g, state, table)
-    step(layer, np.arange(4), g[:4], np.int32(i))
-  np.testing.assert_allclose(layer.tables["t"], table, rtol=2e-4, atol=1e-5)
 
 
 def test_adam_with_bias_correction_is_the_papers():

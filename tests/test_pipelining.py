@@ -7,12 +7,9 @@ import layers
 import numpy as np
 import optax
 import pytest
-from compiled import assert_in_place, compile_step, stored
 from flax import nnx
-from parts import taking
 
 import embed
-from recipes.training.train_step import Options, Step
 
 CASES = {case["id"]: case for case in conformance.load("pipeline")["cases"]}
 V, D = 12, 3
@@ -120,38 +117,6 @@ def test_recorded_cases_by_hand():
 # --- what it means --------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
-def test_activations_are_one_update_behind():
-  """A row of ones under w -= 1: looked up as 1, 1, 0, -1 where 1, 0, -1, -2 would be in order."""
-  table = embed.TableConfig(
-    3, 1, combiner="sum", optimizer=embed.sgd(1.0), initializer=jax.nn.initializers.ones
-  )
-  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  optimizer = embed.Optimizer(model, optax.sgd(0.0))
-  state, data = {"model": model, "optimizer": optimizer}, iter([jnp.array([1])] * 4)
-  take = taking(
-    Step(lambda m, ids: jnp.sum(m(ids)), **state, options=Options(pipelined=True)), data
-  )
-  assert [float(take(i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
-  assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
-
-
-@pytest.mark.ci
-def test_dropped_ids_are_counted_once():
-  data = [{"bag": b["bag"].at[0, 0].set(V), "one": b["one"]} for b in batches(3)]
-  model = Model(embed.sgd(0.1))
-
-  def loss(model, batch):
-    bag = model.embed({"bag": embed.Padded(batch["bag"])})["bag"]
-    return jnp.sum(bag * model.embed({"one": batch["one"]})["one"])
-
-  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(0.1))}
-  take = taking(Step(loss, **state, options=Options(pipelined=True)), iter(data))
-  for i in range(len(data)):
-    take(i == len(data) - 1)
-  assert int(model.embed.report["dropped_ids"]) == 3
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -163,23 +128,6 @@ def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
   loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, other)
   assert np.isnan(loss)
   assert float(embed.global_norm(grads)) == 0.0
-
-
-@pytest.mark.ci
-def test_an_eager_look_ahead_shares_nothing_with_the_model():
-  """The scores of all rows are made of the table itself, which the step then takes away."""
-  model = Model(embed.sgd(0.1))
-  loss = lambda m, q: jnp.sum(m.embed.attend(q, "t") ** 2)
-  query = jnp.ones((2, D))
-  ahead = embed.look_ahead(loss)(model, query)
-
-  @nnx.jit(donate_argnames=("model", "optimizer"))
-  def step(model, optimizer, ahead, query):
-    value, grads = embed.value_and_grad(loss, ahead=ahead)(model, query)
-    optimizer.update(model, grads)
-    return value
-
-  assert np.isfinite(step(model, embed.Optimizer(model, optax.sgd(0.1)), ahead, query))
 
 
 def refuse(text, ahead_of, then):
@@ -232,24 +180,3 @@ def test_what_a_look_ahead_is_not_of_is_refused():
 
 
 # --- what it costs --------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_no_table_is_copied():
-  """The look-ahead reads the table that the same step updates in place."""
-  size, dim = 300_000, 16
-  table = embed.TableConfig(size, dim, name="t", initializer=jax.nn.initializers.zeros)
-  model = embed.SparseEmbed(embed.FeatureConfig(table), embed.adam(0.1), rngs=nnx.Rngs(0))
-  optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  of_batch = lambda model, ids: jnp.sum(model(embed.Padded(ids)))
-  ids = jnp.zeros((64, 4), jnp.int32)
-  ahead = embed.look_ahead(of_batch)(model, ids)
-
-  def step(model, optimizer, ahead, ids, next_ids):
-    value, grads = embed.value_and_grad(of_batch, ahead=ahead)(model, ids)
-    ahead = embed.look_ahead(of_batch)(model, next_ids)
-    optimizer.update(model, grads)
-    return value, ahead
-
-  program = compile_step(step, (model, optimizer), ahead, ids, ids)
-  assert_in_place(program, stored(model), 16 * ids.size * dim * 4 + 2**16)

@@ -19,7 +19,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import fractions
-from optimizer_cases import EACH, LR_DECAY, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from optimizer_cases import LR_DECAY, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
 from embed.tools import check, reference
@@ -343,68 +343,7 @@ def test_jit_equals_reference(combiner, batch, values):
     harness.assert_rows(harness.rows(rows[table], VOCABULARY), wanted, **EXACT)
 
 
-@pytest.mark.ci
-@given(batches(), st.tuples(tables, tables))
-def test_unsummed_rows_keep_batch_order(batch, values):
-  """Where gradients are not accumulated there is one entry per occurrence."""
-  world = optimizer_world(OPTIMIZERS.index(("adagrad", EACH)))
-  reset(world, values)
-  _, found = world.gradients(world.model, *arguments(batch))
-  for table in ("shared", "own"):
-    rows, gradients = occurrences_of(batch, table, "sum")
-    actual = found[table]
-    used = np.asarray(actual.ids) < VOCABULARY
-    np.testing.assert_array_equal(np.asarray(actual.ids)[used], rows)
-    np.testing.assert_allclose(np.asarray(actual.values)[used], gradients, **EXACT)
-
-
 # ------------------------------------------------------------- what must not matter
-
-
-@functools.cache
-def kinds_world(combiner, sequence):
-  """The same content thrice: one feature per kind, each with a table of its own."""
-  kinds = ("padded", "ragged", "sparse")
-  features = {
-    kind: embed.FeatureConfig(
-      table=embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=kind),
-      max_sequence_length=sequence,
-    )
-    for kind in kinds
-  }
-  return harness.Model(features, embed.sgd(learning_rate=0.1)), nnx.jit(gradients_of)
-
-
-@pytest.mark.ci
-@given(
-  st.sampled_from([("mean", 0), ("sum", 2)]),
-  st.booleans(),
-  ids((3, 3)),
-  fractions((3, 3), -4, 8, 4),
-  tables,
-)
-def test_kinds_agree(rule, weighted, values, weights, table):
-  """Padded, Ragged and Sparse of the same content are the same lookup."""
-  combiner, sequence = rule
-  weighted = weighted and not sequence
-  model, gradients = kinds_world(combiner, sequence)
-  kinds = ("padded", "ragged", "sparse")
-  model.embed.load_tables(dict.fromkeys(kinds, table))
-  pairs = {
-    kind: check.as_given(reference.as_kind(kind, values, weights if weighted else None))
-    for kind in kinds
-  }
-  cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))
-  activations, found = gradients(
-    model,
-    {kind: f for kind, (f, _) in pairs.items()},
-    {kind: w for kind, (_, w) in pairs.items()},
-    dict.fromkeys(kinds, cotangent),
-  )
-  rows = {kind: harness.rows(found[kind], VOCABULARY) for kind in kinds}
-  for kind in ("ragged", "sparse"):
-    np.testing.assert_allclose(activations[kind], activations["padded"], **EXACT)
-    harness.assert_rows(rows[kind], rows["padded"], **EXACT)
 
 
 @given(ids((3, 3)), fractions((3, 3), -4, 8, 4), st.booleans())
@@ -424,31 +363,6 @@ def test_to_padded(values, weights, weighted):
       weights_padded = np.asarray(embed.to_padded(given_weights).values)
       found = [float(weights_padded[b, c]) for b, c, _, _ in actual]
       assert found == [w for _, _, _, w in wanted]
-
-
-@pytest.mark.ci
-@given(batches(), st.tuples(tables, tables), st.randoms(use_true_random=False))
-def test_order_does_not_matter(batch, values, random):
-  """Examples permuted: activations permuted, row gradients as before. Bags permuted: no change."""
-  world = combiner_world("mean")
-  reset(world, values)
-  order = {name: random.sample(range(PLANS[name][2]), PLANS[name][2]) for name in PLANS}
-  shuffled = dict(batch)
-  for name in PLANS:
-    for key in (name, f"{name}_cotangent"):
-      shuffled[key] = batch[key][order[name]]
-  shuffled["weights"] = batch["weights"][order["bag"]][:, ::-1]
-  shuffled["bag"] = shuffled["bag"][:, ::-1]
-  before, before_rows = world.gradients(world.model, *arguments(batch))
-  after, after_rows = world.gradients(world.model, *arguments(shuffled))
-  for name in PLANS:
-    np.testing.assert_allclose(after[name], np.asarray(before[name])[order[name]], **EXACT)
-  for key in before_rows:
-    harness.assert_rows(
-      harness.rows(after_rows[key], VOCABULARY),
-      harness.rows(before_rows[key], VOCABULARY),
-      **EXACT,
-    )
 
 
 # ---------------------------------------------------------------- gradients as values
@@ -537,3 +451,49 @@ def test_norms_and_scales(batch, values, max_norm):
     harness.assert_rows(harness.rows(changed, VOCABULARY), of_rows, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(its_dense, dense * factor, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(its_norm, wanted * factor, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def kinds_world(combiner, sequence):
+  """The same content thrice: one feature per kind, each with a table of its own."""
+  kinds = ("padded", "ragged", "sparse")
+  features = {
+    kind: embed.FeatureConfig(
+      table=embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=kind),
+      max_sequence_length=sequence,
+    )
+    for kind in kinds
+  }
+  return harness.Model(features, embed.sgd(learning_rate=0.1)), nnx.jit(gradients_of)
+
+
+@pytest.mark.ci
+@given(
+  st.sampled_from([("mean", 0), ("sum", 2)]),
+  st.booleans(),
+  ids((3, 3)),
+  fractions((3, 3), -4, 8, 4),
+  tables,
+)
+def test_kinds_agree(rule, weighted, values, weights, table):
+  """Padded, Ragged and Sparse of the same content are the same lookup."""
+  combiner, sequence = rule
+  weighted = weighted and not sequence
+  model, gradients = kinds_world(combiner, sequence)
+  kinds = ("padded", "ragged", "sparse")
+  model.embed.load_tables(dict.fromkeys(kinds, table))
+  pairs = {
+    kind: check.as_given(reference.as_kind(kind, values, weights if weighted else None))
+    for kind in kinds
+  }
+  cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))
+  activations, found = gradients(
+    model,
+    {kind: f for kind, (f, _) in pairs.items()},
+    {kind: w for kind, (_, w) in pairs.items()},
+    dict.fromkeys(kinds, cotangent),
+  )
+  rows = {kind: harness.rows(found[kind], VOCABULARY) for kind in kinds}
+  for kind in ("ragged", "sparse"):
+    np.testing.assert_allclose(activations[kind], activations["padded"], **EXACT)
+    harness.assert_rows(rows[kind], rows["padded"], **EXACT)

@@ -266,63 +266,6 @@ def test_every_kind_of_input(strategy, kind):
     check()
 
 
-@pytest.mark.ci
-def test_features_without_ids():
-  """They neither fail nor move a row, beside a feature that has ids."""
-  inputs = harness.without_ids()
-  table = embed.TableConfig(20, D, optimizer=embed.adagrad(0.5), name="t")
-  features = {name: embed.FeatureConfig(table, **kw) for name, (_, _, kw) in inputs.items()}
-  features["some"] = embed.FeatureConfig(table)
-  batch = {name: x for name, (x, _, _) in inputs.items()}
-  batch["some"] = embed.Padded(np.arange(16).reshape(8, 2))
-  weights = {name: w for name, (_, w, _) in inputs.items()}
-
-  def train(**where):
-    model = harness.Model(features, **where)
-    cotangents = jax.eval_shape(lambda: model.embed(batch, weights))
-    cotangents = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), cotangents)
-    world = make_world(features, rows=True, **where)
-    return world.run([(batch, weights, cotangents)] * 2)
-
-  found = train(mesh=make_mesh("explicit"), sharding="mod")
-  meshes.assert_same_outcomes(found, train(), {"t": 20})
-
-
-def one_of_each(strategies):
-  """A plan for tables that are spread in different ways, and its features."""
-  tables = {
-    strategy: embed.TableConfig(V, D, sixteenths, embed.adagrad(0.5), "sum", name=strategy)
-    for strategy in strategies
-  }
-  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
-  mesh = make_mesh("explicit")
-  example = {name: embed.Padded(np.zeros(BAG, np.int32)) for name in features}
-  plan = embed.plan(features, mesh, example)
-  for name in plan:
-    plan[name].strategy = name
-  return features, {"mesh": mesh, "plan": plan}
-
-
-@pytest.mark.ci
-def test_tables_are_spread_in_different_ways():
-  """In one model, one of them also with a buffer that is too small."""
-  features, where = one_of_each(("mod", "column", "replicated"))
-  where["plan"]["mod"].capacity = 1
-  draw = np.random.default_rng(0)
-  batches = [
-    (
-      {name: embed.Padded(draw.integers(-1, V, BAG).astype(np.int32)) for name in features},
-      None,
-      meshes.normal(step, dict.fromkeys(features, (BAG[0], D))),
-    )
-    for step in range(2)
-  ]
-  found = make_world(features, **where).run(batches)
-  wanted = make_world(features).run(batches)
-  meshes.assert_same_outcomes(found, wanted, dict.fromkeys(features, V))
-  assert found[-1].report["exchange_rounds"] > 1
-
-
 # --- bit for bit ---------------------------------------------------------------------------------
 
 
@@ -372,20 +315,6 @@ def test_a_table_smaller_than_the_mesh(strategy, kind):
   wanted = one.run([batch] * 2)
   assert harness.rows(wanted[0].rows["t"], 3) == {0: 1, 2: 2}
   meshes.assert_same_outcomes(world.run([batch] * 2), wanted, {"t": 3})
-
-
-@pytest.mark.ci
-def test_unsummed_rows_keep_batch_order():
-  """Where gradients are not accumulated there is one entry per occurrence, on a mesh too."""
-  features = one_bag(embed.adagrad(0.5, **EACH))
-  world = make_world(features, rows=True, mesh=make_mesh("auto"), sharding="mod")
-  batch = exact_batch(0)
-  ids, gradients = occurrences_of(*batch)
-  (outcome,) = world.run([batch])
-  found = outcome.rows["t"]
-  used = found.ids < V
-  np.testing.assert_array_equal(found.ids[used], ids)
-  np.testing.assert_array_equal(found.values[used], gradients)
 
 
 # --- two axes ------------------------------------------------------------------------------------
@@ -526,48 +455,6 @@ def test_every_way_through_a_loss(way, strategy, kind):
 
 
 # --- at the mid level ----------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_mid_level():
-  """`lookup` and `apply_gradients`; None is a zero gradient, which moves momentum."""
-
-  @nnx.jit
-  def step(layer, features, cotangents):
-    activations, residual = layer.lookup(features)
-    layer.apply_gradients({"bag": cotangents["bag"], "id": None}, residual, step=0)
-    return activations
-
-  def train(**where):
-    layer = harness.Model(two_tables(embed.momentum(0.5)), **where).embed
-    activations = []
-    for seed in range(2):
-      features, _, cotangents = ways_batch(seed)
-      activations.append(step(layer, features, cotangents))
-    return activations, layer.variables
-
-  meshes.assert_close(train(mesh=make_mesh("auto"), sharding="mod"), train())
-
-
-@pytest.mark.ci
-def test_inputs_of_any_sharding():
-  mesh = make_mesh("explicit")
-  features = {"bag": embed.FeatureConfig(embed.TableConfig(V, D, sixteenths, name="t"))}
-  features["ragged"] = features["bag"]
-  splits = np.array([0, 3, 3, 9, 15, 16, 22, 23], np.int32)
-  batch = {
-    "bag": embed.Padded(np.arange(128, dtype=np.int32).reshape(16, 8) % V),
-    "ragged": embed.Ragged(np.arange(24, dtype=np.int32) % V, splits),
-  }
-  look_up = nnx.jit(lambda layer, batch: layer(batch))
-  wanted = look_up(harness.Model(features).embed, batch)
-  layer = harness.Model(features, mesh=mesh).embed
-  for bag, values in ((P("data"), P()), (P(None, "data"), P("data"))):
-    specs = {"bag": embed.Padded(bag), "ragged": embed.Ragged(values, P())}
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    found = look_up(layer, jax.tree.map(put, batch, specs))
-    meshes.assert_close(found, wanted)
-    assert found["bag"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
 @pytest.mark.ci

@@ -109,8 +109,3 @@ def lookup_inputs(case, prefix=""):
     prefix + name: check.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
   }
   return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}
-
-
-def lookup_group(name):
-  head, second = name.split("/")[:2]
-  return f"{head}/{second}" if head == "grid" else head

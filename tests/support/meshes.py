@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import embed
 
-STRATEGIES = ("mod", "div", "column", "replicated")
 KINDS = ("auto", "explicit")
 
 

@@ -76,14 +76,7 @@ def optimizer_id(index):
   return "-".join([OPTIMIZERS[index][0], *(key[:12] for key in OPTIMIZERS[index][1])])
 
 
-def is_plain(index):
-  """Whether it is for the quick suite: three optimizers that have nothing set."""
-  return OPTIMIZERS[index] in (("sgd", {}), ("adagrad", {}), ("rowwise_adagrad", {}))
-
-
 # The first way to use each optimizer, for what does not depend on its settings.
-FIRST = [i for i, (name, _) in enumerate(OPTIMIZERS) if name not in dict(OPTIMIZERS[:i])]
-LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
 EXTRA = {
   "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),
   "custom_optimizer": lambda: embed.custom_optimizer(

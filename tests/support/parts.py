@@ -37,23 +37,3 @@ def prepare(recipe, config, mesh=None):
   batches = train.data_lib.train_batches(data, config)
   evaluate = train.evaluator(data, config, mesh)
   return Parts(config, data, model, optimizer, objective, batches, evaluate)
-
-
-def taking(step, batches):
-  """Returns `take(pause)`, which takes a step on the next batch as a run does; returns its loss.
-
-  A pipelined step looks at the batch after it, but before a pause.
-  """
-  ahead = []
-
-  def take(pause=False):
-    batch = ahead.pop() if ahead else next(batches)
-
-    def peek():
-      if not pause:
-        ahead.append(next(batches))
-      return ahead[-1] if ahead else None
-
-    return step(batch, peek)["loss"]
-
-  return take

@@ -300,3 +300,14 @@ def test_errors_name_what_is_wrong():
 def test_feature_columns_are_not_taken():
   with pytest.raises(TypeError, match="feature_columns"):
     embed.EmbeddingConfigSpec(feature_columns=[])
+
+
+def test_profile_is_saved_where_the_spec_says(tmp_path):
+  folder = tmp_path / "profiles" / "run"
+  spec = embed.EmbeddingConfigSpec(**plain(), profile_data_directory=folder)
+  found = spec.profile([batch(), batch()])
+  assert found.tables["user"].ids.tolist() == [2, 2]
+  assert repr(embed.Profile.load(folder / "profile.npz")) == repr(found)
+  plan = embed.Plan.uniform(spec.features, spec.optimizer, make_mesh(), "data", "mod")
+  spec = embed.EmbeddingConfigSpec(**plain())
+  assert set(spec.profile([batch()], plan).stacks) == set(plan.stacks())

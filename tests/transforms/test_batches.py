@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from absl import flags
 from cases import refused
+from flax import nnx
 from raw_features import xxh64
 
 import embed
@@ -208,3 +209,26 @@ def test_single_examples_can_be_batched_by_grain():
   inputs = next(iter(grain.MapDataset.source(examples).map(transforms).batch(2)))
   assert inputs.features["genre"].values.tolist() == [[0, -1], [1, 0]]
   assert inputs.features["age"].tolist() == [0, 1]
+
+
+@pytest.mark.ci
+def test_a_layer_reads_it():
+  """One table per column, sized by it; columns of one vocabulary may share theirs."""
+  tables = {
+    name: embed.TableConfig(column.vocabulary_size, 4, combiner="sum", name=name)
+    for name, column in TRANSFORMS.columns.items()
+  }
+  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+  features["again"] = embed.FeatureConfig(tables["genre"])
+  inputs = TRANSFORMS(BATCH)
+  inputs.features["again"] = TRANSFORMS.columns["genre"](["drama", "comedy", ""])
+  embed.validate(features, *inputs)
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  act = nnx.jit(lambda layer, inputs: layer(*inputs))(layer, inputs)
+  rows = {name: np.asarray(table) for name, table in layer.tables.items()}
+  first, second = inputs.features["tag"].values[0]
+  expected = 0.5 * rows["tag"][first] + 2 * rows["tag"][second]
+  np.testing.assert_allclose(act["tag"][0], expected, rtol=1e-6)
+  np.testing.assert_array_equal(act["age"], rows["age"][[0, 2, 3]])
+  np.testing.assert_array_equal(act["again"][:2], rows["genre"][[0, 1]])
+  np.testing.assert_array_equal(act["again"][2], np.zeros(4))
