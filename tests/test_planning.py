@@ -379,6 +379,15 @@ def test_a_schedule_that_is_no_key_names_its_table():
     embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
 
 
+SIZES = {"x": 21, "y": 9}
+
+
+def pair_batch(seed):
+  draw = np.random.default_rng(seed)
+  ids = {name: draw.integers(-1, size, 12).astype(np.int32) for name, size in SIZES.items()}
+  return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
+
+
 @pytest.mark.ci
 def test_stacks_cannot_be_seen():
   """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
