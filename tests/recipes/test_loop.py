@@ -16,7 +16,7 @@ from flax import nnx
 
 import embed
 from recipes import arrays, errors, pipeline
-from recipes.run import checkpoints, journal, loop, settings, warm_start
+from recipes.run import checkpoints, journal, loop, results, settings, warm_start
 from recipes.run import workdir as runs
 from recipes.training import train_step
 
@@ -290,6 +290,13 @@ def test_the_state_that_validation_prefers_is_tested(tmp_path, select, scores, t
   result = run_toy(tmp_path / "run", evaluate, select=select)
   assert result["tested_step"] == 3 * (tested + 1)
   np.testing.assert_array_equal(seen[-1], seen[tested])
+
+
+def test_losses_are_best_small_and_a_calibration_at_one():
+  names = ("valid_loss", "valid_ne", "valid_auc[a=b]", "valid_ndcg@10")
+  assert [results.gain(name, 0.5) for name in names] == [-0.5, -0.5, 0.5, 0.5]
+  assert results.gain("valid_calibration", 1.25) == results.gain("calibration", 0.75) == -0.25
+  assert np.isnan(results.gain("valid_popularity@5", 3.0))
 
 
 def test_patience_ends_a_run_that_no_longer_improves(tmp_path, capsys):

@@ -156,6 +156,7 @@ def test_unknown_and_missing_values_are_counted_by_column(clicks, tmp_path):
   np.testing.assert_array_equal(scored.scores, clicks.answering.predict(rows))
   bad = clicks.answering.score([seen | {"city": "Oslo", "price": "x"}], on_bad_row="skip")
   assert (bad.unknown, bad.missing, bad.is_bad.tolist()) == ({}, {}, [True])
+  assert np.isnan(bad.scores).all()
   texts = [",".join("" if x is None else str(x) for x in row.values()) for row in rows]
   (tmp_path / "rows.csv").write_text("\n".join([",".join(seen), *texts]) + "\n")
   _, _, notes = answers(clicks, tmp_path / "rows.csv")
