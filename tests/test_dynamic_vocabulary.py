@@ -236,6 +236,7 @@ def test_what_a_lookup_reads_is_admitted():
   np.testing.assert_array_equal(found["parameters"], in_table)
 
 
+@pytest.mark.ci
 def test_rows_of_a_pending_update_are_not_taken():
   """The next batch may be admitted before this one's update."""
   for ahead, expected in ((True, [-1] * 4), (False, [0, 1, 2, 3])):
@@ -291,6 +292,7 @@ def copied(tree):
   return jax.tree.map(np.array, tree)
 
 
+@pytest.mark.ci
 @pytest.mark.programs(25, "saves and restores three layers")
 def test_a_resumed_run_is_the_same_to_the_bit():
   policy = {"eviction": "lfu", "half_life": 3}

@@ -179,8 +179,10 @@ PLACES = {  # kind of the mesh and its shape; settings of all tables in the plan
   "turned": ("auto", (4, 2), {"strategy": "div", "axis": ("b", "a")}),
   "three": ("explicit", (3,), {"strategy": "mod"}),
 }
-QUICK = [("rows", "one"), ("lines", "one"), ("rows", "mod, rounds")]
+QUICK = [("rows", "one")]
 CI = [
+  ("lines", "one"),
+  ("rows", "mod, rounds"),
   ("packed", "one"),
   ("kernels", "one"),
   ("rows", "div"),

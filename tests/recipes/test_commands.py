@@ -4,6 +4,7 @@ import json
 
 import jax
 import pytest
+import ways
 
 from recipes import baselines, errors, evaluate, hosts
 from recipes.dlrm import baselines as click_baselines
@@ -11,7 +12,7 @@ from recipes.dlrm import train
 from recipes.run import results
 
 
-@pytest.mark.parametrize("trained", ["clicks", "towers", "sequences"], indirect=True)
+@pytest.mark.parametrize("trained", ["clicks", *ways.ci("towers", "sequences")], indirect=True)
 def test_a_run_is_measured_again(trained, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
   assert evaluate.evaluate(trained.workdir) == trained.result["metrics"]

@@ -51,6 +51,7 @@ def test_a_click_model_scores_raw_rows_as_its_run_does(clicks):
   np.testing.assert_allclose(scores, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.ci
 def test_two_towers_rank_raw_rows_as_their_run_does(towers):
   served = towers.answering
   users, scores, ids = own_towers(towers, top=5)
@@ -61,6 +62,7 @@ def test_two_towers_rank_raw_rows_as_their_run_does(towers):
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
 
 
+@pytest.mark.ci
 def test_a_sequence_model_ranks_raw_rows_as_its_run_does(sequences):
   served = sequences.answering
   users, scores, ids = own_sequences(sequences, top=5)

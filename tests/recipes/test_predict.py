@@ -164,6 +164,7 @@ def test_unknown_and_missing_values_are_counted_by_column(clicks, tmp_path):
   assert "missing values by column" in notes[2]
 
 
+@pytest.mark.ci
 def test_every_feature_is_encoded_once(clicks, towers, monkeypatch):
   models = clicks.answering, towers.answering
   encoded, ids = [], Fitted.ids
@@ -191,6 +192,7 @@ def test_written_scores_are_the_numbers_themselves(clicks):
   assert len(predict._shown(np.float32(0.1))) == 3
 
 
+@pytest.mark.ci
 def test_a_user_is_known_by_id_feature_or_history(towers):
   model = towers.answering
   known, new = model.recommend([{"who": "u3"}]), model.recommend([{"who": "new", "country": "k3"}])
@@ -233,6 +235,7 @@ def test_ids_are_cut_by_the_pattern_of_their_column(towers):
   assert model.recommend([{"who": "user nobody"}]).is_popular[0]
 
 
+@pytest.mark.ci
 def test_a_history_in_the_row_replaces_the_stored_one(towers):
   model = towers.answering
   stored = model._history[model._offsets[3] : model._offsets[4]]
@@ -250,6 +253,7 @@ def test_a_history_in_the_row_replaces_the_stored_one(towers):
   assert [item is None for item in new.items[0]] == [False] * 11 + [True] * 2
 
 
+@pytest.mark.ci
 def test_repeats_are_recommended_if_training_said_so(sequences):
   model = sequences.answering
   answer = model.recommend([{"who": "u3"}, {"history": "i1|i2"}, {"who": "new"}], top=13)
@@ -260,6 +264,7 @@ def test_repeats_are_recommended_if_training_said_so(sequences):
   assert not np.allclose(np.sort(turned.scores[0]), np.sort(answer.scores[1]), equal_nan=True)
 
 
+@pytest.mark.ci
 def test_recommendations_are_columns_of_raw_ids_scores_and_titles(towers, tmp_path):
   (tmp_path / "rows.csv").write_text("who,note\nu3,a\nnew,b\n")
   header, rows, notes = answers(towers, tmp_path / "rows.csv", top=2)
@@ -271,6 +276,7 @@ def test_recommendations_are_columns_of_raw_ids_scores_and_titles(towers, tmp_pa
   assert "1 without a known user" in notes[1]
 
 
+@pytest.mark.ci
 def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
   (tmp_path / "rows.csv").write_text("note\nx\n")
   with pytest.raises(UserError, match="none of the columns who, country, history"):

@@ -302,6 +302,7 @@ def test_feature_columns_are_not_taken():
     embed.EmbeddingConfigSpec(feature_columns=[])
 
 
+@pytest.mark.ci
 def test_profile_is_saved_where_the_spec_says(tmp_path):
   folder = tmp_path / "profiles" / "run"
   spec = embed.EmbeddingConfigSpec(**plain(), profile_data_directory=folder)

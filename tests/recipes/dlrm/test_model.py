@@ -93,11 +93,8 @@ def test_the_gradient_of_dot_interaction():
   np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ("kind", "settings", "num_dense"),
-  [MODELS[0], *(pytest.param(*model, marks=pytest.mark.ci) for model in MODELS[1:])],
-)
-@pytest.mark.programs(40, "a model of many layers is initialized")
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "settings", "num_dense"), MODELS)
 def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, settings, num_dense):
   model, inputs = build(kind, settings, num_dense), batch(num_dense=num_dense)
   optimizer = embed.Optimizer(model, optax.adam(0.02))

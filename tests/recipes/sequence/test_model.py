@@ -178,7 +178,7 @@ def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
   assert set(np.flatnonzero(moved)) == touched
 
 
-@pytest.mark.programs(60, "a model of many layers is initialized")
+@pytest.mark.ci
 def test_sampled_softmax_of_all_items_is_the_full_one():
   config = smoke(loss="sampled_softmax", temperature=0.05)
   model = train.build_model(config, ITEMS)

@@ -6,20 +6,17 @@ import shutil
 
 import numpy as np
 import pytest
+import ways
 from ml_collections import ConfigDict
 
 from recipes import errors, hosts
 from recipes.run import journal, settings
 
 RECIPES = ("dlrm", "two_tower", "sequence")
-STOPPED = [
-  "clicks",
-  pytest.param("towers", marks=pytest.mark.ci),
-  pytest.param("sequences", marks=pytest.mark.ci),
-]
+EACH = ["clicks", *ways.ci("towers", "sequences")]
 
 
-@pytest.mark.parametrize("trained", ["clicks", "towers", "sequences"], indirect=True)
+@pytest.mark.parametrize("trained", EACH, indirect=True)
 def test_a_run_on_a_table_ends_with_metrics_of_its_split(trained):
   result = trained.result
   assert result["config"]["steps"] == result["steps"] == trained.table["steps"]
@@ -56,7 +53,7 @@ def lines(workdir):
   return [{k: v for k, v in line.items() if "per_second" not in k} for line in logged]
 
 
-@pytest.mark.parametrize("trained", STOPPED, indirect=True)
+@pytest.mark.parametrize("trained", EACH, indirect=True)
 @pytest.mark.programs(120, "trains a run and resumes it, each with its own model and step")
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)

@@ -95,7 +95,7 @@ def test_on_a_mesh_the_losses_are_those_of_one_device(tmp_path):
   assert {len(x.sharding.device_set) for x in model.embed.tables.values()} == {8}
 
 
-@pytest.mark.programs(60, "two towers are initialized")
+@pytest.mark.ci
 def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   """With half of the correction."""
   config = two_tower_smoke("synthetic", tmp_path, logq=0.5, temperature=0.3, dropout=0.0)
