@@ -36,6 +36,7 @@ def ids(shape):
   return meshes.ids(shape, VOCABULARY)
 
 
+STRATEGIES = ("mod", "div", "column", "replicated")
 tables = fractions((VOCABULARY, DIM), -16, 16)
 
 
@@ -112,10 +113,25 @@ def cotangent_for(shape):
   return ((np.arange(np.prod(shape)) * 5 % 17 - 8) / 8).reshape(shape).astype(np.float32)
 
 
+combiners = st.sampled_from(["sum", "mean", "sqrtn"])
+
+
 @pytest.mark.ci
-@given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
+@given(structures, st.tuples(tables, tables), combiners)
 @settings(max_examples=8)  # each structure compiles
 def test_any_structure(structure, values, combiner):
+  check_structure(structure, values, combiner)
+
+
+@pytest.mark.weekly
+@given(structures, st.tuples(tables, tables), combiners, st.sampled_from(STRATEGIES), st.booleans())
+@settings(max_examples=100)
+def test_any_structure_on_any_mesh(structure, values, combiner, strategy, explicit):
+  mesh = meshes.make_mesh("explicit" if explicit else "auto")
+  check_structure(structure, values, combiner, mesh=mesh, sharding=strategy)
+
+
+def check_structure(structure, values, combiner, **where):
   """Activations in the structure given, one summed gradient per touched row of every table."""
   configs = [
     embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=name) for name in ("t0", "t1")
@@ -126,7 +142,7 @@ def test_any_structure(structure, values, combiner):
       table=configs[leaf.table], max_sequence_length=leaf.max_sequence_length
     ),
   )
-  model = harness.Model(features, embed.sgd(learning_rate=0.1))
+  model = harness.Model(features, embed.sgd(learning_rate=0.1), **where)
   used = sorted({leaf.table for leaf in flatten(structure)})
   assert set(model.embed.tables) == {f"t{i}" for i in used}
   model.embed.load_tables({f"t{i}": values[i] for i in used})
