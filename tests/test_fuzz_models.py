@@ -726,9 +726,11 @@ class Reference:
     return sum(f[0] for f in found)
 
   def norm(self, dense, rows):
-    """Of all gradients together, each row's summed first."""
+    """Of all gradients together, each row's summed first; those of frozen tables clip no other."""
     squares = sum(np.sum(g * g) for g in dense.values())
     for name, (ids, grads) in rows.items():
+      if self.tables[name].name == "frozen":
+        continue
       summed = np.zeros_like(self.tables[name].rows)
       np.add.at(summed, ids, grads)
       squares += np.sum(summed * summed)
