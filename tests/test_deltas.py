@@ -148,13 +148,17 @@ def test_every_bit_of_a_row_counts():
 
 
 def test_a_slot_that_changes_alone_is_noticed():
+  """Also two that change places, as words of one row."""
   layer = Other(optimizer=embed.adam(0.1)).embed
+  momenta, velocities = np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)
+  momenta[1] = [1, 2]
+  layer.load_variables({"t": {"momenta": momenta, "velocities": velocities}})
   since = embed.deltas.fingerprint(0, model=layer)
-  velocities = np.zeros((4, 2), np.float32)
   velocities[3, 1] = 1e-30
-  layer.load_variables({"t": {"velocities": velocities}})
+  momenta[1], velocities[1] = 0, [1, 2]
+  layer.load_variables({"t": {"momenta": momenta, "velocities": velocities}})
   delta, _ = embed.deltas.changes(since, 1, model=layer)
-  assert delta.tables["model"]["t"].ids.tolist() == [3]
+  assert delta.tables["model"]["t"].ids.tolist() == [1, 3]
 
 
 @pytest.mark.ci

@@ -392,6 +392,13 @@ def test_adam_with_bias_correction_is_the_papers():
   assert layer.variables["t"]["steps"].tolist() == [4] * V
 
 
+def test_a_bias_corrected_rate_is_that_of_the_step():
+  """rate * sqrt(1 - beta_2^t) / (1 - beta_1^t), t from 1."""
+  rates = jax.jit(embed.bias_corrected(0.5, beta_1=0.75, beta_2=0.75))
+  for step, wanted in ((0, 0.5 * 0.25**0.5 / 0.25), (1, 0.5 * 0.4375**0.5 / 0.4375)):
+    np.testing.assert_allclose(rates(np.int32(step)), wanted, rtol=1e-6)
+
+
 def test_bias_correction_counts_the_steps_of_a_row():
   layer = one_table(embed.adam(0.5, epsilon=1e-9, bias_correction=True))
   for i, ids in enumerate([[1, -1], [1, 2]]):  # of one gradient all along, each step is the rate

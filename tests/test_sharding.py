@@ -111,10 +111,14 @@ def exact_batch(seed):
   return embed.Padded(values), embed.Padded(2 * eighths(*BAG)), eighths(BAG[0], D)
 
 
-def occurrences_of(ids, weights, cotangents):
+def lookup_of(ids, weights):
+  """The reference's plan of a lookup."""
   inputs = reference.PaddedIds(ids.values, weights.values)
-  occ = reference.occurrences(reference.Feature("sum"), inputs)
-  return reference.occurrence_gradients(occ, cotangents)
+  return reference.occurrences(reference.Feature("sum"), inputs)
+
+
+def occurrences_of(ids, weights, cotangents):
+  return reference.occurrence_gradients(lookup_of(ids, weights), cotangents)
 
 
 def expected(case, initial, three):
@@ -137,7 +141,7 @@ def expected(case, initial, three):
   ids=lambda case: "-".join([case.name, case.strategy, case.kind, case.exchange or "chosen"]),
 )
 def test_every_optimizer(case):
-  """Three steps; rows that were not looked up keep every bit."""
+  """Activations and tables of three steps; rows that were not looked up keep every bit."""
   features, mesh = one_bag(make_optimizer(case)), make_mesh(case.kind)
   three = [exact_batch(seed) for seed in range(3)]
   plan = embed.plan(features, mesh, three[0][0])
@@ -156,6 +160,8 @@ def test_every_optimizer(case):
   before = initial
   for i, wanted in enumerate(expected(case, initial["parameters"], three)):
     after = outcomes[i].variables["t"]
+    activations = reference.lookup(before["parameters"], lookup_of(*three[i][:2]))
+    np.testing.assert_allclose(outcomes[i].activations, activations, rtol=1e-5, atol=1e-5)
     assert set(after) == set(wanted)
     for key in wanted:
       np.testing.assert_allclose(after[key], wanted[key], **tolerance, err_msg=f"{key}, {i}")

@@ -88,7 +88,7 @@ def write(folder):
   (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
 
 
-@pytest.mark.programs(25, "restores a whole model on eight devices")
+@pytest.mark.programs(35, "restores a whole model on eight devices")
 @pytest.mark.parametrize("version", sorted(path.name for path in VERSIONS.iterdir()))
 def test_a_checkpoint_and_a_delta_restore(version):
   where = {"mesh": jax.make_mesh((8,), ("data",))}
