@@ -13,6 +13,7 @@ from recipes.run import results
 
 
 @pytest.mark.parametrize("trained", ["clicks", *ways.ci("towers", "sequences")], indirect=True)
+@pytest.mark.programs(60, "a run's model is made anew, and evaluated")
 def test_a_run_is_measured_again(trained, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
   assert evaluate.evaluate(trained.workdir) == trained.result["metrics"]
