@@ -79,13 +79,8 @@ POLICIES = {
   "lfu": {"eviction": "lfu"},
   "fading": {"eviction": "lfu", "half_life": 7},
   "expiring": {"time_to_live": 3},
-  "sightings": {"sightings": 3, "half_life": 5},
-  "probability": {"probability": 0.3, "seed": 5},
-  "everything": {
-    "eviction": "lfu", "half_life": 3, "time_to_live": 9, "sightings": 2, "probability": 0.7,
-    "trains_unknown": True,
-  },
-}  # fmt: skip
+  "everything": {"eviction": "lfu", "half_life": 3, "time_to_live": 9, "trains_unknown": True},
+}
 
 
 def test_two_buckets_by_hand():
@@ -178,9 +173,6 @@ def random_case(number):
     eviction=pick("lru", "lfu"),
     half_life=pick(None, 1, 2, 5),
     time_to_live=pick(None, None, 1, 3),
-    sightings=int(pick(1, 1, 2, 3)),
-    probability=pick(1.0, 1.0, 0.5),
-    seed=int(draw.integers(100)),
     trains_unknown=bool(pick(False, True)),
     bucket_width=width,
   )

@@ -201,11 +201,12 @@ class Ranker(nnx.Module):
     return jnp.mean((self.norm(self.head(act["m"])) * act["u"]) ** 2)
 
 
-def run(devices, strategy="mod", seed=0):
+def run(devices, strategy="mod", seed=0, replicate=True):
   mesh = make_mesh("auto", (devices,))
   model = Ranker(seed, mesh=mesh, sharding=strategy)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
-  hosts.replicate(mesh, model, optimizer)
+  if replicate:
+    hosts.replicate(mesh, model, optimizer)
   return model, optimizer
 
 
@@ -249,3 +250,13 @@ def test_a_run_goes_on_elsewhere(saved):
   embed.checkpoint.from_tree(restored.state, model=model, optimizer=optimizer)
   assert_equal(fetched(tree_of(model, optimizer)), tree)
   assert_close(train(model, optimizer, 3, start=2), losses, scale=1e-5)
+
+
+@pytest.mark.ci
+def test_a_tree_from_other_devices(saved):
+  """Committed to devices that are not those of the model, which has dense parameters on none."""
+  _, tree, losses = saved
+  tree = jax.device_put(tree, jax.NamedSharding(make_mesh(), P()))
+  model, optimizer = run(4, seed=1, replicate=False)
+  embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
+  assert_close(train(model, optimizer, 1, start=2), losses[:1], scale=1e-5)
