@@ -163,8 +163,6 @@ def test_quantized_rows():
   coarse = embed.QuantizationConfig(case["num_buckets"], case["lower"], case["upper"])
   rows = np.asarray(case["params"], np.float32)
   layer = one_table(rows=rows, combiner=case["combiner"], quantization_config=coarse)
-    quantization_config=coarse,
-  )
   act = predict(layer, embed.Padded(np.asarray(case["ids"], np.int32)))
   np.testing.assert_allclose(act, np.reshape(case["expected"], act.shape), rtol=1e-5, atol=1e-6)
 
