@@ -98,6 +98,15 @@ def test_two_buckets_by_hand():
   assert counts == {"ids": 8, "hits": 3, "admissions": 4, "evictions": 1, "turned_away": 0}
 
 
+def test_a_row_is_for_ids_that_were_seen_often_enough():
+  vocabulary = embed.DynamicVocabulary(4, sightings=3, bucket_width=2)
+  state, found = admission.empty(vocabulary, LOCAL), []
+  for _ in range(4):
+    (rows, _), state = ADMIT(vocabulary, LOCAL, state, pairs([7]), False)
+    found.append(int(rows[0]) >= 0)
+  assert found == [False, False, True, True]
+
+
 def of_policy(policy, rows=64):
   return embed.DynamicVocabulary(rows, bucket_width=4, **POLICIES[policy])
 
