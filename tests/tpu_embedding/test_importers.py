@@ -379,10 +379,13 @@ def test_shards_come_back_in_order(strategy):
       np.testing.assert_array_equal(result["a/b"]["accumulators"], rows(size))
       np.testing.assert_array_equal(result["a"]["parameters"], rows(3, 2))
   table = rows(3, 2)
-  padded = [*table[:, None], -np.ones((1, 2)), -np.ones((1, 2))]  # five hosts, three rows
-  layer, arrays = a_layer(3, embed.sgd()), {"a/b": padded, "a": table}
-  found = embed.import_variables(arrays, layer, partition_strategy=strategy)
-  np.testing.assert_array_equal(found["a/b"]["parameters"], table)
+  padded = [[*table[:, None], -np.ones((1, 2)), -np.ones((1, 2))]]  # five hosts, three rows
+  if strategy == "mod":
+    padded.append([np.pad(table[shard::2], ((0, 6), (0, 0))) for shard in range(2)])
+  for parts in padded:
+    arrays, layer = {"a/b": parts, "a": table}, a_layer(3, embed.sgd())
+    found = embed.import_variables(arrays, layer, partition_strategy=strategy)
+    np.testing.assert_array_equal(found["a/b"]["parameters"], table)
 
 
 def test_slots_that_are_not_wanted():
