@@ -79,13 +79,8 @@ POLICIES = {
   "lfu": {"eviction": "lfu"},
   "fading": {"eviction": "lfu", "half_life": 7},
   "expiring": {"time_to_live": 3},
-  "sightings": {"sightings": 3, "half_life": 5},
-  "probability": {"probability": 0.3, "seed": 5},
-  "everything": {
-    "eviction": "lfu", "half_life": 3, "time_to_live": 9, "sightings": 2, "probability": 0.7,
-    "trains_unknown": True,
-  },
-}  # fmt: skip
+  "everything": {"eviction": "lfu", "half_life": 3, "time_to_live": 9, "trains_unknown": True},
+}
 
 
 def test_two_buckets_by_hand():
@@ -101,6 +96,15 @@ def test_two_buckets_by_hand():
   assert rows == [[0, 0, -1], [1, 2, 0], [1, 0, 1]]  # c takes the row of a, which was used earlier
   counts = dict(zip(admission.COUNTS, np.asarray(state["totals"])[:, 1].tolist(), strict=True))
   assert counts == {"ids": 8, "hits": 3, "admissions": 4, "evictions": 1, "turned_away": 0}
+
+
+def test_a_row_is_for_ids_that_were_seen_often_enough():
+  vocabulary = embed.DynamicVocabulary(4, sightings=3, bucket_width=2)
+  state, found = admission.empty(vocabulary, LOCAL), []
+  for _ in range(4):
+    (rows, _), state = ADMIT(vocabulary, LOCAL, state, pairs([7]), False)
+    found.append(int(rows[0]) >= 0)
+  assert found == [False, False, True, True]
 
 
 def of_policy(policy, rows=64):
@@ -178,9 +182,6 @@ def random_case(number):
     eviction=pick("lru", "lfu"),
     half_life=pick(None, 1, 2, 5),
     time_to_live=pick(None, None, 1, 3),
-    sightings=int(pick(1, 1, 2, 3)),
-    probability=pick(1.0, 1.0, 0.5),
-    seed=int(draw.integers(100)),
     trains_unknown=bool(pick(False, True)),
     bucket_width=width,
   )

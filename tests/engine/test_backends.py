@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from cases import each
 
 import embed
 from embed.engine import backends
@@ -19,32 +18,14 @@ def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
   for value, expected in (("1", True), ("0", False)):
     monkeypatch.setenv(NAME, value)
     assert backends.is_on(NAME, not expected) is expected
-  monkeypatch.setenv(NAME, "")
-  assert backends.is_on(NAME, True)
 
 
-def planned():
+@pytest.mark.parametrize(
+  "variable", [cpu_kernels.SWITCH, stack_lib.PACKING_SWITCH, sparse_core.SWITCH]
+)
+def test_other_values_are_refused_by_name(variable, monkeypatch):
+  monkeypatch.setenv(variable, "true")
   features = embed.FeatureConfig(embed.TableConfig(8, 4))
-  return embed.plan(features, None, np.zeros(2, np.int32)).stacks()
-
-
-def test_other_values_are_refused_by_name():
-  def refused(variable, read):
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setenv(variable, "true")
-      with pytest.raises(ValueError, match=f"{variable} is 'true': write 0 or 1"):
-        read()
-
-  each(
-    {
-      "kernels": (cpu_kernels.SWITCH, cpu_kernels.is_on),
-      "packing": (stack_lib.PACKING_SWITCH, planned),
-      "sparse_core": (sparse_core.SWITCH, planned),
-    },
-    refused,
-  )
-
-
-def test_kernels_can_be_switched_off(monkeypatch):
-  monkeypatch.setenv(cpu_kernels.SWITCH, "0")
-  assert not cpu_kernels.is_on()
+  readers = (embed.plan(features, None, np.zeros(2, np.int32)).stacks, cpu_kernels.is_on)
+  with pytest.raises(ValueError, match=f"{variable} is 'true': write 0 or 1"):
+    [read() for read in readers]

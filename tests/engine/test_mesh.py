@@ -18,12 +18,11 @@ zeros = jax.nn.initializers.zeros
 SPECS = {
   "mod": P("data", None),
   "div": P("data", None),
-  "column": P(None, "data"),
   "replicated": P(None, None),
 }
 
 
-@pytest.mark.programs(40, "tables and slots of four strategies are made where they are")
+@pytest.mark.programs(40, "tables and slots of three strategies are made where they are")
 @pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.ci)])
 def test_metadata_is_where_the_arrays_are(kind):
   """NNX reads the sharding of tables and slots off their Variables."""

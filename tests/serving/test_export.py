@@ -14,22 +14,6 @@ from flax import nnx
 
 import embed
 
-# In place of what serving does without: `import embed` there raises.
-ALONE = """
-import sys
-for name in ("embed", "flax", "optax", "orbax"):
-  sys.modules[name] = None
-"""
-
-
-def run_alone(script, folder):
-  """Runs a script where neither this library nor Flax can be imported."""
-  python = [sys.executable, "-c", ALONE + script]
-  environment = os.environ | {"PYTHONPATH": ""}
-  done = subprocess.run(python, cwd=folder, env=environment, capture_output=True, text=True)
-  assert not done.returncode, done.stderr
-  return done.stdout
-
 
 def small(combiner="sum", vocabulary_size=4, dim=1, **feature):
   """A layer with one table, whose row i is 10 ** i."""
@@ -81,7 +65,6 @@ def test_ragged(max_valency):
   longer = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 3, 3, 3, 3])}
   act = exported.program.call(exported.arrays, {"f": longer})["f"]
   assert np.asarray(act)[:1].tolist() == [[55 if max_valency else 37]]
-
   batch, number = jax.export.symbolic_shape("batch, number")
   struct = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
   exported = embed.export(call, layer, {"f": ragged(struct(number), struct(batch + 1))})
@@ -121,15 +104,6 @@ def test_structures_are_plain():
   assert out["weights"][0]["a"] is None
   assert out["weights"][1][0].tolist() == [[32]]
   exported.program.serialize()  # JAX refuses structures that it could not read back
-
-
-def test_lookups_in_plain_arrays():
-  config = {"f": embed.FeatureConfig(embed.TableConfig(4, 1, combiner="sum", name="t"))}
-  lookup = lambda tables, inputs: embed.serving_lookup(inputs, None, tables, config)
-  tables = {"t": np.array([[1], [10], [100], [1000]], np.float32)}
-  exported = embed.export(lookup, tables, {"f": np.array([[1]])}, any_batch=True)
-  act = exported.program.call(exported.arrays, {"f": np.array([[0], [3]])})["f"]
-  assert act.tolist() == [[[1]], [[1000]]]
 
 
 # ------------------------------------------------------------------------ what is in it
@@ -173,10 +147,8 @@ def test_only_what_is_read_is_there():
 
 
 def test_the_program_does_not_grow_with_the_tables():
-  make = lambda size: embed.export(call, small(vocabulary_size=size), {"f": np.array([1])})
-  sizes = [len(make(size).program.serialize()) for size in (4, 30)]
-  assert abs(sizes[0] - sizes[1]) < 100
-  assert sizes[0] < 20_000
+  exported = embed.export(call, small(vocabulary_size=30, dim=1000), {"f": np.array([1])})
+  assert len(exported.program.serialize()) < 20_000 < exported.arrays["t"].nbytes
 
 
 def test_a_bfloat16_table_is_not_copied():
@@ -192,15 +164,6 @@ def test_a_bfloat16_table_is_not_copied():
   assert np.asarray(act).tolist() == [[0.5] * 8]
   compiled = jax.jit(exported.program.call).lower(exported.arrays, inputs).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 10_000
-
-
-def test_names_that_numpy_savez_would_refuse(tmp_path):
-  table = embed.TableConfig(2, 1, zeros, name="file")
-  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
-  exported = embed.export(call, layer, {"f": np.array([1])})
-  exported.save(tmp_path / "a" / "b")
-  loaded = dict(np.load(tmp_path / "a" / "b" / "arrays.npz"))
-  np.testing.assert_array_equal(loaded["file"], layer.tables["file"])
 
 
 @pytest.mark.ci
@@ -221,9 +184,8 @@ def test_a_model_on_a_mesh_is_exported_as_on_one_device():
 
 def test_platforms():
   layer = small("mean")
-  exported = embed.export(
-    call, layer, {"f": embed.Padded([[1, 2]])}, any_batch=True, platforms=("cpu", "cuda", "tpu")
-  )
+  platforms, ids = ("cpu", "cuda", "tpu"), {"f": embed.Padded([[1, 2]])}
+  exported = embed.export(call, layer, ids, any_batch=True, platforms=platforms)
   assert exported.program.platforms == ("cpu", "cuda", "tpu")
   assert exported.program.call(exported.arrays, {"f": np.array([[0, 1]])})["f"].tolist() == [[5.5]]
 
@@ -282,7 +244,9 @@ def as_given(ids, weights, values, row_splits):
 
 
 SERVE = """
-import pathlib
+import pathlib, sys
+for name in ("embed", "flax", "optax", "orbax"):
+  sys.modules[name] = None  # importing it raises
 import jax, numpy as np
 
 program = jax.export.deserialize(bytearray(pathlib.Path("program.bin").read_bytes()))
@@ -305,7 +269,8 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
   exported.save(tmp_path)
   for size in (2, 4):
     np.savez(tmp_path / f"batch_{size}.npz", **ranker_batch(size))
-  run_alone(SERVE, tmp_path)
+  environment = os.environ | {"PYTHONPATH": ""}
+  subprocess.run([sys.executable, "-c", SERVE], cwd=tmp_path, env=environment, check=True)
   for size in (2, 4):
     wanted = nnx.jit(call)(model, *as_given(**ranker_batch(size)))
     with np.load(tmp_path / f"out_{size}.npz") as out:

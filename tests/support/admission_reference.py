@@ -37,7 +37,6 @@ class Reference:
     self.buckets = [[Row() for _ in range(v.bucket_width)] for _ in range(v.buckets)]
     if v.trains_unknown:
       self.reserved = self.buckets[-1].pop()
-    self.cells = collections.defaultdict(lambda: (0, 0))  # (epoch, count)
     self.step = 0
     self.counts = [0] * 5
     self.totals = [0] * 5
@@ -80,11 +79,6 @@ class Reference:
         row.count = min(self.faded(row), MOST) + batch[raw]
         row.last = self.step
     newcomers = [raw for raw, number in found.items() if number is None]
-    if v.sightings > 1:
-      self.count_sightings(newcomers, batch)
-      newcomers = [raw for raw in newcomers if self.sightings(raw) >= v.sightings]
-    if v.probability < 1:
-      newcomers = [raw for raw in newcomers if self.is_drawn(raw)]
     new, evictions = {}, 0
     ranked = collections.defaultdict(list)
     for raw in sorted(newcomers, key=mixed):
@@ -109,31 +103,6 @@ class Reference:
     if not self.is_live(row):
       return (0, 0)
     return (row.last, 0) if self.vocabulary.eviction == "lru" else (self.faded(row) + 1, row.last)
-
-  def count_sightings(self, newcomers, batch):
-    half_life = self.vocabulary.half_life
-    epoch = 0 if half_life is None else self.step // half_life & 0xFF
-    cells = {cell for raw in newcomers for cell in self.cells_of(raw)}
-    for cell in cells:
-      old_epoch, count = self.cells[cell]
-      self.cells[cell] = epoch, min(count >> min(31, epoch - old_epoch & 0xFF), MOST)
-    for raw in newcomers:
-      for cell in self.cells_of(raw):
-        self.cells[cell] = epoch, self.cells[cell][1] + batch[raw]
-
-  def cells_of(self, raw):
-    h, size = mixed(raw)[1], 2 * self.vocabulary.bucket_width
-    second = size + (finalize(h ^ SALTS[1]) * size >> 32)
-    return [(self.bucket(raw), finalize(h) * size >> 32), (self.bucket(raw), second)]
-
-  def sightings(self, raw):
-    return min(self.cells[cell][1] for cell in self.cells_of(raw))
-
-  def is_drawn(self, raw):
-    h1, h2 = mixed(raw)
-    seed = self.vocabulary.seed * SALTS[0] & MASK
-    draw = finalize(h1 ^ finalize(h2 ^ finalize(self.step ^ seed)))
-    return draw < round(self.vocabulary.probability * 2**32)
 
   @property
   def filled(self):

@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 import optax
 import pytest
-from cases import each
+from cases import refused
 from flax import nnx
 from meshes import make_mesh
 
@@ -158,10 +158,7 @@ def trained(gradients, **arguments):
   """A row of zeros after SGD steps of rate 1 from the gradients of two ids that are both it."""
   table = {"vocabulary_size": 4, "dim": 2, "initializer": {"name": "constant", "value": 0.0}}
   spec = embed.EmbeddingConfigSpec(
-    {"f": {"table_id": "t"}},
-    {"t": table | {"combiner": "sum"}},
-    embed.sgd(1.0),
-    **arguments,
+    {"f": {"table_id": "t"}}, {"t": table}, embed.sgd(1.0), **arguments
   )
   model = harness.Model(spec.features, spec.optimizer)
   optimizer = embed.Optimizer(model, optax.sgd(0.0))
@@ -259,42 +256,26 @@ def test_weights_are_for_bags_and_become_float32(layer):
 # ----------------------------------------------------------------------------------- errors
 
 
-def wrong(says, error=ValueError, **changes):
-  return changes, error, says
-
-
-ERRORS = [
-  wrong("table_to_config_dict must be a mapping", TypeError, table_to_config_dict=[3]),
-  wrong("'user' has table_id 'users'", feature__user={"table_id": "users"}),
-  wrong("'item' is used by no feature", table__item={"vocabulary_size": 3, "dim": 2}),
-  wrong("Did you mean 'max_sequence_length'", feature__user={"max_sequence_lenght": 3}),
-  wrong("unknown key 'x'", table__user={"x": 3}),
-  wrong("'dim' and 'dimension'", table__user={"dimension": 3}),
-  wrong("'x' has no 'dim'", table__x={"vocabulary_size": 3}),
-  wrong("'user'.*`dim`", table__user={"dim": 0}),
-  wrong("learning_rate and learning_rate_fn", table__user={"learning_rate_fn": lambda step: 0.1}),
-  wrong("'user' has a learning rate, but no optimizer", optimization_parameters=None),
-  wrong("no optimizer that takes one", table__user={"optimizer": {"name": "frozen"}}),
-  wrong("optimization_parameters must be an optimizer", optimization_parameters="adagrad"),
-  wrong("'movie': optimizer.*'adagrd'", table__movie={"optimizer": {"name": "adagrd"}}),
-  wrong("clipping_limit", clipping_limit=0.0),
-  wrong(
-    "clipping",
-    clipping_limit=1.0,
-    optimization_parameters=embed.sgd(use_gradient_accumulation=False),
-  ),
-  wrong("partition_strategy 'hash'", partition_strategy="hash"),
-  wrong("weight_key must be a string", TypeError, feature__user={"weight_key": 3}),
-  wrong("weight_key 'watched' is a feature", feature__user={"weight_key": "watched"}),
+ERRORS = [  # what is changed, and what is said of it
+  ({"feature__user": {"table_id": "users"}}, "'user' has table_id 'users'"),
+  ({"table__item": {"vocabulary_size": 3, "dim": 2}}, "'item' is used by no feature"),
+  ({"feature__user": {"max_sequence_lenght": 3}}, "Did you mean 'max_sequence_length'"),
+  ({"table__user": {"dimension": 3}}, "'dim' and 'dimension'"),
+  ({"table__x": {"vocabulary_size": 3}}, "'x' has no 'dim'"),
+  ({"table__user": {"learning_rate_fn": lambda step: 0.1}}, "learning_rate and learning_rate_fn"),
+  ({"optimization_parameters": None}, "'user' has a learning rate, but no optimizer"),
+  ({"table__user": {"optimizer": {"name": "frozen"}}}, "no optimizer that takes one"),
+  ({"table__movie": {"optimizer": {"name": "adagrd"}}}, "'movie': optimizer.*'adagrd'"),
+  ({"clipping_limit": 0.0}, "clipping_limit"),
+  ({"partition_strategy": "hash"}, "partition_strategy 'hash'"),
+  ({"feature__user": {"weight_key": "watched"}}, "weight_key 'watched' is a feature"),
 ]
 
 
 def test_errors_name_what_is_wrong():
-  def check(changes, error, says):
-    with pytest.raises(error, match=says):
-      embed.EmbeddingConfigSpec(**changed(**changes))
-
-  each({case[2]: case for case in ERRORS}, check)
+  refused(ERRORS, lambda changes: embed.EmbeddingConfigSpec(**changed(**changes)))
+  with pytest.raises(TypeError, match="table_to_config_dict must be a mapping"):
+    embed.EmbeddingConfigSpec(**changed(table_to_config_dict=[3]))
 
 
 def test_feature_columns_are_not_taken():

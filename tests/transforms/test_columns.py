@@ -52,6 +52,8 @@ def test_bucketized():
   assert found.tolist() == [[0, 3], [3, 2], [1, 3]]
   assert column.vocabulary_size == 4
   assert column([-0.5, 0.0, np.inf]).tolist() == [0, 1, 3]
+  large = Bucketized([2**60, 2**60 + 1])
+  assert large(np.array([2**60 - 1, 2**60, 2**60 + 1])).tolist() == [0, 1, 2]
   with pytest.raises(ValueError, match="nan lies in no bucket: fill it in, or give default_value"):
     column([1.0, np.nan])
   assert Bucketized([0.0], default_value=-1)([1.0, None, np.nan]).tolist() == [1, -1, -1]
@@ -70,11 +72,6 @@ def test_a_boundary_is_reached_in_any_precision():
       assert Bucketized([boundary])(number).tolist() == [1], (boundary, dtype)
 
 
-def test_integers_are_bucketized_exactly():
-  column = Bucketized([2**60, 2**60 + 1])
-  assert column(np.array([2**60 - 1, 2**60, 2**60 + 1])).tolist() == [0, 1, 2]
-
-
 def test_id_zero_is_an_id():
   """TensorFlow's estimators took 0 in a dense input for padding."""
   assert Identity(3)(np.array([[0, 1]])).tolist() == [[0, 1]]
@@ -82,17 +79,6 @@ def test_id_zero_is_an_id():
   assert HashBucket(10)(np.array([0])).tolist() == [xxh64(0) % 10]
   assert Crossed(["x", "y"], 10)([0], [0]).tolist() == [cross(0, 0) % 10]
   assert Weighted(Identity(3), "w")([[0]], [[0.5]])[1].values.tolist() == [[0.5]]
-
-
-@given(
-  st.lists(st.floats(-100, 100), min_size=1, max_size=5, unique=True),
-  st.lists(st.floats(-200, 200)),
-)
-def test_buckets_are_those_of_digitize(boundaries, numbers):
-  boundaries = sorted(boundaries)
-  column = Bucketized(boundaries)
-  numbers = np.array([*numbers, *boundaries])
-  assert column(numbers).tolist() == np.digitize(numbers, boundaries).tolist()
 
 
 KEYS = st.one_of(
@@ -155,44 +141,25 @@ def test_a_permutation_is_one_and_spreads_multiples_over_shards():
     assert sorted(column(np.arange(size)).tolist()) == list(range(size))
     assert column([-1]).tolist() == [-1]
   shards = np.bincount(column(np.arange(0, 1000, 8)) % 8, minlength=8)
-  assert shards.tolist() == [
-    13,
-    18,
-    20,
-    22,
-    13,
-    15,
-    10,
-    14,
-  ]  # a change here changes every table that was trained
+  # A change here changes every table that was trained.
+  assert shards.tolist() == [13, 18, 20, 22, 13, 15, 10, 14]
 
 
-def test_several_hashes_are_a_bag():
-  single = [HashBucket(1000, salt=salt) for salt in (3, 4, 5)]
-  found = MultiHash(1000, num_hashes=3, salt=3)(["a", "b"])
+def test_ids_of_several_tables():
+  single = [HashBucket(1000, salt=salt) for salt in (3, 4)]
+  found = MultiHash(1000, num_hashes=2, salt=3)(["a", "b"])
   assert found.values.tolist() == [[h(x).item() for h in single] for x in ("a", "b")]
-
-
-def test_quotients_and_remainders_are_digits():
-  high, low = (QuotientRemainder(97, 10, remainder=part)([-1, 96, 7]) for part in (False, True))
-  assert (high.tolist(), low.tolist()) == ([-1, 9, 0], [-1, 6, 7])
+  digits = [QuotientRemainder(97, 10, remainder=part)([-1, 96]) for part in (False, True)]
+  assert [ids.tolist() for ids in digits] == [[-1, 9], [-1, 6]]
 
 
 def test_raw_ids_of_strings_and_integers():
   pairs = RawIds()(["drama", "", b"drama"])
   assert pairs.dtype == np.uint32
   expected = xxh64("drama") >> 1
-  assert pairs.tolist() == [
-    [expected >> 32, expected & 2**32 - 1],
-    [2**32 - 1] * 2,
-    pairs[0].tolist(),
-  ]
+  drama = [expected >> 32, expected & 2**32 - 1]
+  assert pairs.tolist() == [drama, [2**32 - 1] * 2, drama]
   assert RawIds()(np.array([2**62 + 5])).tolist() == [[2**30, 5]]
-  ids, weights = Weighted(RawIds(), "score")([["a"], ["b", "c"]], [[1], [2, 3]])
-  assert ids.values.shape == (2, 2, 2)
-  assert weights.values.tolist() == [[1, 0], [2, 3]]
   table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
   inputs = Transforms({"user": RawIds()})({"user": ["a", "b"]})
   embed.validate({"user": embed.FeatureConfig(table)}, inputs.features)
-  with pytest.raises(ValueError, match="DynamicVocabulary"):
-    RawIds().vocabulary_size  # noqa: B018

@@ -29,13 +29,6 @@ def test_crossed():
   assert column("a", "b") != column("b", "a")
 
 
-def test_crossed_takes_the_last_key_fastest():
-  column = Crossed(["x", "y", "z"], num_buckets=1 << 20)
-  values = [["a", "b"]], [["c"]], [[5, 6, 7]]
-  expected = [cross(*each) % (1 << 20) for each in itertools.product(*(v[0] for v in values))]
-  assert bags(column(*values)) == [expected]
-
-
 def test_crossed_with_a_column():
   age = Bucketized([18, 65], key="age")
   found = Crossed(["zip", age], 1000)(["8001", "8002"], [17, 80])

@@ -45,13 +45,6 @@ def test_strings_hash_as_their_utf8_and_bytes_as_they_are(strings, items):
   assert keys.hashes(keys.to_keys(objects(*items)), 5).tolist() == expected
 
 
-@given(st.lists(UINT64), st.integers(1, 2**31 - 2))
-def test_buckets_are_remainders(hashed, number):
-  found = keys.buckets(np.array(hashed, np.uint64), number)
-  assert found.dtype == np.int32
-  assert found.tolist() == [h % number for h in hashed]
-
-
 def test_lists_of_64_bit_integers_stay_exact():
   """NumPy would make floats of these."""
   assert keys.to_keys(objects(2**63 + 1, 1)).tolist() == [2**63 + 1, 1]

@@ -1,11 +1,8 @@
-"""SparseCore kernels against NumPy, emulated on CPU; and bugs that the emulator must find."""
+"""SparseCore kernels against NumPy, emulated on CPU; and writes that the emulator must refuse."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from sparse_cores import emulated
 
@@ -54,10 +51,12 @@ def assert_sums(rows, dim, count, is_weighted, length):
   draw = np.random.default_rng(1)
   table = draw.normal(size=(rows, dim)).astype(np.float32)
   ids = draw.integers(-2, rows + 2, (count, length)).astype(np.int32)
-  gains = draw.normal(size=ids.shape).astype(np.float32) if is_weighted else None
   kept = is_row(ids, rows)[..., None]
+  gains = draw.normal(size=ids.shape).astype(np.float32) if is_weighted else None
   picked = np.where(kept, table[np.where(is_row(ids, rows), ids, 0)].astype(np.float64), 0)
   expected = (picked if gains is None else picked * gains[..., None]).sum(axis=1)
+  if is_weighted:
+    gains[~kept[..., 0]] = np.nan  # has no effect
   sums = jax.jit(kernels.bag_sum)(table, ids, gains)
   np.testing.assert_allclose(sums, expected, rtol=1e-6, atol=1e-6)
 
@@ -80,14 +79,6 @@ def test_rows_of_other_chips(chip):
 
 
 @pytest.mark.weekly
-def test_a_gain_of_padding_has_no_effect():
-  table = np.ones((10, 128), np.float32)
-  with emulated():
-    sums = kernels.bag_sum(table, np.array([[3, -1]]), np.array([[2.0, np.nan]], np.float32))
-  np.testing.assert_array_equal(sums, np.full((1, 128), 2, np.float32))
-
-
-@pytest.mark.weekly
 def test_wide_rows_have_shorter_windows():
   with emulated("TPU_7X"):
     room = plsc.get_sparse_core_info().vmem_capacity_bytes // 2
@@ -95,38 +86,6 @@ def test_wide_rows_have_shorter_windows():
       for buffers in (1, 2):
         assert 4 * kernels._window(dim, buffers) * dim * buffers <= room
     assert_takes(60, kernels.WIDEST, 40)
-
-
-# --- bugs that the emulator finds -----------------------------------------------------------------
-
-
-def taken_wrong(monkeypatch, in_turn):
-  """How many rows are wrong if the windows are distributed so."""
-  table, ids, _ = problem(9000, 128, 9000)
-  kept = is_row(ids, 9000)
-  monkeypatch.setattr(kernels, "_in_turn", in_turn)
-  with emulated():
-    taken = np.asarray(jax.jit(kernels.take)(table, ids))
-  return int((taken != table[np.where(kept, ids, 0)]).any(axis=1)[kept].sum())
-
-
-def workers():
-  mesh = kernels._subcores()
-  own = jax.lax.axis_index("subcore") * mesh.num_cores + jax.lax.axis_index("core")
-  return own, mesh.num_cores * mesh.num_subcores
-
-
-@pytest.mark.weekly
-def test_an_idle_subcore_is_found(monkeypatch):
-  def in_turn(windows, body):
-    own, count = workers()
-
-    @pl.loop(0, pl.cdiv(windows, count))
-    def _(turn):
-      i = turn * count + own
-      pl.when((i < windows) & (own != 3))(lambda: body(i))
-
-  assert taken_wrong(monkeypatch, in_turn)
 
 
 @pytest.mark.weekly
@@ -141,15 +100,3 @@ def test_writes_that_must_not_be_are_found(fault, monkeypatch):
   with emulated():
     put = np.asarray(jax.jit(lambda *x: kernels.put([x[0]], x[1], [x[2]]))(table, ids, new)[0])
   assert np.isnan(put).any()
-
-
-@pytest.mark.weekly
-def test_memory_that_nobody_wrote_is_not_a_number():
-  def kernel(out, scratch):
-    pltpu.sync_copy(scratch, out)
-
-  shape = (128, 128)
-  out = jax.ShapeDtypeStruct(shape, jnp.float32)
-  with emulated():
-    call = kernels._call("none", kernel, out, [pltpu.VMEM(shape, jnp.float32)], 128)
-    assert np.isnan(np.asarray(jax.jit(call)())).all()

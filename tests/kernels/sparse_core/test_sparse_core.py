@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from meshes import make_mesh
 from optimizer_cases import STEPS
 from sparse_cores import emulated
 from stored_tables import TwoTables, fetched, wave
@@ -43,8 +42,8 @@ SETUP = TwoTables(V)
 batch = SETUP.batch
 
 
-def features(optimizer, dim=D, **settings):
-  return SETUP.features(optimizer, dim, **settings)
+def features(optimizer, dim=D):
+  return SETUP.features(optimizer, dim)
 
 
 def weights(step, size=16):
@@ -52,9 +51,9 @@ def weights(step, size=16):
   return {"x": None, "y": embed.Padded(draw.random((size, 4)).astype(np.float32)), "z": None}
 
 
-def trained(given, mesh=None, steps=3, **settings):
+def trained(given, steps=3, **settings):
   """Loss, activations, and all rows and slots after some steps."""
-  layer = SETUP.made(given, mesh, **settings)
+  layer = SETUP.made(given, **settings)
   optimizer = embed.Optimizer(layer, optax.sgd(0.1))
 
   def loss_fn(layer, ids, weights):
@@ -104,17 +103,6 @@ def test_packed_tables(used, dim):
   on, off = (trained(given, storage=way) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
-
-
-@pytest.mark.weekly
-def test_packed_tables_on_a_mesh(used):
-  given, mesh = features(embed.adagrad(0.5), dim=32), make_mesh()
-  settings = {"strategy": "mod", "exchange": "all_to_all"}
-  off = trained(given, mesh, storage="rows", **settings)
-  with emulated("TPU_7X"):
-    on = trained(given, mesh, storage="sparse_core", **settings)
-  assert_close(on, off)
-  assert used >= {"take", "put"}
 
 
 @pytest.mark.weekly
