@@ -1,7 +1,6 @@
 """Pipelined steps: activations one update behind, every update applied once, nothing copied."""
 
 import conformance
-import jax
 import jax.numpy as jnp
 import layers
 import numpy as np
@@ -128,55 +127,6 @@ def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
   loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, other)
   assert np.isnan(loss)
   assert float(embed.global_norm(grads)) == 0.0
-
-
-def refuse(text, ahead_of, then):
-  """`then(ahead)`, of the look-ahead `ahead_of()`, is refused; nothing is computed."""
-  with pytest.raises(ValueError, match=text):
-    nnx.eval_shape(lambda: then(ahead_of()))
-
-
-def test_what_a_look_ahead_is_not_of_is_refused():
-  class Two(nnx.Module):
-    def __init__(self):
-      self.a, self.b = Model(embed.sgd(0.1)).embed, Model(embed.sgd(0.1)).embed
-
-  def differentiate(loss, model, batch):
-    return lambda ahead: embed.value_and_grad(loss, ahead=ahead)(model, batch)
-
-  make, (batch,) = lambda: Model(embed.sgd(0.1)), batches(1)
-  ahead = lambda: embed.look_ahead(loss_fn)(make(), batch)
-  short = jax.tree.map(lambda x: x[:4], batch)
-  once = lambda model, batch: jnp.sum(model.embed({"one": batch["one"]})["one"])
-  another_size = "a last batch of another size needs a look ahead of its own"
-  refuse(another_size, ahead, lambda ahead: differentiate(loss_fn, make(), short)(ahead))
-  another = "`ahead` is of another loss or model"
-  refuse(another, ahead, lambda ahead: differentiate(once, make(), batch)(ahead))
-  of = lambda name: lambda m, ids: jnp.sum(getattr(m, name)({"one": ids})["one"])
-  ids = np.array([1, 2])
-  refuse(
-    another,
-    lambda: embed.look_ahead(of("a"))(Two(), ids),
-    lambda ahead: differentiate(of("b"), Two(), ids)(ahead),
-  )
-  # Also where only the number of rows differs, which no activation shows.
-  layer = lambda size: layers.one_table(rows=np.zeros((size, 2), np.float32))
-  total = lambda m, ids: m(ids).sum()
-  refuse(
-    "another loss or model",
-    lambda: embed.look_ahead(total)(layer(9), ids),
-    lambda ahead: differentiate(total, layer(5), ids)(ahead),
-  )
-
-  def in_a_branch(model, ids):
-    yes = lambda m: jnp.sum(m.embed({"one": ids})["one"])
-    return nnx.cond(ids[0] > 3, yes, lambda m: jnp.float32(0), model)
-
-  refuse(
-    "in one branch of a conditional",
-    lambda: embed.look_ahead(in_a_branch)(make(), jnp.array([1, 2])),
-    lambda ahead: ahead,
-  )
 
 
 # --- what it costs --------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """Corners of the lookup that the recorded cases do not reach."""
 
-import functools
-
 import conformance
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,48 +93,6 @@ def test_nothing_to_look_up_trains_nothing(way):
   optimizer = embed.Optimizer(layer, optax.sgd(0.1))
   assert [float(x) for x in step(layer, optimizer, EMPTY[:2])] == [0, 0]
   jax.tree.map(np.testing.assert_array_equal, before, dict(layer.variables))
-
-
-@pytest.mark.ci
-def test_features_without_ids_beside_one_that_has_some():
-  table = embed.TableConfig(V, D, optimizer=embed.adagrad(0.1), combiner="mean", name="t")
-  inputs = harness.without_ids()
-  features = {name: embed.FeatureConfig(table, **kw) for name, (_, _, kw) in inputs.items()}
-  features["some"] = embed.FeatureConfig(table)
-  some = {"some": embed.Padded(np.arange(16).reshape(8, 2) % V)}
-  batch = {name: x for name, (x, _, _) in inputs.items()} | some
-  weights = {name: w for name, (_, w, _) in inputs.items()}
-  make = lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-  loss_fn = lambda layer, batch, weights: sum(
-    jnp.sum(act**2) for act in layer(batch, weights).values()
-  )
-
-  @nnx.jit
-  def step(layer, batch, weights):
-    ahead = embed.look_ahead(loss_fn)(layer, batch, weights)
-    loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(layer, batch, weights)
-    grads = embed.accumulate([embed.clip_by_global_norm(grads, 1.0)] * 2).map(lambda g: g / 2)
-    embed.Optimizer(layer, optax.sgd(0.1)).update(layer, grads)
-    activations, residual = layer.lookup(batch, weights)
-    layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual)
-    return loss, activations, grads.rows["t"].values
-
-  embed.validate(features, batch, weights)
-  layer, alone = make(), make()
-  loss, activations, _ = step(layer, batch, weights)
-  wanted, found, _ = step(alone, some, None)
-  assert loss == wanted != 0
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  close(activations["some"], found["some"])
-  for name, act in activations.items():
-    assert name == "some" or not np.any(act), name
-  jax.tree.map(close, layer.variables, alone.variables)
-  assert layer.report["dropped_ids"] == 0
-  served = embed.serving_lookup(batch, weights, layer.tables, features)
-  close(served["some"], layer(some)["some"])
-  exported = embed.export(lambda layer, batch: layer(batch), layer, batch)
-  shapes = [act.shape for act in jax.tree.leaves(activations)]
-  assert [aval.shape for aval in exported.program.out_avals] == shapes
 
 
 @pytest.mark.ci

@@ -11,9 +11,8 @@ import signal
 
 import pytest
 from cases import each, refused
-from recipe_runs import write_run
 
-from recipes import arrays, describe, files, report, serving
+from recipes import arrays, describe, files, serving
 from recipes.errors import UserError
 from recipes.run import checkpoints
 
@@ -36,10 +35,6 @@ def within(seconds):
   finally:
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def edit(path, **changes):
-  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def sealed(folder, **changes):
@@ -135,33 +130,6 @@ def test_names_are_no_code(tmp_path, monkeypatch, capsys):
     {f"{key}, {of}": (NAMES[key], of == "column") for key in NAMES for of in ("file", "column")},
     check,
   )
-
-
-def escapes(text):
-  return [char for char in text if not (char.isprintable() or char == "\n")]
-
-
-BAD = f'<script>alert(1)</script>|`**[a](javascript:b){ESCAPE}\n# "c'
-
-
-@pytest.mark.ci
-def test_a_report_shows_text_from_results(tmp_path, capsys):
-  run = pathlib.Path(write_run(tmp_path / "run", model=BAD, source=BAD, note=BAD))
-  other = pathlib.Path(write_run(tmp_path / "other", model=BAD, source=BAD, note=f"{BAD}2"))
-  for folder in (run, other):
-    device = {"kind": BAD, "count": 1, "host_cores": 2}
-    versions = dict.fromkeys(("jax", "flax", "sparse-embed"), BAD)
-    changes = {"notes": [BAD], "data_sha256": {BAD: BAD}, "versions": versions}
-    scores = {"test_auc": 0.5, f"test_{BAD}": 0.5}
-    changes |= {"device": device, "metrics": scores, "baselines": {BAD: scores}}
-    edit(folder / "result.json", **changes)
-  report.main([str(run), str(other), f"--out={tmp_path / 'page'}", f"--title={BAD}"])
-  page, shown = (tmp_path / "page.md").read_text(), capsys.readouterr()
-  assert "<script" not in page
-  assert "](javascript" not in page
-  assert "\n# &#34" not in page
-  assert page.count("\n# ") == 0
-  assert not escapes((page + shown.out + shown.err).replace("\u00a0", " "))
 
 
 def test_no_page_names_a_package_that_an_index_may_give_to_others():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.sparse
-import threadpoolctl
 from cases import refused
 from slow_ranking import slow_ranking
 
@@ -59,25 +58,6 @@ def test_ease_is_ridge_regression_without_the_item_itself(train, monkeypatch):
     wanted = np.linalg.solve(own.T @ own + l2 * np.eye(29), own.T @ x[:, item])
     np.testing.assert_allclose(weights[others, item], wanted, atol=1e-9)
     assert weights[item, item] == 0
-
-
-@pytest.mark.ci
-def test_ease_factorizes_on_one_thread(train, monkeypatch):
-  """OpenBLAS 0.3.30 crashes with several of them and 16,000 columns."""
-  threads = []
-  for name in ("dpotrf", "dpotri"):
-    real = getattr(scipy.linalg.lapack, name)
-
-    def spy(*args, real=real, **kwargs):
-      libraries = threadpoolctl.threadpool_info()
-      threads.extend(lib["num_threads"] for lib in libraries if lib["user_api"] == "blas")
-      return real(*args, **kwargs)
-
-    monkeypatch.setattr(scipy.linalg.lapack, name, spy)
-  with threadpoolctl.threadpool_limits(2, user_api="blas"):
-    weights = baselines.ease(train, 3.0)
-  assert set(threads) == {1}
-  assert weights.flags.c_contiguous  # or every product with a sparse matrix copies it
 
 
 def test_what_ease_cannot_solve():

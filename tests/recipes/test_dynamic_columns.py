@@ -12,7 +12,7 @@ import embed.checkpoint
 from recipes import export, hosts, serving
 from recipes.dlrm import data, train
 from recipes.errors import UserError
-from recipes.run import settings, warm_start
+from recipes.run import settings
 
 DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
 COLUMNS = {
@@ -86,36 +86,6 @@ def test_a_run_is_exported(run, tmp_path):
   assert abs(loss - result["metrics"]["test_logloss"]) < 1e-6
   strangers = [{"user": user, "tags": "t0"} for user in ("new", "newer", "")]
   assert np.ptp(served.predict(strangers)) == 0  # no row, no vector
-
-
-@pytest.mark.ci
-def test_the_next_day_starts_from_a_run(run, tmp_path):
-  folder, rows, _ = run
-  second = config_of(write(tmp_path / "second.csv", first=15), tmp_path)
-  second.init_from = str(folder / "run")
-  loaded = data.load(second)
-  model, _ = train.make_state(second, loaded)
-  warm_start.take(second, model, loaded.serve)
-  tree = embed.checkpoint.to_tree(model=model)["model"]
-  assert int(tree["state"]["embed/vocabularies/user/admissions/value/step"]) == SMALL["steps"]
-  before = tree["tables"]["embed/user"]
-  before = {slot: np.array(x) for slot, x in before.items()}
-  owned = (before["raw_ids"] != 2**32 - 1).any(axis=1)
-  assert owned.sum() == len({row["user"] for row in rows if row["part"] == "train"})
-  batch = next(iter(data.train_batches(loaded, second)))
-  admitted = train.admit(model, batch)["features"]["user"]
-  after = embed.checkpoint.to_tree(model=model)["model"]["tables"]["embed/user"]
-  known = halves([row["user"] for row in rows if row["part"] == "train"]).tolist()
-  is_known = np.array([raw in known for raw in batch["features"]["user"].tolist()])
-  assert 0 < is_known.sum() < len(is_known)
-  row = np.asarray(admitted)
-  np.testing.assert_array_equal(
-    before["raw_ids"][row[is_known]], batch["features"]["user"][is_known]
-  )
-  np.testing.assert_array_equal(
-    np.asarray(after["parameters"])[row[is_known]], before["parameters"][row[is_known]]
-  )
-  assert not np.isin(row[~is_known], np.flatnonzero(owned)).any()  # there was room
 
 
 def test_options_that_make_no_sense(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 import types
 
 import grain
@@ -72,31 +71,3 @@ def test_writers_are_closed_where_a_run_fails(tmp_path):
   ):  # fmt: skip
     pass
   assert kept.closed == 1
-
-
-class Service:
-  """Records what is called, as the module of wandb would be."""
-
-  def __init__(self):
-    self.calls = []
-
-  def __getattr__(self, name):
-    def call(*args, **kwargs):
-      self.calls.append((name, args, kwargs))
-      return self
-
-    return call
-
-
-def test_metrics_go_to_the_writers_that_a_setting_names(tmp_path, monkeypatch):
-  service, config = Service(), {"seed": 3}
-  monkeypatch.setitem(sys.modules, "wandb", service)
-  for step in (0, 2):
-    writer = journal.WRITERS["wandb"](tmp_path, config, step)
-    writer.write(step + 2, {"valid_ndcg@10": 0.5})
-    writer.close()
-  began, logged, ended, again, *_ = service.calls
-  assert (began[0], began[2]["config"], began[2]["resume"]) == ("init", config, "allow")
-  assert again[2]["id"] == began[2]["id"]
-  assert logged == ("log", ({"valid_ndcg@10": 0.5},), {"step": 2})
-  assert ended[0] == "finish"

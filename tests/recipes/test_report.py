@@ -99,49 +99,6 @@ def test_a_run_without_validation_has_no_curve_of_it_and_no_panel(tmp_path):
 
 
 LONG = {f"a_setting_with_a_long_name_{i}": "a value that has spaces" for i in range(8)}
-SETS = {
-  "twelve runs, long names": [LONG | {"a_setting_with_a_long_name_3": i} for i in range(12)]
-  + [dict.fromkeys(LONG, "another value that has spaces")],
-  "several recipes": [
-    {"recipe": "dlrm", "model": "dcnv2"},
-    {"recipe": "sequence", "model": "sasrec", "dataset": "file", "data_file": "folder/" * 20},
-    {"silent": True, "select": ""},
-  ],
-}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("settings", SETS.values(), ids=SETS)
-def test_a_picture_is_readable(settings, tmp_path):
-  runs = []
-  for i, config in enumerate(settings):
-    config = dict(config)
-    silent = config.pop("silent", False)
-    folder = write_run(tmp_path / str(i), **config)
-    runs.append(report.load(without_validation(folder) if silent else folder))
-    select = runs[-1].result["config"]["select"]
-    runs[-1].lines.extend([{"step": step, select: 0.1} for step in (20, 30) if select])
-  figure = report.draw(report.grouped(runs))
-  figure.savefig(tmp_path / "x.png", dpi=100)  # which lays it out
-  width, height = figure.bbox.size
-  legends = [legend for place in figure.subfigs for legend in place.legends]
-  assert len(legends) == len(figure.subfigs)
-  boxes = [legend.get_window_extent() for legend in legends]
-  for axis in figure.axes:
-    assert any(len(line.get_xdata()) for line in axis.lines)
-    assert 1 < axis.bbox.width / axis.bbox.height < 4
-    assert axis.bbox.width > 0.35 * width
-    boxes.append(axis.get_tightbbox())
-  titles = [place._suptitle.get_window_extent() for place in figure.subfigs]
-  for box in [*boxes, *titles]:
-    assert (box.x0, box.y0) >= (-1, -1)
-    assert box.x1 <= width + 1
-    assert box.y1 <= height + 1
-  for i, box in enumerate(boxes):
-    assert not any(box.overlaps(other) for other in boxes[:i])
-  labels = {text.get_text() for legend in legends for text in legend.get_texts()}
-  names = {name.split("/")[-1] for name in report.names(report.grouped(runs))}
-  assert {label.replace("\n", " ") for label in labels} == names
 
 
 PAGES = {

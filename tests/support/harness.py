@@ -1,7 +1,5 @@
 """How the tests call the library: only what its users can see, compared as plain NumPy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,48 +66,3 @@ def variables(model, table):
 def dropped(model):
   """Ids that a call inside jit dropped, as `report` counts them."""
   return sum(int(np.sum(leaf)) for leaf in jax.tree.leaves(nnx.as_pure(model.embed.report)))
-
-
-def without_ids(batch=8):
-  """Inputs of every kind that hold no id: some have no bags, some no columns, some no values.
-
-  Returns:
-    `{name: (features, weights or None, arguments of FeatureConfig)}`.
-  """
-  ids = lambda *shape: np.zeros(shape, np.int32)
-  sparse = lambda *shape: embed.Sparse(ids(0, len(shape)), ids(0), shape)
-  sequence = {"max_sequence_length": 4}
-  inputs = {
-    "dense": (ids(0), {}),
-    "dense, no columns": (ids(batch, 0), {}),
-    "padded, no bags": (embed.Padded(ids(0, 2)), {}),
-    "padded, no columns": (embed.Padded(ids(batch, 0)), {}),
-    "padded, neither": (embed.Padded(ids(0, 0)), {}),
-    "padded, rank 3": (embed.Padded(ids(batch, 0, 2)), {}),
-    "ragged": (embed.Ragged(ids(0), ids(batch + 1)), {}),
-    "ragged, no bags": (embed.Ragged(ids(0), ids(1)), {}),
-    "ragged, no bags but a buffer": (embed.Ragged(ids(3), ids(1)), {}),
-    "ragged, valency": (embed.Ragged(ids(0), ids(batch + 1), max_valency=3), {}),
-    "ragged, valency, no bags": (embed.Ragged(ids(0), ids(1), max_valency=3), {}),
-    "sparse": (sparse(batch, 3), {}),
-    "sparse, no bags": (sparse(0, 3), {}),
-    "sparse, no columns": (sparse(batch, 0), {}),
-    "sparse, rank 3": (sparse(batch, 0, 3), {}),
-    "sequence, no columns": (embed.Padded(ids(batch, 0)), sequence),
-    "sequence, no bags": (embed.Padded(ids(0, 3)), sequence),
-    "sequence, ragged": (embed.Ragged(ids(0), ids(batch + 1)), sequence),
-    "sequence, sparse, no bags": (sparse(0, 0), sequence),
-  }
-
-  def weights(x, settings):
-    if settings or isinstance(x, np.ndarray):
-      return None
-    return dataclasses.replace(x, values=x.values.astype(np.float32))
-
-  plain = {name: (x, None, settings) for name, (x, settings) in inputs.items()}
-  weighted = {
-    f"{name}, weighted": (x, weights(x, settings), settings)
-    for name, (x, settings) in inputs.items()
-    if weights(x, settings) is not None
-  }
-  return plain | weighted

@@ -1,6 +1,5 @@
 """Criteo 1 TB: splits and ids by hand, bags that are functions of their id, restarts, .gz files."""
 
-import json
 import pickle
 
 import numpy as np
@@ -85,40 +84,6 @@ def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   assert len(pickle.dumps(loaded.columns)) < 2_000
   configs = data.feature_configs(loaded.features, 8)
   assert {feature.table.combiner for feature in configs.values()} == {"sum"}
-
-
-@pytest.mark.ci
-def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
-  whole = data.load(config(days, tmp_path / "whole"))
-  real_read, real_count, counted, reads = criteo1tb.read, criteo1tb.count_rows, [], []
-
-  def killed_while_counting(path):
-    counted.append(path.name)
-    if len(counted) == 10:
-      raise KeyboardInterrupt
-    return real_count(path)
-
-  def killed(path, stage):
-    reads.append(path.name)
-    yield from real_read(path, stage)
-    if reads == [f"day_{i}" for i in range(6)]:
-      raise KeyboardInterrupt
-
-  again = config(days, tmp_path / "again")
-  monkeypatch.setattr(criteo1tb, "count_rows", killed_while_counting)
-  with pytest.raises(KeyboardInterrupt):
-    data.load(again)
-  monkeypatch.setattr(criteo1tb, "read", killed)
-  with pytest.raises(KeyboardInterrupt):
-    data.load(again)
-  assert len(counted) == 24 + 1  # nine files were not counted again, the tenth was
-  (position,) = (tmp_path / "again").glob("*.partial/position.json")
-  assert json.loads(position.read_text()) == {"files": 5}
-  reads.clear()
-  resumed = data.load(again)
-  assert reads == [f"day_{i}" for i in range(5, 24)]
-  for name in ("label", "dense", "ids"):
-    np.testing.assert_array_equal(resumed.columns[name][:], whole.columns[name][:])
 
 
 @pytest.mark.ci

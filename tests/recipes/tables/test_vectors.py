@@ -95,18 +95,6 @@ def test_a_row_whose_vector_is_not_one_is_bad(tmp_path):
   each(cases, check)
 
 
-@pytest.mark.ci
-def test_codes_are_their_prefixes():
-  how = ("codes", "|")
-  read, problems = values.converted([pa.array([[3, 7, 1], None, [3]])], how, (), {}, ["c"])
-  assert (read.to_pylist(), problems) == ([["3", "3/7", "3/7/1"], [], ["3"]], [])
-  assert values.converted([pa.array(["3|7", ""])], how, (), {}, ["c"])[0].to_pylist() == [
-    ["3", "3/7"], [],
-  ]  # fmt: skip
-  _, (gap,) = values.converted([pa.array([[1], [4, None, 2]])], how, (), {}, ["c"])
-  assert (gap.bad.tolist(), gap.value(1)) == ([False, True], "[4, None, 2]")
-
-
 # --- what a model gets ----------------------------------------------------------------------------
 
 
@@ -125,15 +113,6 @@ def test_columns_by_hand(tmp_path):
   assert loaded.columns["ids"][:, 1:].tolist() == [
     [-1, -1], [0, -1], [-1, -1], [0, -1], [-1, -1], [0, -1],
   ]  # fmt: skip
-
-
-@pytest.mark.ci
-def test_codes_need_the_item_that_they_are_of(tmp_path):
-  file = write(tmp_path / "rows.parquet", clicked=[1, 0], city=["a", "b"], codes=[[1], [2]])
-  columns = {"clicked": "label", "city": "category", "codes": "codes"}
-  config = completed("dlrm", tmp_path / "cache", files=file, columns=columns)
-  with pytest.raises(UserError, match="no column is declared as 'item', whose codes 'codes' holds"):
-    data.load(config)
 
 
 def inputs(dim, **more):
