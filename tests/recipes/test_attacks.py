@@ -17,7 +17,6 @@ from recipes.errors import UserError
 from recipes.run import checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
-ESCAPE = "\x1b]52;c;aGk=\x07\x1b[2J"  # to the clipboard, and clear the screen
 MARKS = "\u202e\u2066"  # turn the direction of writing
 
 

@@ -98,9 +98,6 @@ def test_a_run_without_validation_has_no_curve_of_it_and_no_panel(tmp_path):
   assert lines(runs[:1]) == {"training loss": 1}
 
 
-LONG = {f"a_setting_with_a_long_name_{i}": "a value that has spaces" for i in range(8)}
-
-
 PAGES = {
   "two_tower": "Results: two towers",
   "sequence": "Results: next items",

@@ -72,5 +72,5 @@ def test_first_of_pairs_by_hand():
   assert splitting.first_of_pairs(user, item).tolist() == [True, True, True, False, False]
   split = np.array([0, 0, 0, 0, 1])
   assert splitting.first_of_pairs(user, item, split).tolist() == [True, True, True, False, True]
-  two, neighbours = np.zeros(2, np.int32), np.array([0, 1])
-  assert splitting.first_of_pairs(two, neighbours, np.array([2, 0])).all()
+  user, item = np.zeros(2, np.int32), np.array([0, 1])  # keys beside each other
+  assert splitting.first_of_pairs(user, item, np.array([2, 0])).all()
