@@ -92,7 +92,7 @@ def test_trains_on_a_mesh_that_is_set(on_one_device):
   meshes.assert_close(outcome, on_one_device, scale=1e-5)
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_inputs_may_be_on_the_mesh(on_one_device):
   mesh = meshes.make_mesh("explicit", (2,))
   put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))

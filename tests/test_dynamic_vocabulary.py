@@ -173,7 +173,7 @@ def on(devices, explicit):
   return jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_a_stream_gives_the_same_table_on_a_mesh():
   batches = list(batches_of(2, ids=60, drift=40))
   features = features_of(table(48), table(48, "other"))

@@ -23,7 +23,7 @@ def device(monkeypatch):
 ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2, cpu=True)
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_steps_are_timed(device, monkeypatch, capsys):
   monkeypatch.setattr(check, "main", lambda: 0)
   for variable, value in device.WAYS["packed"].items():

@@ -49,7 +49,7 @@ def test_nothing_is_left_out():
   )
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_everything_passes_here(one_device, capsys):
   assert program.main(["check"]) == 0
   out = capsys.readouterr().out

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ways
 from cases import each
 from flax import nnx
 from small_tables import completed, write_csv
@@ -107,8 +108,7 @@ def small_batch(rows=4, **more):
   }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("structure", ["ple", "shared_bottom", "mmoe"])
+@pytest.mark.parametrize("structure", [*ways.ci("ple"), *ways.weekly("shared_bottom", "mmoe")])
 def test_structures_have_an_output_for_each_class_and_every_part_learns(structure):
   model = small_model(LABELS, structure)
 

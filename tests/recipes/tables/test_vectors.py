@@ -195,7 +195,7 @@ def log(tmp_path_factory):
   }
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path):
   training = run_of("dlrm", log | {"model": "dcnv2"}, tmp_path / "run")
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
