@@ -182,6 +182,15 @@ def test_keys_are_of_one_row_each():
   assert (asked[:, 13:] == layout.shard_rows).all()
 
 
+def test_a_second_round_is_for_the_first_row_beyond_the_capacity():
+  layout = Layout((65,), 5)  # thirteen rows a shard
+  route = lambda keys, capacity: exchange.Route(
+    np.zeros(keys), np.zeros(6), (), np.zeros((5, capacity)), np.zeros(1)
+  )
+  cases = {(65, 12): True, (65, 13): False, (9, 8): True, (9, 9): False}
+  assert {case: route(*case).can_overflow(layout) for case in cases} == cases
+
+
 @pytest.mark.ci
 def test_rows_that_nobody_asks_for_reach_nothing():
   """The last local row of the shards that have eight is NaN: unused requests may read it."""
