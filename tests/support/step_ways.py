@@ -22,9 +22,9 @@ class Model(nnx.Module):
 
   def __init__(self, rows: int, dim: int, mesh: Any = None):
     self.dim = dim
-    shared = {"combiner": "sum", "initializer": jax.nn.initializers.zeros}
+    zeros = jax.nn.initializers.zeros
     tables = [
-      embed.TableConfig(rows + 8 * i, dim, optimizer=optimizer, name=name, **shared)
+      embed.TableConfig(rows + 8 * i, dim, zeros, optimizer, "sum", name)
       for i, (name, optimizer) in enumerate(OPTIMIZERS.items())
     ]
     features = {
