@@ -147,6 +147,16 @@ def test_every_bit_of_a_row_counts():
   assert delta.num_rows == len(changed)
 
 
+def test_a_row_has_changed_if_one_half_of_its_fingerprint_has():
+  config = embed.TableConfig(4, 2, jax.nn.initializers.zeros, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(config), rngs=nnx.Rngs(0))
+  before = (np.uint32([1, 2, 3, 4]), np.uint32([5, 6, 7, 8]))
+  after = (np.uint32([1, 0, 3, 0]), np.uint32([5, 6, 0, 0]))
+  (mask,), counts = changes.changed(tuple(layer.spec.stacks.values()), [before], [after])
+  assert mask.tolist() == [False, True, True, True]
+  assert counts.tolist() == [3]
+
+
 def test_a_slot_that_changes_alone_is_noticed():
   """Also two that change places, as words of one row."""
   layer = Other(optimizer=embed.adam(0.1)).embed

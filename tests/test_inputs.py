@@ -58,6 +58,10 @@ BAD = {
   "masked": Bad(
     {"clicks": np.ma.masked_array([1, 2], [False, True])}, says=("clicks", "filled(-1)")
   ),
+  "one-id-too-many": Bad(
+    {"clicks": embed.Ragged(dense(1, 2, 3, 4, 5), dense(0, 2, 5), max_valency=2)},
+    says=("clicks", "bag 1 has 3 ids", "max_valency=2"),
+  ),
   **{
     f"max-valency-{most!r}": Bad(
       {"clicks": embed.Ragged(dense(1, 2), dense(0, 2), max_valency=most)},
