@@ -13,6 +13,7 @@ os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
 
 import contextlib  # noqa: E402
 import shutil  # noqa: E402
+import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -40,25 +41,23 @@ hypothesis.settings.load_profile(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_before(tmp_path_factory):
+def compiled_before():
   """Finds programs of earlier runs in the folder COMPILED, and leaves new ones there.
 
   Each process has a folder of its own, of hard links: JAX writes its files in pieces, and its lock
   (`jax_compilation_cache_max_size`) reads the age of every program whenever it adds one. What is
   read back has the text, the memory and the aliases of what was compiled.
   """
-  own = tmp_path_factory.mktemp("compiled")
-  COMPILED.mkdir(parents=True, exist_ok=True)
-  if sum(path.stat().st_size for path in COMPILED.iterdir()) > 2 << 30:
-    shutil.rmtree(COMPILED)
-    COMPILED.mkdir()
-  _link(COMPILED, own)
+  shared = COMPILED / "programs"
+  shared.mkdir(parents=True, exist_ok=True)
+  own = Path(tempfile.mkdtemp(dir=COMPILED))
+  _link(shared, own)
   jax.config.update("jax_compilation_cache_dir", str(own))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   # XLA's own caches put the folder in the key of every program, which no other run would find.
   jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
   yield
-  _link(own, COMPILED)
+  _link(own, shared)
   shutil.rmtree(own)
 
 
@@ -84,7 +83,8 @@ def forget_programs():
 class Programs:
   """Counts the programs that are compiled or found, and fails a quick test or file with too many.
 
-  A test marked `programs(number, reason)` has a budget of its own, and does not count for its file.
+  What fixtures compile does not count. A test marked `programs(number, reason)` has a budget of its
+  own, and does not count for its file.
   """
 
   def __init__(self):
@@ -112,7 +112,10 @@ class Programs:
 
 
 def pytest_configure(config):
-  config.pluginmanager.register(Programs())
+  config.pluginmanager.register(Programs(), "programs")
+  is_first = "PYTEST_XDIST_WORKER" not in os.environ
+  if is_first and sum(path.stat().st_size for path in COMPILED.glob("*/*")) > 2 << 30:
+    shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -131,7 +131,7 @@ def train_eagerly(layer):
 def test_a_stack_from_another_process_is_the_same():
   """Strings have other hashes there, and a stack keeps its own."""
   stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(np.float32), embed.sgd())
-  assert hash(stack)
+  assert hash(stack) == vars(stack)["_hash"]
   sent = pickle.loads(pickle.dumps(stack))
   assert "_hash" not in vars(sent)
   assert (sent, hash(sent)) == (stack, hash(stack))
@@ -190,3 +190,10 @@ def test_a_lookup_that_the_pages_show_copies_no_table(large):
   nnx.jit(look_up, graph_updates=False)(layer, ids)
   nnx.jit(look_up, donate_argnums=0)(layer, ids)
   nnx.update(layer, jax.tree.map(jnp.copy, nnx.state(layer)))
+
+
+def test_every_program_counts_for_the_budget_of_its_test(request):
+  programs = request.config.pluginmanager.get_plugin("programs")
+  before = programs.count
+  jax.jit(lambda x: 3 * x + 41)(np.float32(1))
+  assert programs.count == before + 1

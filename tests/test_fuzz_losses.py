@@ -1,4 +1,4 @@
-"""Fifty ways of writing a loss or a training step: right, refused, or at least warned about.
+"""Ways of writing a loss or a training step: right, refused, or at least warned about.
 
 Each way is trained for three steps and compared with float64: gradients of a dense-table loss by
 JAX in float64, rows and slots by `fuzz_oracle`. Its decorator declares what may come out:

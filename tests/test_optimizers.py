@@ -1,4 +1,4 @@
-"""What the optimizers have beside their equations, which test_properties holds to the reference."""
+"""The equations of optimizers by hand, and what they have beside them."""
 
 import functools
 import inspect

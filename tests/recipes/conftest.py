@@ -119,11 +119,13 @@ class Trained:
 
   def copy(self, folder, **changes):
     """Copies the workdir, with other values in config.json and result.json; returns the copy."""
-    copy = shutil.copytree(self.workdir, folder / "run")
+    copy, known = shutil.copytree(self.workdir, folder / "run"), set()
     for name in ("config.json", "result.json"):
       values = json.loads((copy / name).read_text())
+      known |= set(values)
       values |= {key: value for key, value in changes.items() if key in values}
       (copy / name).write_text(json.dumps(values))
+    assert set(changes) <= known
     return copy
 
   def train(self, workdir, **changes):
