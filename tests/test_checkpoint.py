@@ -209,7 +209,7 @@ def test_two_tables_of_one_key_are_refused():
   assert set(tables) == {"tower/user/geo/id", "tower/user/geo/name"}
 
 
-def test_optax_slots_and_a_learned_combiner_come_back(tmp_path):
+def test_optax_slots_and_a_learned_combiner_come_back():
   combiner = embed.CustomCombiner(
     lambda valency, vectors, weights: weights @ vectors, 3, 3, jax.nn.initializers.ones, 0.5
   )

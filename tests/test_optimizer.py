@@ -213,7 +213,7 @@ def beyond(grads):
   [
     (None, by_hand, "'b' has no optimizer"),
     (embed.sgd(1.0), beyond, "'b' have id 5"),
-    (embed.sgd(1.0), without_dense, r"pytree structure[\s\S]*scale"),
+    (embed.sgd(1.0), without_dense, "scale"),
   ],
   ids=["no optimizer", "an id beyond", "no dense"],
 )

@@ -106,7 +106,7 @@ NAMES = {
 }
 
 
-def test_names_are_no_code(tmp_path, monkeypatch, capsys):
+def test_names_are_no_code(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
   def check(name, is_column):

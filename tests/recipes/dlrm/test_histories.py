@@ -293,7 +293,7 @@ def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
 
 
 @pytest.mark.ci
-def test_other_files_are_measured_and_predicted_by_their_own_log(run, tmp_path):
+def test_other_files_are_measured_and_predicted_by_their_own_log(run):
   training, folder, rows = run("din")
   expected = own_probabilities(training)
   label = np.array([row["clicked"] for row in in_order(rows)])
