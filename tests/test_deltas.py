@@ -233,7 +233,7 @@ def test_a_server_that_shares_donated_arrays_is_told():
   """A clone holds the arrays of the model, which the next step donates."""
   model = Other(optimizer=embed.sgd(0.1)).embed
   shared, own = nnx.clone(model), nnx.clone(model)
-  nnx.update(own, jax.tree.map(np.array, nnx.state(own)))  # `arrays=True` came with Flax 0.12.8
+  nnx.update(own, jax.tree.map(jnp.copy, nnx.state(own)))  # `arrays=True` came with Flax 0.12.8
   before = embed.deltas.fingerprint(0, model=model)
   rows = {"t": embed.RowGrads(np.array([3]), np.ones((1, 2), np.float32))}
   embed.jit_step(lambda model: model.apply_row_gradients(rows), model)()
