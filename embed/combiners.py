@@ -6,7 +6,7 @@ uncombined, and combined by differentiable operations.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +96,6 @@ def prepare(
   inputs: Sequence[Input],
   combiner: str | None,
   arrays: Sequence[Parts],
-  count: Callable[[jax.Array, int], jax.Array] = bags_lib.count_beyond,
 ) -> Prepared:
   """The bags of some features.
 
@@ -104,12 +103,11 @@ def prepare(
     inputs: the features.
     combiner: of all features; None is that of each one's table.
     arrays: the parts of each input, traced or not.
-    count: as in `bags.from_input`.
   """
   prepared: list[Any] = []
   for x, parts in zip(inputs, arrays, strict=True):
     table, size = x.feature.table, x.feature.table.vocabulary_size
-    bags, dropped = bags_lib.from_input(parts, x.form, size, count)
+    bags, dropped = bags_lib.from_input(parts, x.form, size)
     custom = isinstance(table.combiner, CustomCombiner)
     is_later = custom or (x.feature.differentiate_weights and bags.gains is not None)
     if is_later and combiner is None and not x.form.length:

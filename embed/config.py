@@ -255,8 +255,8 @@ class TableConfig:
     name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, i being the
       table's position in the order of first use among the features.
     quantization_config: a `QuantizationConfig`, or None.
-    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU
-      without the extra `cpu`, XLA updates a bfloat16 table through a float32 copy of it.)
+    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. On CPU, XLA
+      updates a bfloat16 table through a float32 copy of it.
     stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, correct on
       average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). By
       rounding, a row may exceed `clip_weight_max`.

@@ -27,7 +27,6 @@ from embed.engine.lookup import quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import Input, RawInput, check, matched, read, read_raw
-from embed.kernels import cpu as cpu_kernels
 from embed.optimizers import RowOptimizer
 from embed.storage import owners
 from embed.storage import tables as stored_tables
@@ -356,14 +355,13 @@ class SparseEmbed(nnx.Module):
     """Tapped activations of the features of a stack, what was looked up, and its bags."""
     placement = stack.placement
     arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
-    count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
-    prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
+    prepare = functools.partial(combiners.prepare, inputs, combiner)
     prepared = placement.prepare(prepare, arrays)
     stored = _stored_rows(self, stack)
     warn_of_constant(stored, prepared.bags)
     rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
     acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
-    acts = before_update(self, acts, placement.is_local and cpu_kernels.looks_up(stack))
+    acts = before_update(self, acts)
     if mesh_lib.is_explicit((rows, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
     return self._tap(stack, acts, record, stored), record, prepared
@@ -788,13 +786,13 @@ def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
-def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
+def before_update(layer: SparseEmbed, outputs: Any) -> Any:
   """Returns arrays computed from a layer's tables, after which its next update comes.
 
   `dropped_ids` is the token that orders them; see `engine.xla`.
   """
   report = layer.report.get_value()
-  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
+  outputs, token = xla.with_token(outputs, report["dropped_ids"])
   layer._set_report({**report, "dropped_ids": token})  # noqa: SLF001
   return outputs
 

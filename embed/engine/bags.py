@@ -5,7 +5,6 @@ No other file reads `segments`.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -247,19 +246,13 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(mask, dtype=jnp.int32)
 
 
-def from_input(
-  parts: Parts,
-  form: Form,
-  size: int,
-  count: Callable[[jax.Array, int], jax.Array] = count_beyond,
-) -> tuple[Bags, jax.Array]:
+def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   """The bags of an input, and how many of its ids were dropped, an int32 scalar.
 
   Args:
     parts: the arrays of the input.
     form: how its bags become activations.
     size: the vocabulary_size of the table.
-    count: `count_beyond`, or what is faster where the ids are on one device.
 
   Returns:
     Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
@@ -270,7 +263,7 @@ def from_input(
   if parts.weights is not None and not form.length:
     weights = jnp.where(is_row(ids, size), jnp.asarray(parts.weights, jnp.float32), 0)
   if parts.kind == "dense":
-    return Bags(ids.reshape(*form.shape, 1)), count(ids, size)
+    return Bags(ids.reshape(*form.shape, 1)), count_beyond(ids, size)
   if parts.kind == "padded":
     if form.length:
       pad = max(form.length - parts.length, 0)
@@ -279,7 +272,7 @@ def from_input(
       return Bags(ids), count_beyond(given, size)
     shape = (*form.shape, parts.length)
     weights = None if weights is None else weights.reshape(shape)
-    return Bags(ids.reshape(shape), weights), count(ids, size)
+    return Bags(ids.reshape(shape), weights), count_beyond(ids, size)
   positions = _ragged_positions if parts.kind == "ragged" else _sparse_positions
   bag, column, inside, behind = positions(parts)
   given = (ids >= 0) & ~behind

@@ -76,7 +76,7 @@ EMPTY = [
 ]
 
 
-@pytest.mark.parametrize("way", ways.ci("rows", "lines", "kernels"), indirect=True)
+@pytest.mark.parametrize("way", ways.ci("rows", "lines"), indirect=True)
 def test_nothing_to_look_up_trains_nothing(way):
   tables = [embed.TableConfig(V, D, optimizer=embed.adagrad(0.1), name=name) for name in "abc"]
   layer = embed.SparseEmbed([embed.FeatureConfig(t) for t in tables], rngs=nnx.Rngs(0))
@@ -122,7 +122,7 @@ def test_quantized_rows():
   np.testing.assert_allclose(act, np.reshape(case["expected"], act.shape), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["rows", *ways.ci("lines", "kernels")], indirect=True)
+@pytest.mark.parametrize("way", ["rows", *ways.ci("lines")], indirect=True)
 def test_bfloat16_tables_keep_float32_slots_and_sums(way):
   initializer = lambda key, shape, dtype: np.full(shape, 0.75, dtype)
   table = embed.TableConfig(
