@@ -337,38 +337,3 @@ def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
   )
   laid = to(size, ids)
   return _count(is_row(laid, size)), laid, None if weights is None else to(0, weights)
-
-
-def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.Array]:
-  """Bags whose ids have positions `[*batch, length]`, in the order given, and how many did not fit.
-
-  Args:
-    bags: of a table of vocabulary_size `size`.
-    length: moves ids to the first positions; None leaves bags of equal length as they are.
-  """
-  if length is None:
-    assert not bags.is_ragged
-    return bags, jnp.int32(0)
-  batch = bags.batch
-  if bags.segments is None:
-    order = jnp.argsort(~is_row(bags.ids, size), axis=-1, stable=True)  # padding behind the ids
-    missing = [(0, 0)] * (bags.ids.ndim - 1) + [(0, max(length - bags.ids.shape[-1], 0))]
-    move = lambda fill, x: jnp.pad(
-      jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
-    )
-  else:
-    count = math.prod(batch)
-    bag = jnp.where(is_row(bags.ids, size), bags.segments, count)
-    by_bag = jnp.argsort(bag, stable=True)
-    ordered = bag[by_bag]
-    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-    column = jnp.arange(bags.ids.shape[0], dtype=jnp.int32) - first
-    move = lambda fill, x: (
-      jnp.full((count, length), fill, x.dtype)
-      .at[ordered, column]
-      .set(x[by_bag], mode="drop")
-      .reshape(*batch, length)
-    )
-  laid = move(size, bags.ids)
-  lost = _count(is_row(bags.ids, size)) - _count(is_row(laid, size))
-  return Bags(laid, None if bags.gains is None else move(0, bags.gains)), lost

@@ -1,6 +1,5 @@
 """Corners of the lookup that the recorded cases do not reach."""
 
-import conformance
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,6 @@ import optax
 import pytest
 import ways
 from flax import nnx
-from layers import one_table, predict
 
 import embed
 
@@ -109,17 +107,6 @@ def test_scores_of_no_candidates():
 
   norm = nnx.jit(lambda layer: embed.global_norm(embed.value_and_grad(loss_fn)(layer)[1]))
   assert norm(layer) == np.float32(np.sqrt(D))
-
-
-def test_quantized_rows():
-  """Rows are quantized before the combiner."""
-  cases = conformance.load("quantization")["cases"]
-  (case,) = [case["combined"] for case in cases if "combined" in case]
-  coarse = embed.QuantizationConfig(case["num_buckets"], case["lower"], case["upper"])
-  rows = np.asarray(case["params"], np.float32)
-  layer = one_table(rows=rows, combiner=case["combiner"], quantization_config=coarse)
-  act = predict(layer, embed.Padded(np.asarray(case["ids"], np.int32)))
-  np.testing.assert_allclose(act, np.reshape(case["expected"], act.shape), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["rows", *ways.ci("lines")], indirect=True)
