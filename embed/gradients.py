@@ -38,9 +38,7 @@ class RowGrads:
   Rows are summed over duplicates, features, calls and devices, so each id occurs once, in no
   particular order; unused entries have id `vocabulary_size` and value 0. Gradients are added in
   float32, one occurrence after another: the sum of 100,000 equal gradients is off by 0.01 %, the
-  sum of a million by 1 %. If the table's optimizer has `use_gradient_accumulation=False`, there is
-  one entry per occurrence instead, in batch order. On a mesh, each entry is on the devices that
-  store its row.
+  sum of a million by 1 %. On a mesh, each entry is on the devices that store its row.
 
   `embed.value_and_grad` keeps the gradients of activations, which the update sums, and sums them
   for `grads.rows[key]`. `RowGrads` made by hand may hold duplicates, which the update sums. A
@@ -220,8 +218,7 @@ class Rows(Mapping[str, RowGrads]):
     stack_key, table = self._keys()[key]
     stack = self.stacks[stack_key]
     ids, values = _table_rows(stack, self.grads[stack_key], table)
-    own = stack if stack.accumulates else None
-    return RowGrads.of(ids, values, stack.size(table), own, not _is_frozen(stack))
+    return RowGrads.of(ids, values, stack.size(table), stack, not _is_frozen(stack))
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._keys())
@@ -236,22 +233,14 @@ class Rows(Mapping[str, RowGrads]):
     """Sums the gradients of each row, on the devices that store the rows."""
     summed: dict[Owner, Sequence[StackGrads]] = {}
     for key, grads in self.grads.items():
-      stack = self.stacks[key]
-      summed[key] = [_sum_rows(stack, grads)] if grads and stack.accumulates else grads
+      summed[key] = [_sum_rows(self.stacks[key], grads)] if grads else grads
     return Rows(summed, self.stacks)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """Applies `f` to the values of each table; `f` sees entries of other tables as unused."""
     mapped: dict[Owner, Sequence[StackGrads]] = {}
     for key, grads in self.summed().grads.items():
-      stack = self.stacks[key]
-      if not grads:
-        mapped[key] = ()
-      elif not stack.accumulates:
-        each = {table: _table_rows(stack, grads, table) for table in stack.tables}
-        mapped[key] = [_pairs(ids, f(x), table) for table, (ids, x) in each.items() if ids.size]
-      else:
-        mapped[key] = [_map_distinct(grads[0], stack, f)]
+      mapped[key] = [_map_distinct(grads[0], self.stacks[key], f)] if grads else ()
     return Rows(mapped, self.stacks)
 
   def squared_norm(self) -> jax.Array:

@@ -858,7 +858,7 @@ def _must_step(
 ) -> bool:
   """Whether a stack steps; raises ValueError for what is missing."""
   optimizer = stack.optimizer
-  if stack.name not in grads and (optimizer is None or optimizer.lazy):
+  if stack.name not in grads:
     return False
   if optimizer is None:
     raise ValueError(

@@ -46,13 +46,10 @@ class Common(TypedDict, total=False):
   clip_weight_min: float | None
   clip_weight_max: float | None
   max_norm: float | None
-  use_gradient_accumulation: bool
   slot_init: SlotInit | None
 
 
-_DEFAULTS: dict[str, Any] = dict.fromkeys(Common.__annotations__) | {
-  "use_gradient_accumulation": True
-}
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Common.__annotations__)
 _FROZEN = _DEFAULTS | {"learning_rate": 0.0, "slot_init": {}}
 
 
@@ -95,7 +92,6 @@ class RowOptimizer:
       None for `embed.frozen`. With `across_row` it takes the `Columns` that each device has of a
       row as its fifth argument, by default all.
     slots: `f(dim) -> {name: embed.Slot}`, the state that it keeps per row.
-    lazy: whether it moves touched rows alone; False for `embed.adam(lazy_adam=False)`.
     linear: whether the step of a sum of gradients is the sum of the steps.
     across_row: whether an element's step depends on other elements of its row.
     uses_step: whether the equation takes the number of the step, int32, as `step=`.
@@ -114,7 +110,6 @@ class RowOptimizer:
 
   equation: Equation | None
   slots: Any
-  lazy: bool = True
   linear: bool = False
   across_row: bool = False
   uses_step: bool = False
@@ -253,11 +248,6 @@ def register(function: Maker) -> Maker:
     given = {key: _setting(name, key, x) for key, x in bound.arguments.items()}
     arguments = given | _checked(name, given)
     made = _around(function(**arguments), arguments)
-    require(
-      made.lazy or arguments["use_gradient_accumulation"],
-      f"{name}: moving every row at every step (lazy_adam=False) needs gradient accumulation. "
-      "Leave `use_gradient_accumulation` as True.",
-    )
     slots = made.slots if callable(made.slots) else _fixed_slots(name, made.slots, arguments)
     return dataclasses.replace(made, name=name, arguments=arguments, slots=slots)
 
@@ -341,11 +331,6 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
       f"{name}: gradient_multiplier reads an nnx.Variable, which only learning_rate may.",
     )
   clip = arguments["clipvalue"]
-  require(
-    arguments["use_gradient_accumulation"] or clip is None,
-    f"{name}: when `use_gradient_accumulation` is False, gradient clipping cannot be used and "
-    f"`clipvalue` should be left as None. Got {clip!r}.",
-  )
   low, high = arguments["clip_weight_min"], arguments["clip_weight_max"]
   require(
     low is None or high is None or low <= high,
@@ -452,8 +437,6 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
     clip_weight_max: touched rows are clipped to it after the update.
     max_norm: touched rows longer than this (the root of the sum of squares) are scaled to it
       after the update.
-    use_gradient_accumulation: True sums a row's gradients over the batch and steps once; False
-      steps once per occurrence of an id, in batch order (slow, and for comparisons only).
     slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
       whole slot's, `[V, D]` or `[V]`.
 
@@ -685,7 +668,6 @@ def adam(
   beta_1: float = 0.9,
   beta_2: float = 0.999,
   epsilon: float = 1e-7,
-  lazy_adam: bool = True,
   sum_inside_sqrt: bool = True,
   bias_correction: bool = False,
   rowwise: bool = False,
@@ -708,9 +690,6 @@ def adam(
     beta_1: the decay of `m`, in [0, 1).
     beta_2: the decay of `v`, in [0, 1).
     epsilon: positive.
-    lazy_adam: True moves touched rows alone, and decays only their slots. False moves every
-      row of the table at every step, with zero gradient where it was not touched, and costs
-      O(V * D).
     sum_inside_sqrt: whether epsilon is added inside the root, squared, or outside.
     bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t` before epsilon is
       added, `t` being the row's own steps, this one included. Without sum_inside_sqrt that is
@@ -747,7 +726,7 @@ def adam(
   slots = {"momenta": Slot(), "velocities": Slot(per_row=rowwise)}
   if bias_correction:
     slots["steps"] = Slot(0, per_row=True, dtype="int32")
-  return RowOptimizer(equation, slots, lazy=lazy_adam, across_row=rowwise)
+  return RowOptimizer(equation, slots, across_row=rowwise)
 
 
 @register
@@ -925,8 +904,7 @@ def bias_corrected(
 ) -> Schedule:
   """The schedule that gives Adam its bias correction: `lr * sqrt(1 - beta_2^t) / (1 - beta_1^t)`.
 
-  `t` is the step plus 1. With `adam(..., lazy_adam=False, sum_inside_sqrt=False)` this is
-  `tf.raw_ops.ResourceApplyAdam` exactly; with `lazy_adam=True` it corrects by the global step.
+  `t` is the step plus 1: it corrects by the global step, whenever a row was last looked up.
 
   Args:
     learning_rate: a float, a schedule of the 0-based step, or an `nnx.Variable`.

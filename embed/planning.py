@@ -48,8 +48,7 @@ class TablePlan:
     axis: the mesh axes that the table is split over, a name or several.
     column_axis: mesh axes that columns are split over in addition.
     exchange: "all_to_all" or "gather". None lets each batch choose the one that moves less. It
-      applies where rows are split. An optimizer that steps once per occurrence, or moves every row,
-      always gathers.
+      applies where rows are split.
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
       it for each batch. A number that is too small costs rounds, but never drops an id.
     storage: how rows lie in memory, which changes nothing else:
@@ -428,13 +427,8 @@ class Plan:
   def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
     """Why a table cannot be stored in a way, or None."""
     placement, width = self._placement(entry), self._width(name, entry)
-    optimizer = self.optimizers[name]
-    moves_every_row = optimizer is not None and not optimizer.lazy
-    is_narrow = width % stack_lib.LANES > 0
-    if storage == "packed" and not is_narrow:
+    if storage == "packed" and not width % stack_lib.LANES:
       return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
-    if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
-      return "its optimizer moves every row in a step, and would unpack all of them"
     if storage != "sparse_core":
       return None
     return sparse_core.unsupported_reason(placement.device_kind, width, self.tables[name].dtype)

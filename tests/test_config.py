@@ -51,10 +51,6 @@ BAD = [
   (lambda: embed.rowwise_adagrad(initial_accumulator_value=0.0), "epsilon"),
   (lambda: embed.adagrad(epsilon=-1.0), "epsilon"),
   (lambda: embed.adagrad(initial_accumulator_value=0.0), "epsilon"),
-  (
-    lambda: embed.adagrad(use_gradient_accumulation=False, clipvalue=(None, None)),
-    "use_gradient_accumulation",
-  ),
   (lambda: embed.frozen(weight_decay_factor=0.1), "takes no arguments"),
   *(
     (lambda value=value: embed.sgd(0.1, clipvalue=value), "clipvalue (must|clips)")

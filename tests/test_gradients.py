@@ -47,16 +47,6 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
 
 
-@pytest.mark.ci
-def test_occurrences_stay_apart_when_mapped_and_accumulated():
-  layer = layers.one_table(embed.adagrad(0.1, use_gradient_accumulation=False))
-  f = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))
-  parts = [f(layer)[1], f(layer)[1].map(lambda g: 2 * g)]
-  rows = embed.accumulate(parts).rows["t"]
-  assert rows.ids.tolist() == [1, 1, 1, 1]
-  assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
-
-
 def test_narrow_rows_are_summed_and_stepped_in_float32():
   """300 squared is no float16, and the square of 1e-4 is 0 in it."""
   adagrad = embed.adagrad(0.1, initial_accumulator_value=1e-9)

@@ -71,19 +71,17 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
 def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
   """The exchange of a stack for a demand.
 
-  An optimizer that steps once per occurrence of an id, in batch order, or moves every row, always
-  gathers. Otherwise the stack's own `exchange` and `capacity` decide, or, without them, bytes.
+  The stack's own `exchange` and `capacity` decide, or, without them, bytes.
   """
   layout, placement, ids = stack.layout, stack.placement, sum(demand.ids)
   if layout.shards == 1:
     if placement.replicas == 1:
       return Exchange("columns" if placement.column_shards > 1 else "none")
     # A device with some of the columns has the gradients of ragged bags in all columns.
-    can_sum = stack.accumulates and not (placement.column_axes and demand.ragged_ids)
+    can_sum = not (placement.column_axes and demand.ragged_ids)
     is_small = layout.shard_rows <= (ids + demand.ragged_ids) * placement.replicas
     return Exchange("sum" if can_sum and is_small else "gather")
-  must_gather = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
-  if not ids or must_gather or stack.exchange == "gather":
+  if not ids or stack.exchange == "gather":
     return Exchange("gather")
   capacity = min(stack.capacity or default_capacity(stack, demand), ids, layout.shard_rows)
   is_free = stack.exchange is None and stack.capacity is None

@@ -375,8 +375,7 @@ def for_each_round(
     grads: this device's.
     stack: the tables.
     sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
-      go by all-to-all, and the others are gathered. If the optimizer steps once for each occurrence
-      of an id, all are gathered, in the order of the batch.
+      go by all-to-all, and the others are gathered.
     body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
       `DistinctRows` if they are summed already, else parts to sum. It is called once, or once for
       every round, in each of which there are other rows.
@@ -392,7 +391,7 @@ def for_each_round(
   for call in grads:
     if isinstance(call, DistinctRows):
       continue
-    is_routed = call.record.route is not None and stack.accumulates
+    is_routed = call.record.route is not None
     routed += [call] if is_routed else []
     others += [
       part
@@ -426,9 +425,8 @@ def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> Gra
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
   # The batch is split over all axes in the mesh's order: one gather over all of them keeps it.
-  if bags.is_ragged or not stack.accumulates:  # ragged bags are whole everywhere
+  if bags.is_ragged:  # they bags are whole everywhere
     grads = stack.columns.own(all_gather(grads.astype(jnp.float32), placement.axes))
-    bags = bags if bags.is_ragged else all_gather(bags, placement.axes)
   else:
     every = lambda tree: all_gather(all_gather(tree, placement.row_axes), placement.replica_axes)
     grads = every(_own_columns(grads, stack))

@@ -318,10 +318,3 @@ def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
     cpu=functools.partial(sum_by, distinct_by_hash, add_rows_on_cpu),
     default=functools.partial(sum_by, distinct_by_sort, add_in_chunks),
   )
-
-
-def expand_rows(parts: Sequence[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
-  """Ids `[N]` and gradients `[N, D]`, an entry for each id in batch order."""
-  ids = flat_ids(parts, size)
-  values = jnp.concatenate([part.expanded() for part in parts])
-  return ids, jnp.where((ids < size)[:, None], values, 0)

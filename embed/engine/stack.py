@@ -151,7 +151,7 @@ def describe_packing(width: int) -> str:
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
 Arrays = dict[str, Any]
-# `f(local_rows, gradients, arrays, occurrence=0) -> new arrays`, see `update.step_stored`.
+# `f(local_rows, gradients, arrays) -> new arrays`, see `update.step_stored`.
 RowStep = Callable[..., Arrays]
 
 
@@ -218,11 +218,6 @@ class StackSpec:
   def slots(self) -> "dict[str, Slot]":
     """What the optimizer keeps for each row, by name."""
     return {} if self.optimizer is None else self.optimizer.slots(self.dim)
-
-  @functools.cached_property
-  def accumulates(self) -> bool:
-    """Whether the gradients of a row are summed before one step."""
-    return self.optimizer is None or self.optimizer.use_gradient_accumulation
 
   @functools.cached_property
   def uses_stochastic_rounding(self) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import cost, exchange, jax_internals, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import UNUSED, Bags, LookupRecord
+from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
@@ -108,12 +108,7 @@ def step_rows(
 
 
 def step_stored(
-  stack: StackSpec,
-  scalars: StepScalars,
-  local_rows: jax.Array,
-  g: jax.Array,
-  arrays: Arrays,
-  occurrence: Any = 0,
+  stack: StackSpec, scalars: StepScalars, local_rows: jax.Array, g: jax.Array, arrays: Arrays
 ) -> Arrays:
   """New rows of a table, of its dtype, and their slots.
 
@@ -123,13 +118,12 @@ def step_stored(
     local_rows: int32 `[n]`.
     g: float32 `[n, D]`, their gradients.
     arrays: the rows and their slots, `[n, D]` or `[n]`.
-    occurrence: how often the rows have stepped in this step.
   """
   assert stack.optimizer is not None
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
   new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns, scalars.step)
-  rules = rounding_rules(stack, scalars, occurrence)
+  rules = rounding_rules(stack, scalars)
   if rules is not None:
     new = _round_rows(rules, new, local_rows)
   return {"parameters": new.astype(dtype), **slots}
@@ -145,7 +139,7 @@ def _round_rows(rules: jax.Array, new: jax.Array, local_rows: jax.Array) -> jax.
   return to_bfloat16(new, rounding_noise(keys, columns))
 
 
-def rounding_rules(stack: StackSpec, scalars: StepScalars, occurrence: Any = 0) -> jax.Array | None:
+def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
   """How rows of a device are rounded at random, in numbers; None without such rounding.
 
   Returns:
@@ -164,7 +158,7 @@ def rounding_rules(stack: StackSpec, scalars: StepScalars, occurrence: Any = 0) 
   rules = []
   for i, (name, first_row) in enumerate(zip(stack.tables, stack.layout.offsets, strict=True)):
     base = stack.layout.ids(i, own, jnp.int32(first_row)).astype(jnp.uint32)
-    shared = rounding_key(zlib.crc32(name.encode()), scalars.step, occurrence)
+    shared = rounding_key(zlib.crc32(name.encode()), scalars.step)
     rules.append(jnp.stack([jnp.uint32(first_row), jnp.uint32(scale), base, shared, column]))
   return jnp.stack(rules)
 
@@ -249,10 +243,6 @@ def table_rows(
   grads = non_empty(of_table(grads, table))
   if not grads:
     return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
-  calls = [x for x in grads if isinstance(x, ActivationGrads)]
-  if len(calls) == len(grads) and not stack.accumulates:
-    expand = lambda calls: grads_lib.expand_rows(_grad_rows(calls), size)
-    return stack.placement.run(expand, (P(),), P())(calls)
   is_summed = len(grads) == 1 and isinstance(grads[0], DistinctRows)
   summed = grads[0] if is_summed else sum_rows(stack, grads)
   assert isinstance(summed, DistinctRows)
@@ -312,11 +302,6 @@ def non_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
   return [x for x in grads if isinstance(x, DistinctRows) or x.record.used]
 
 
-def _grad_rows(calls: Sequence[ActivationGrads]) -> list[GradRows]:
-  pairs = [pair for x in calls for pair in zip(x.grads, x.record.bags, strict=True)]
-  return grads_lib.non_empty([grads_lib.from_activations(grads, bags) for grads, bags in pairs])
-
-
 def _split(stack: StackSpec, grads: Sequence[StackGrads]):
   """Gradients padded to all devices, the specs of their arrays, and whether to add up tables."""
   placement = stack.placement
@@ -371,10 +356,6 @@ def step_table(
   assert optimizer is not None
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
-  if not optimizer.lazy:
-    g = grads_lib.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
-    every = jnp.arange(table.shape[0], dtype=jnp.int32)
-    return step_stored(stack, scalars, every, g, arrays)
   if not parts:
     return arrays
 
@@ -393,11 +374,8 @@ def _step_rows_of(
   zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
   parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
-  by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
-  if _is_plain_sum(optimizer, table) and not by_kernels:
+  if _is_plain_sum(optimizer, table) and not stack.sparse_core:
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
-  if not optimizer.use_gradient_accumulation:
-    return _step_in_order(stack, row_step, arrays, *grads_lib.expand_rows(parts, size))
 
   def on_cpu(arrays, parts):
     ids = grads_lib.flat_ids(parts, size)
@@ -431,31 +409,15 @@ def step_in_chunks(
 
 
 def _step_part(
-  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array, occurrence=0
+  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
 ) -> Arrays:
   """Steps the distinct rows `at` together.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
   old = jax.lax.optimization_barrier(rows_lib.read(stack, arrays, at))
-  new = jax.lax.optimization_barrier(row_step(at, g, old, occurrence))
+  new = jax.lax.optimization_barrier(row_step(at, g, old))
   return rows_lib.write(stack, arrays, at, new)
-
-
-def _step_in_order(
-  stack: StackSpec, row_step: RowStep, arrays: Arrays, ids: jax.Array, values: jax.Array
-) -> Arrays:
-  stack = dataclasses.replace(stack, sparse_core=False)  # kernels read a window of rows at a time
-  # After each id an entry that steps nothing: a scatter of one row would become a slice that XLA
-  # fuses with its reads, and pays for with a copy of the table at every occurrence.
-  nothing = jnp.full(1, UNUSED, jnp.int32)
-
-  def body(n, arrays):
-    at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])
-    g = jnp.pad(jax.lax.dynamic_slice_in_dim(values, n, 1), ((0, 1), (0, 0)))
-    return _step_part(stack, row_step, arrays, at, g, n)
-
-  return jax.lax.fori_loop(0, ids.shape[0], body, arrays)
 
 
 def _add_steps(

@@ -366,8 +366,6 @@ class Common(NamedTuple):
   clip_weight_min: float | None = None
   clip_weight_max: float | None = None
   max_norm: float = np.inf
-  use_gradient_accumulation: bool = True
-  lazy_adam: bool = True
   initial_accumulator_value: float | None = None  # only `initial_variables` uses it
 
 
@@ -394,20 +392,15 @@ def apply_rows(name, variables, ids, gradients, lr, **config):
   gradients = np.asarray(gradients, np.float64)
   if common.gradient_multiplier is not None:
     gradients = gradients * common.gradient_multiplier
-  pairs = [(int(i), g) for i, g in zip(ids, gradients, strict=True) if i >= 0]
-  if common.use_gradient_accumulation:
-    rows = row_gradients([i for i, _ in pairs], [g for _, g in pairs])
-    pairs = list(rows.items())
-    if not common.lazy_adam:
-      zero = np.zeros(variables["parameters"].shape[1])
-      pairs += [(r, zero) for r in range(len(variables["parameters"])) if r not in rows]
+  is_row = np.asarray(ids) >= 0
+  rows = row_gradients(np.asarray(ids)[is_row], gradients[is_row])
   decay = common.weight_decay_factor or 0.0
   if common.multiply_weight_decay_factor_by_learning_rate:
     decay = decay * lr
   low, high = _bounds(common.clipvalue)
 
   variables = {key: value.copy() for key, value in variables.items()}
-  for row, g in pairs:
+  for row, g in rows.items():
     g = _clip(g, low, high)
     w = variables["parameters"][row] * (1 - decay)
     slots = [variables[slot][row] for slot in rule.slots]

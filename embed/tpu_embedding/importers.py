@@ -264,6 +264,16 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
       "There is no counterpart",
       "embed.custom_optimizer(update, slots) and the same equation, or one of embed's others",
     )
+  if not theirs.use_gradient_accumulation:
+    raise refuse(
+      "It steps once for each occurrence of an id",
+      f"embed.{name}(...), which sums a row's gradients and steps once",
+    )
+  if not getattr(theirs, "lazy_adam", True):
+    raise refuse(
+      "It steps every row, looked up or not",
+      "embed.adam(...), which steps rows that were looked up",
+    )
   if callable(theirs.learning_rate):
     raise refuse(
       "The learning rate is a function without arguments, which a compiled step would read once",

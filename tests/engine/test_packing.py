@@ -106,7 +106,6 @@ def test_the_default_follows_the_devices(monkeypatch):
   [
     (100, embed.adagrad(0.5), True),
     (128, embed.adagrad(0.5), False),  # a row is a line
-    (16, embed.adam(lazy_adam=False), False),  # every row is read and written in order
   ],
 )
 def test_a_plan_says_what_it_does_not_pack(dim, optimizer, is_packed):

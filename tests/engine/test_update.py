@@ -80,10 +80,10 @@ def test_gains_of_every_form_of_bags():
   segments, gains = jnp.array([0, 0, 1, 3, 1]), jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])
   ragged = lambda gains: Bags(jnp.array([4, 4, 0, 1, 2]), gains, segments, (3,))
   each = lambda *factors: [[f, 2.0 * f] for f in factors]
-  cases = {  # bags; the ids in order, 5 for padding, and their gradients
-    "none": (Bags(padded), [4, 4, 0, 5, 1, 2], each(1, 1, 10, 0, 100, 100)),
-    "ids": (Bags(padded, of_ids), [4, 4, 0, 5, 1, 2], each(1, 3, 5, 0, 200, 400)),
-    "bags": (Bags(padded, of_bags), [4, 4, 0, 5, 1, 2], each(2, 2, 30, 0, 400, 400)),
+  cases = {  # bags; the ids in order, 5 for no row, and their gradients
+    "none": (Bags(padded), [4, 4, 0, 5, 1, 2], each(1, 1, 10, 10, 100, 100)),
+    "ids": (Bags(padded, of_ids), [4, 4, 0, 5, 1, 2], each(1, 3, 5, 70, 200, 400)),
+    "bags": (Bags(padded, of_bags), [4, 4, 0, 5, 1, 2], each(2, 2, 30, 30, 400, 400)),
     "ragged": (ragged(gains), [4, 4, 0, 1, 2], each(1, 2, 30, 0, 50)),
     "ragged, none": (ragged(None), [4, 4, 0, 1, 2], each(1, 1, 10, 0, 10)),
   }
@@ -91,7 +91,7 @@ def test_gains_of_every_form_of_bags():
   @jax.jit
   def rows(g, bags):
     parts = {name: [grads_lib.from_activations(g, of)] for name, of in bags.items()}
-    return {name: grads_lib.expand_rows(part, 5) for name, part in parts.items()}
+    return {name: (grads_lib.flat_ids(x, 5), x[0].expanded()) for name, x in parts.items()}
 
   found = rows(g, {name: bags for name, (bags, _, _) in cases.items()})
   for name, (_, ids, gradients) in cases.items():

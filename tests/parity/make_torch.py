@@ -26,11 +26,6 @@ SPARSE = {
   ),
   "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=0.01),
 }
-DENSE = {
-  "adam_dense": lambda p: torch.optim.Adam(p, lr=0.01),
-  "adam_l2_dense": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-  "adamw_dense": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-}
 PER_ROW = {
   "adam": lambda p: torch.optim.Adam(p, lr=0.01),
   "adam_tiny": lambda p: torch.optim.Adam(p, lr=0.01, eps=1.0),
@@ -163,8 +158,6 @@ def main():
   for kind in problem.KINDS:
     for name, make in SPARSE.items():
       arrays[f"{name}/{kind}"] = torch_whole(make, kind, sparse=True)
-    for name, make in DENSE.items():
-      arrays[f"{name}/{kind}"] = torch_whole(make, kind, sparse=False)
     for name, make in PER_ROW.items():
       arrays[f"{name}/{kind}"] = torch_per_row(make, kind)
     arrays[f"max_norm/{kind}"] = torch_whole(SPARSE["sgd"], kind, sparse=False, max_norm=1.0)

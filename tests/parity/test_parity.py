@@ -27,11 +27,6 @@ SETTINGS = {
     "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
     "adagrad_lr_accumulator": embed.adagrad(0.1, 0.1, epsilon=1e-3),
     "sparse_adam": embed.adam(embed.bias_corrected(0.01), epsilon=1e-8, sum_inside_sqrt=False),
-    "adam_dense": embed.adam(0.01, lazy_adam=False, **TORCH_ADAM),
-    "adam_l2_dense": embed.adam(0.01, lazy_adam=False, l2_factor=0.1, **TORCH_ADAM),
-    "adamw_dense": embed.adam(
-      0.01, lazy_adam=False, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE
-    ),
     "adam": embed.adam(0.01, **TORCH_ADAM),
     "adam_tiny": embed.adam(0.01, **TORCH_ADAM | {"epsilon": 1.0}),
     "adamw": embed.adam(0.01, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE),
@@ -57,9 +52,7 @@ SETTINGS = {
   "keras": {
     "sgd": embed.sgd(0.1),
     "adagrad": embed.adagrad(0.1, 0.1 + 1e-7),
-    "adam": embed.adam(
-      embed.bias_corrected(0.01), epsilon=1e-7, lazy_adam=False, sum_inside_sqrt=False
-    ),
+    "adam": embed.adam(embed.bias_corrected(0.01), epsilon=1e-7, sum_inside_sqrt=False),
     "ftrl": embed.ftrl(0.1),
     "momentum": embed.momentum(0.1, 0.9),
     "rmsprop": embed.rmsprop(0.01, rho=0.9, epsilon=1e-7),
@@ -68,6 +61,7 @@ SETTINGS = {
 }
 # With dense gradients these move, at each step, rows that were not looked up.
 MOVES_UNTOUCHED = [
+  ("keras", "adam"),
   ("keras", "ftrl"),
   ("keras", "momentum"),
   ("keras", "rmsprop"),
@@ -76,12 +70,10 @@ MOVES_UNTOUCHED = [
 ]
 # One rule of each form that differs between peers, by ids that not every step looks up.
 FEW = {
-  "torch": (
-    "adagrad", "adagrad_lr_accumulator", "sparse_adam", "adam", "adam_dense", "adamw"
-  ),
+  "torch": ("adagrad", "adagrad_lr_accumulator", "sparse_adam", "adam", "adamw"),
   "fbgemm": ("adagrad", "rowwise_adagrad"),
   "torchrec": ("rowwise_adagrad",),
-  "keras": ("adagrad", "adam"),
+  "keras": ("adagrad",),
 }  # fmt: skip
 VERSIONS = {"torch", "fbgemm", "torchrec", "keras", "keras_rs"}
 

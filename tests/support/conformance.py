@@ -29,6 +29,19 @@ OPTIMIZERS = {
   "Lion": "lion",
 }
 
+# TensorFlow's arguments that embed does not have, each with its default, which embed does; cases
+# that ask for something else are let go.
+LET_GO = {"use_gradient_accumulation": True, "lazy_adam": True}
+
+
+def optimizer_cases():
+  """The recorded steps by their ids, without those that are let go."""
+  is_kept = lambda case: (
+    case["optimizer"] in OPTIMIZERS
+    and all(case["config"].get(key, default) == default for key, default in LET_GO.items())
+  )
+  return {case["id"]: case for case in load("optimizers")["cases"] if is_kept(case)}
+
 
 @functools.cache
 def load(name):

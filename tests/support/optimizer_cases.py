@@ -13,22 +13,19 @@ LR_DECAY = {
   "multiply_weight_decay_factor_by_learning_rate": True,
 }
 CLIP = {"clipvalue": (-0.25, 0.5), "clip_weight_min": -1.0, "clip_weight_max": 1.5}
-EACH = {"use_gradient_accumulation": False}
 # One line per optimizer and way to use it. lion's betas are exact, since sign() keeps no tolerance.
 OPTIMIZERS = [
   ("sgd", {}),
   ("sgd", {"clipvalue": 0.5} | LR_DECAY),
-  ("sgd", EACH | DECAY),
+  ("sgd", DECAY),
   ("sgd", {"gradient_multiplier": 0.25}),
   ("sgd", {"l2_factor": 0.125, "max_norm": 1.5} | DECAY),
   ("adagrad", {}),
   ("adagrad", CLIP | DECAY),
   ("adagrad", {"gradient_multiplier": -2.0} | CLIP),
-  ("adagrad", EACH),
   ("adagrad", {"initial_accumulator_value": 0.0, "epsilon": 0.25, "l2_factor": 0.125}),
   ("rowwise_adagrad", {}),
   ("rowwise_adagrad", {"initial_accumulator_value": 0.5} | CLIP | LR_DECAY),
-  ("rowwise_adagrad", EACH),
   ("rowwise_adagrad", {"epsilon": 0.25, "l2_factor": 0.125, "max_norm": 1.5}),
   ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01}),
   (
@@ -56,8 +53,6 @@ OPTIMIZERS = [
   ),
   ("adam", {"epsilon": 1e-3}),
   ("adam", {"epsilon": 1e-3, "sum_inside_sqrt": False} | CLIP | DECAY),
-  ("adam", {"epsilon": 1e-3, "lazy_adam": False}),
-  ("adam", {"epsilon": 1e-3} | EACH),
   ("momentum", {"momentum": 0.5}),
   ("momentum", {"momentum": 0.5, "use_nesterov": True} | CLIP),
   ("rmsprop", {"rho": 0.75, "momentum": 0.5, "epsilon": 1e-2}),
@@ -105,6 +100,4 @@ STEPS = {
     {"n": embed.Slot(per_row=True), "m": 0.0, "k": embed.Slot(0, dtype=jnp.int32)},
     0.125,
   ),
-  "each": embed.adagrad(0.125, use_gradient_accumulation=False),
-  "every": embed.adam(0.125, epsilon=1e-3, lazy_adam=False),
 }

@@ -127,7 +127,7 @@ FTRL = {
 ADAGRAD_MOMENTUM = {
   "momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.8, "epsilon": 1e-6
 }  # fmt: skip
-ADAM = {"epsilon": 1e-5, "lazy_adam": False, "sum_inside_sqrt": False}
+ADAM = {"epsilon": 1e-5, "sum_inside_sqrt": False}
 OPTIMIZERS = [  # their class, ours, and arguments of both; of V2 and, by "Parameters", of V1
   ("SGD", embed.sgd, {}),
   ("Adagrad", embed.adagrad, {"initial_accumulator_value": 0.2}),
@@ -191,8 +191,6 @@ def test_arguments_of_all_optimizers():
   )
   open_end = tf_optimizer("SGD", clipvalue=(None, 1.0))
   assert imported(optimizer=open_end).optimizer.clipvalue == (None, 1.0)
-  once = tf_optimizer("SGD", use_gradient_accumulation=False)
-  assert not imported(optimizer=once).optimizer.use_gradient_accumulation
 
 
 def test_defaults_of_tensorflow_are_ours():
@@ -285,6 +283,11 @@ def test_what_has_no_counterpart():
     ),
     ({"optimizer": tf_optimizer("Adagrad", slot_variable_creation_fn=rate)}, "slot_init="),
     ({"optimizer": tf_optimizer("FtrlParameters", initial_linear_value=0.5)}, "slot_init="),
+    (
+      {"optimizer": tf_optimizer("SGD", use_gradient_accumulation=False)},
+      r"once for each occurrence.*table 't', a SGD.*embed\.sgd",
+    ),
+    ({"optimizer": tf_optimizer("Adam", lazy_adam=False)}, r"every row.*table 't', a Adam"),
     ({"optimizer": "sgd"}, "no counterpart of table 't', a str"),
     ({"initializer": rate}, r"initializer of table 't'.*f\(key, shape, dtype\)"),
     ({"initializer": Object("Constant", value=[1, 2])}, "constant array.*load_tables"),
