@@ -34,7 +34,6 @@ from embed.optimizers import (
 from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
-from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 from embed.variables import Report, SlotVariable, Table
@@ -50,7 +49,6 @@ __all__ = [
   "Optimizer",
   "Padded",
   "Plan",
-  "Profile",
   "Ragged",
   "Report",
   "Residual",
@@ -61,11 +59,9 @@ __all__ = [
   "Sparse",
   "SparseEmbed",
   "StackCost",
-  "StackProfile",
   "Table",
   "TableConfig",
   "TablePlan",
-  "TableProfile",
   "Vocabulary",
   "accumulate",
   "adagrad",
@@ -89,7 +85,6 @@ __all__ = [
   "look_ahead",
   "momentum",
   "plan",
-  "profile",
   "proximal_adagrad",
   "raw_ids",
   "rmsprop",
