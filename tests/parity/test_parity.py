@@ -69,7 +69,7 @@ SETTINGS = {
     "ftrl": embed.ftrl(0.1),
     "momentum": embed.from_optax(optax.sgd(0.1, momentum=0.9)),
     "rmsprop": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-7)),
-    "lion": embed.from_optax(optax.lion(0.01)),
+    "lion": embed.from_optax(optax.lion(0.01, weight_decay=0.0)),
   },
 }
 # With dense gradients these move, at each step, rows that were not looked up.
