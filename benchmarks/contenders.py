@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 import embed
 from embed.engine import update
-from embed.kernels import cpu as cpu_kernels
 
 RATE, ACCUMULATOR, EPSILON = 0.01, 0.1, 1e-8
 OPTIMIZERS: dict[str, Callable[[], embed.RowOptimizer]] = {
@@ -80,21 +79,19 @@ def loss_of(activations: jax.Array, grads: jax.Array) -> jax.Array:
 # --- ours ----------------------------------------------------------------------------------------
 
 
-def make_layer(
-  problem: Problem, optimizer: embed.RowOptimizer | None, name: str = "table"
-) -> embed.SparseEmbed:
+def make_layer(problem: Problem, optimizer: embed.RowOptimizer | None) -> embed.SparseEmbed:
   """A layer of one feature on one table that holds the problem's rows."""
   vocabulary, dim = problem.rows.shape
   table = embed.TableConfig(
     vocabulary,
     dim,
     combiner="sum",
-    name=name,
+    name="table",
     optimizer=optimizer,
     initializer=jax.nn.initializers.zeros,
   )
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  layer.load_tables({name: problem.rows})
+  layer.load_tables({"table": problem.rows})
   return layer
 
 
@@ -131,20 +128,9 @@ def call_jit(function: Callable[..., Any], layer: Any, **options: Any) -> Callab
   return functools.partial(nnx.jit(function, **options), layer)
 
 
-def switch(kernels: bool) -> Callable[[], None]:
-  """A `set_up` that takes the compiled kernels or not, in what is traced after it."""
-  return lambda: os.environ.update({cpu_kernels.SWITCH: f"{kernels:d}"})
-
-
-def ours(
-  problem: Problem, name: str, kernels: bool = True, bind: Callable[..., Any] = nnx.jit_partial
-) -> Contender:
+def ours(problem: Problem, name: str, bind: Callable[..., Any] = nnx.jit_partial) -> Contender:
   """`lookup` and `apply_gradients`, compiled for the layer."""
-  switch(kernels)()
-  if kernels and not cpu_kernels.is_on():
-    raise Missing("the extra `cpu` is not installed")
-  key = f"table_{kernels:d}"  # layers of one table's name share the programs they were traced to
-  layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)(), key)
+  layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)())
   (batches, grads), count = on_device(problem), iter(range(1 << 31))
 
   train_step, look_up = programs(layer, bind)
@@ -156,12 +142,7 @@ def ours(
     else:
       jax.block_until_ready((train_step(bags, grads, next(count)), arrays_of(layer)))
 
-  return Contender(step, lambda: layer.tables[key], switch(kernels))
-
-
-def ours_by_xla(problem: Problem, name: str) -> Contender:
-  """The same without compiled kernels."""
-  return ours(problem, name, kernels=False)
+  return Contender(step, lambda: layer.tables["table"])
 
 
 def ours_by_nnx_jit(problem: Problem, name: str) -> Contender:
@@ -173,7 +154,6 @@ def ours_whole(problem: Problem, name: str) -> Contender:
   """`embed.value_and_grad` of a loss and `embed.Optimizer`, as a model is trained."""
   if name == LOOKUP:
     raise Missing("not measured")
-  switch(True)()
   model = make_layer(problem, OPTIMIZERS[name]())
   optimizer = embed.Optimizer(model, optax.sgd(RATE))
   batches, grads = on_device(problem)
@@ -192,7 +172,7 @@ def ours_whole(problem: Problem, name: str) -> Contender:
     loss = compiled(batches[i % len(batches)], grads)
     jax.block_until_ready((loss, arrays_of(model)))
 
-  return Contender(step, lambda: model.tables["table"], switch(True))
+  return Contender(step, lambda: model.tables["table"])
 
 
 # --- peers ---------------------------------------------------------------------------------------
@@ -307,7 +287,6 @@ def fbgemm(problem: Problem, name: str) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Problem, str], Contender]] = {
   "ours": ours,
-  "ours, XLA": ours_by_xla,
   "ours, nnx.jit": ours_by_nnx_jit,
   "ours, whole model": ours_whole,
   "torch": torch_sparse,

@@ -64,11 +64,11 @@ def make_problem(args: argparse.Namespace, dim: int, batch: int) -> Problem:
   )
 
 
-def make_model(problem: Problem, names: str = "c") -> dlrm.DLRM:
-  """The recipe's model with weights of a fixed seed; the names of its tables begin with `names`."""
+def make_model(problem: Problem) -> dlrm.DLRM:
+  """The recipe's model with weights of a fixed seed."""
   features = {}
   for i in range(problem.ids.shape[-1]):
-    normal, name = jax.nn.initializers.normal(0.1), f"{names}{i:02d}"
+    normal, name = jax.nn.initializers.normal(0.1), f"c{i:02d}"
     table = embed.TableConfig(
       problem.vocabulary, problem.dim, combiner="sum", name=name, initializer=normal
     )
@@ -87,15 +87,9 @@ class Trained(NamedTuple):
   loss: Callable[[], float]
 
 
-def ours(problem: Problem, model: dlrm.DLRM, kernels: bool = True) -> Trained:
+def ours(problem: Problem, model: dlrm.DLRM) -> Trained:
   """The recipe's step."""
-  set_up = lib.switch(kernels)
-  set_up()
-  # Layers of equal tables share the programs that they were traced to; others have other names.
-  own = make_model(problem, f"kernels_{kernels:d}_")
-  pairs = zip(own.names, model.names, strict=True)
-  own.embed.load_tables({to: np.asarray(model.embed.tables[name]) for to, name in pairs})
-  model = own
+  model = nnx.clone(model, arrays=True)
   optimizer = embed.Optimizer(model, optax.sgd(DENSE_RATE))
   batches = [
     {
@@ -112,11 +106,7 @@ def ours(problem: Problem, model: dlrm.DLRM, kernels: bool = True) -> Trained:
     loss[0] = take(next(turn))["loss"]
     jax.block_until_ready((loss[0], lib.arrays_of(model.embed)))
 
-  return Trained(Contender(step, lambda: None, set_up), lambda: float(loss[0]))
-
-
-def by_xla(problem: Problem, model: dlrm.DLRM) -> Trained:
-  return ours(problem, model, kernels=False)
+  return Trained(Contender(step, lambda: None), lambda: float(loss[0]))
 
 
 def _in_torch(problem: Problem, model: dlrm.DLRM, look_up: Callable, parameters: list) -> Any:
@@ -232,7 +222,6 @@ def fbgemm(problem: Problem, model: dlrm.DLRM) -> Trained:
 
 CONTENDERS: dict[str, Callable[[Problem, dlrm.DLRM], Trained]] = {
   "ours": ours,
-  "ours, XLA": by_xla,
   "torch": torch_sparse,
   "fbgemm": fbgemm,
 }

@@ -18,10 +18,8 @@ disturbed says so.
   python benchmarks/step.py --json step.json
   python benchmarks/step.py --dim 16 64 128 --ids 4096 65536 524288 --json grid.json
 
-"ours" is a layer's lookup and update with the compiled kernels of the extra `cpu`, "ours, XLA" the
-same by XLA's own operations, and "ours, whole model" with `embed.value_and_grad` and
+"ours" is a layer's lookup and update, "ours, whole model" the same with `embed.value_and_grad` and
 `embed.Optimizer`. They are compiled by `nnx.jit_partial`; "ours, nnx.jit" is called with the layer.
-With the kernels, tables of ours are in pages of 2 MB where the system has them.
 torch and FBGEMM are optional: `pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0`. What is missing is
 reported as missing.
 """
@@ -196,7 +194,7 @@ def report(
 
 def versions() -> dict[str, str]:
   found = {"python": platform.python_version()}
-  for package in ("jax", "flax", "numpy", "numba", "torch", "fbgemm-gpu-cpu"):
+  for package in ("jax", "flax", "numpy", "torch", "fbgemm-gpu-cpu"):
     try:
       found[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

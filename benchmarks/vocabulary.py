@@ -3,13 +3,11 @@
 Tables of both sizes step in turns in one process on CPU, ours and the peers'. The large table gets
 the ids of the small one spread over all of its rows, so both have the same bags, repetitions and
 distinct rows. The difference that is left comes from the memory, and everybody has it: in the large
-table rows lie far apart, and the address of each page has to be looked up. Our tables are in pages
-of 2 MB where the system has them; those of the peers are if glibc asks, as below. Memory is what
-the process holds at most while ours steps the large table, beyond table and slots: what compiling
-left behind counts in, and memory that was free already does not.
+table rows lie far apart, and the address of each page has to be looked up. Memory is what the
+process holds at most while ours steps the large table, beyond table and slots: what compiling left
+behind counts in, and memory that was free already does not.
 
   python benchmarks/vocabulary.py --json vocabulary.json
-  GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/vocabulary.py  # large pages, for all
 
 The large tables with Adagrad take 20 GB; `--vocabularies 100000 1000000` is a smaller comparison.
 """
@@ -159,8 +157,7 @@ def main() -> None:
         f"{'table and slots, and peak beyond'}")  # fmt: skip
   results = {name: compare(name, args) for name in args.optimizers}
   if args.json:
-    tunables = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "")}
-    summary = timing.about() | tunables | {"results": results}
+    summary = timing.about() | {"results": results}
     args.json.write_text(json.dumps(summary, indent=2) + "\n")
 
 

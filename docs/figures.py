@@ -187,6 +187,7 @@ def chosen() -> str:
 
 # -------------------------------------------------------------------------------------- speed
 
+OURS = "ours, XLA"
 PEERS = ("torch", "fbgemm")
 TIMES = ("best_ms", "median_ms")
 
@@ -219,21 +220,10 @@ def row_of_times(measured: dict[str, Any], contenders: Sequence[str]) -> list[st
   return [" / ".join(cell) for cell in cells]
 
 
-def ratios(points: Sequence[Any], name: str, kind: str) -> list[float]:
-  """Returns our time divided by the fastest peer's at every point of the grid."""
-  found = []
-  for point in points:
-    of = point["results"][name]
-    ours, *peers = (time_of(of, contender, kind) for contender in ("ours", *PEERS))
-    assert ours is not None
-    found.append(ours / min(peer for peer in peers if peer is not None))
-  return found
-
-
 def speed() -> str:
   measured = result("step.json")
   header = ("", "ours, ms", "FBGEMM CPU, ms", "torch `EmbeddingBag(sparse=True)`, ms")
-  contenders = ("ours", "fbgemm", "torch")
+  contenders = (OURS, "fbgemm", "torch")
   rows = ([name, *row_of_times(of, contenders)] for name, of in measured["results"].items())
   return table(header, rows) + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
 
@@ -241,50 +231,29 @@ def speed() -> str:
 def step() -> str:
   measured = result("step.json")
   header = (
-    "", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`", "ours by XLA's operations",
-    "dense gradients in JAX",
+    "", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`", "dense gradients in JAX"
   )  # fmt: skip
-  contenders = ("ours", "fbgemm", "torch", "ours, XLA", "dense jax")
+  contenders = (OURS, "fbgemm", "torch", "dense jax")
   rows = [[name, *row_of_times(of, contenders)] for name, of in measured["results"].items()]
   steps = [of for name, of in measured["results"].items() if name != "lookup"]
   longer = [round(100 * (of["ours, whole model"]["ratio_to_ours"] - 1)) for of in steps]
-  by_xla = [of["ours, XLA"]["ratio_to_ours"] for of in steps]
   return (
     table(header, rows)
     + f"\nThrough `embed.value_and_grad` and `embed.Optimizer`, a step takes {min(longer)} to "
-    f"{max(longer)} % longer. Without the extra `cpu`, a step takes {min(by_xla):.1f} to "
-    f"{max(by_xla):.1f} times as long.\n"
-    + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
+    f"{max(longer)} % longer.\n" + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
   )
-
-
-def grid() -> str:
-  measured = result("step_grid.json")
-  points = measured["points"]
-  header = (
-    "", "ahead by the best time", "ahead by the median", "best time / fastest peer", "medians"
-  )  # fmt: skip
-  rows = []
-  for name in points[0]["results"]:
-    both = [ratios(points, name, kind) for kind in TIMES]
-    ahead = [f"{sum(ratio <= 1 for ratio in each)} of {len(points)}" for each in both]
-    rows.append([name, *ahead, *(f"{min(each):.2f} to {max(each):.2f}" for each in both)])
-  return table(header, rows) + origin(measured, ["step_grid.json"], "jax")
 
 
 def whole_model() -> str:
   measured = result("dlrm.json")
-  header = (
-    "dim, batch", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`",
-    "ours by XLA's operations",
-  )  # fmt: skip
-  contenders = ("ours", "fbgemm", "torch", "ours, XLA")
+  header = ("dim, batch", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`")
+  contenders = (OURS, "fbgemm", "torch")
   rows = [
     [f"{of['dim']}, {of['batch']:,}", *row_of_times(of["results"], contenders)]
     for of in measured["points"]
   ]
   first = [of["first_step_s"] for of in measured["points"]]
-  ours = [of["ours"] for of in first]
+  ours = [of[OURS] for of in first]
   peers = [of[peer] for of in first for peer in PEERS]
   return (
     table(header, rows) + f"\nThe first step, compiled, takes ours {min(ours):.0f} to "
@@ -311,20 +280,16 @@ def loop() -> str:
 
 
 def vocabulary() -> str:
-  header = (
-    "", "", "100,000 rows, ms", "10,000,000 rows, ms", "times as long",
-    "100,000 rows, large pages", "10,000,000 rows, large pages", "times as long",
-  )  # fmt: skip
-  small, large = (result(f"vocabulary{pages}.json")["results"] for pages in ("", "_large_pages"))
+  measured = result("vocabulary.json")
+  header = ("", "", "100,000 rows, ms", "10,000,000 rows, ms", "times as long")
   cells = lambda of: [*map(short, of["best_ms"]), f"{of['ratio_of_best']:.1f}"]
   rows = [
-    [name, contender, *cells(of[contender]), *cells(large[name][contender])]
-    for name, of in small.items()
+    [name, contender, *cells(of[contender])]
+    for name, of in measured["results"].items()
     for contender in ("ours", *PEERS)
     if contender in of
   ]
-  files = ["vocabulary.json", "vocabulary_large_pages.json"]
-  return table(header, rows, words=2) + origin(result(files[0]), files, "jax", "torch")
+  return table(header, rows, words=2) + origin(measured, ["vocabulary.json"], "jax", "torch")
 
 
 def vocabulary_memory() -> str:
@@ -585,7 +550,7 @@ def _busy(of: dict[str, Any], name: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
-    clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
+    clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
     histories, searches, labels, cold_items, first_config, first_rankings,
   )

@@ -6,14 +6,7 @@ The public API is `__all__`, with `__all__` of the four modules in it, `checkpoi
 
 from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
-from embed.combiners import CombinerWeights
-from embed.config import (
-  CustomCombiner,
-  DynamicVocabulary,
-  FeatureConfig,
-  QuantizationConfig,
-  TableConfig,
-)
+from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
@@ -44,8 +37,6 @@ from embed.variables import Report, SlotVariable, Table
 
 __all__ = [
   "Ahead",
-  "CombinerWeights",
-  "CustomCombiner",
   "DynamicVocabulary",
   "EmbeddingConfigSpec",
   "Exported",
@@ -56,7 +47,6 @@ __all__ = [
   "Padded",
   "Plan",
   "Profile",
-  "QuantizationConfig",
   "Ragged",
   "Report",
   "Residual",

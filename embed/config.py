@@ -66,100 +66,6 @@ def setting(name: str, value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizationConfig:
-  """Simulated quantization of looked-up rows, before the combiner.
-
-  `clip(x, lower, upper)` is rounded, halves up, to the nearest of `num_buckets` evenly spaced
-  values; the gradient passes straight through. Tables, slots and checkpoints stay in float.
-
-  Args:
-    num_buckets: the number of values that a quantized element can take, at least 2.
-    lower: the smallest value.
-    upper: the largest value.
-
-  Raises:
-    ValueError: for fewer than 2 buckets, or bounds that are not in order.
-
-  >>> coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)  # -1, 0 or 1
-  >>> config = embed.FeatureConfig(embed.TableConfig(1, 3, name="t", quantization_config=coarse))
-  >>> layer = embed.SparseEmbed(config, rngs=nnx.Rngs(0))
-  >>> layer.load_tables({"t": np.array([[0.2, 0.6, 7.0]])})
-  >>> layer(np.array([0])).tolist()
-  [[0.0, 1.0, 1.0]]
-  """
-
-  num_buckets: int
-  lower: float
-  upper: float
-
-  def __post_init__(self):
-    for name in ("num_buckets", "lower", "upper"):
-      object.__setattr__(self, name, setting(name, getattr(self, name)))
-    if self.num_buckets < 2:
-      raise ValueError(
-        f"num_buckets is {self.num_buckets}, must be at least 2 for simulated quantization."
-      )
-    if not self.lower < self.upper:
-      raise ValueError(f"lower is {self.lower}, which must be less than upper, {self.upper}.")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CustomCombiner:
-  """A user-defined combiner, optionally with learned weights.
-
-  Args:
-    computation: `f(valency, vectors, weights)` combines one bag: the number of its ids, an int32
-      scalar; their rows, float32 `[max_valency, dim]` in the order of the ids, times the user's
-      weights if any, zeros from `valency` on; and the learned weights, float32 `[num_weights]`. It
-      returns `[dim]`, and is made of JAX operations, which are differentiated and mapped over the
-      batch. It is not called for empty bags, which give zeros. A dense array holds bags of one id.
-      Sequences are not combined.
-    max_valency: the length of the longest bag. Eager calls raise for a longer one; under jit, ids
-      beyond it are dropped and counted.
-    num_weights: the number of learned weights.
-    initializer: `f(key, shape, dtype)` of the learned weights.
-    combiner_weights_learning_rate: the rate at which gradient descent trains the learned weights,
-      independent of the dense optimizer. None makes them an ordinary `nnx.Param`, which the dense
-      optimizer trains.
-
-  Raises:
-    ValueError: naming the invalid argument.
-
-  Learned weights by position in the bag:
-
-  >>> by_position = embed.CustomCombiner(
-  ...   lambda valency, vectors, weights: weights @ vectors,
-  ...   max_valency=8, num_weights=8, initializer=jax.nn.initializers.ones)
-  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner=by_position, name="movie")
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-  >>> layer(embed.Padded([[3, 7, 7], [5, -1, -1]])).shape
-  (2, 4)
-  """
-
-  computation: Callable[..., Any]
-  max_valency: int
-  num_weights: int = 0
-  initializer: Callable[..., Any] | None = None
-  combiner_weights_learning_rate: float | None = 0.01
-
-  def __post_init__(self):
-    set_ = lambda name, value: object.__setattr__(self, name, value)
-    expected = "a callable f(valency, vectors, weights)"
-    check("computation", self.computation, callable(self.computation), expected)
-    set_("max_valency", integer("max_valency", self.max_valency, 1))
-    set_("num_weights", integer("num_weights", self.num_weights, 0))
-    if self.num_weights and not callable(self.initializer):
-      raise ValueError(
-        f"num_weights is {self.num_weights}, so `initializer` must be a callable "
-        f"f(key, shape, dtype). Got {self.initializer!r}."
-      )
-    rate = setting("combiner_weights_learning_rate", self.combiner_weights_learning_rate)
-    set_("combiner_weights_learning_rate", rate)
-    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    check("combiner_weights_learning_rate", rate, rate is None or is_number, "a number or None")
-
-
-@dataclasses.dataclass(frozen=True)
 class DynamicVocabulary:
   """A vocabulary that is learned while training: raw 64-bit ids share a fixed number of rows.
 
@@ -250,13 +156,12 @@ class TableConfig:
       `1 / sqrt(dim)`, truncated at two standard deviations.
     optimizer: the table's optimizer, such as `embed.adagrad(0.05)`. None takes the default of
       `SparseEmbed`.
-    combiner: turns a bag into one vector: "mean" (weighted, divides by the sum of weights), "sum",
-      "sqrtn" (divides by the root of the sum of squared weights), or a `CustomCombiner`.
+    combiner: turns a bag into one vector: "mean" (divides by the sum of weights), "sum" or "sqrtn"
+      (divides by the root of the sum of squared weights).
     name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, i being the
       table's position in the order of first use among the features.
-    quantization_config: a `QuantizationConfig`, or None.
-    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU
-      without the extra `cpu`, XLA updates a bfloat16 table through a float32 copy of it.)
+    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. On CPU, XLA
+      updates a bfloat16 table through a float32 copy of it.
     stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, correct on
       average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). By
       rounding, a row may exceed `clip_weight_max`.
@@ -274,9 +179,8 @@ class TableConfig:
   dim: int
   initializer: Callable[..., Any] | None = None
   optimizer: Any = None
-  combiner: str | CustomCombiner = "mean"
+  combiner: str = "mean"
   name: str | None = None
-  quantization_config: QuantizationConfig | None = None
   dtype: Any = np.float32
   stochastic_rounding: bool = True
   vocabulary: DynamicVocabulary | None = None
@@ -301,16 +205,10 @@ class TableConfig:
     for name, is_valid, expected in (
       ("initializer", callable, "a callable f(key, shape, dtype) (or None)"),
       ("name", lambda x: isinstance(x, str) and bool(x), "a non-empty str or None"),
-      (
-        "quantization_config",
-        lambda x: isinstance(x, QuantizationConfig),
-        "an embed.QuantizationConfig or None",
-      ),
     ):
       value = getattr(self, name)
       check(name, value, value is None or is_valid(value), expected)
-    is_known = isinstance(self.combiner, CustomCombiner) or self.combiner in COMBINERS
-    check("combiner", self.combiner, is_known, f"one of {COMBINERS}, or an embed.CustomCombiner")
+    check("combiner", self.combiner, self.combiner in COMBINERS, f"one of {COMBINERS}")
     try:
       dtype = np.dtype(self.dtype)
     except TypeError:
@@ -336,9 +234,6 @@ class FeatureConfig:
     output_shape: the shape of the activations without `dim`; entries may be None. It is checked,
       and a flat batch of bags is reshaped to it.
     name: a label used in error messages.
-    differentiate_weights: whether the user's weights get a gradient; otherwise they are constants.
-      It stores one vector per id instead of one per bag, and requires bags of a static length: any
-      kind of input except a `Ragged` without max_valency.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -359,7 +254,6 @@ class FeatureConfig:
   validate_weights_and_indices: bool = True
   output_shape: Sequence[int | None] | None = None
   name: str | None = None
-  differentiate_weights: bool = False
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
@@ -368,8 +262,8 @@ class FeatureConfig:
         f"Argument `table` has invalid type {type(self.table)}. Expected embed.TableConfig."
       )
     set_("max_sequence_length", integer("max_sequence_length", self.max_sequence_length, 0))
-    for name in ("validate_weights_and_indices", "differentiate_weights"):
-      check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
+    validates = self.validate_weights_and_indices
+    check("validate_weights_and_indices", validates, isinstance(validates, bool), "a bool")
     if self.output_shape is not None:
       set_("output_shape", _shape(self.output_shape))
       if self.max_sequence_length:

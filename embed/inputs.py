@@ -6,6 +6,7 @@ indexes with `wrap_negative_indices=False`.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from embed import config as config_lib
 from embed import structure
 from embed.engine import admission, jax_internals
-from embed.engine.bags import Form, Parts, from_input, narrow
+from embed.engine.bags import Bags, Form, Parts, from_input, narrow
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -345,15 +346,6 @@ def _check_values(
     if form.length:  # ids beyond the table are dropped and occupy no position
       in_table = ids[kept] < feature.table.vocabulary_size
       check_one_id_each(indices[in_table], f"Feature {name!r}: ")
-  custom = feature.table.combiner
-  if isinstance(custom, config_lib.CustomCombiner) and parts.kind != "dense":
-    valencies = _valencies(parts, ids, splits, indices)
-    if valencies.max(initial=0) > custom.max_valency and not form.length:
-      raise ValueError(
-        f"Feature {name!r}: bag {int(valencies.argmax())} has {int(valencies.max())} ids, more "
-        f"than the max_valency={custom.max_valency} of its table's CustomCombiner. Raise that, or "
-        "cut the bag."
-      )
   if not feature.validate_weights_and_indices:
     return
   size = feature.table.vocabulary_size
@@ -366,17 +358,6 @@ def _check_values(
       "are padding. Raise vocabulary_size, or map ids into the range (hash, or one row for "
       "unknown ids)."
     )
-
-
-def _valencies(parts: Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
-  """The number of ids of each bag, int64 `[bags]`; `indices` leave padding out."""
-  if parts.kind == "padded":
-    return (ids >= 0).sum(axis=-1).reshape(-1)
-  if parts.kind == "ragged":
-    row = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[ids >= 0]
-  else:
-    row = np.ravel_multi_index(tuple(indices[:, :-1].T), parts.batch) if len(indices) else ids[:0]
-  return np.bincount(row, minlength=math.prod(parts.batch))
 
 
 class Input(NamedTuple):
@@ -440,6 +421,25 @@ def check(
     if not same:
       raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
   return Input(path, name, feature, parts, form)
+
+
+def to_bags(
+  inputs: Sequence[Input], combiner: str | None, arrays: Sequence[Parts]
+) -> tuple[tuple[Bags, ...], jax.Array]:
+  """Bags of some features, normalized by one combiner or each table's, and a count of dropped ids.
+
+  Args:
+    inputs: the features.
+    combiner: in place of the tables' own, or None.
+    arrays: the parts of each input, traced or not.
+  """
+  bags, dropped = [], []
+  for x, parts in zip(inputs, arrays, strict=True):
+    table = x.feature.table
+    bag, lost = from_input(parts, x.form, table.vocabulary_size)
+    bags.append(bag.normalized(combiner or table.combiner, table.vocabulary_size))
+    dropped.append(lost)
+  return tuple(bags), functools.reduce(jnp.add, dropped)
 
 
 def validate(feature_config: Any, features: Any, weights: Any = None) -> None:

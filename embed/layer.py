@@ -13,9 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from embed import combiners, dynamic_vocabulary, gradients, planning, structure
 from embed import config as config_lib
-from embed.combiners import Uncombined
+from embed import dynamic_vocabulary, gradients, planning, structure
 from embed.config import TableConfig
 from embed.dynamic_vocabulary import DynamicTable
 from embed.engine import bags as bags_lib
@@ -23,11 +22,9 @@ from embed.engine import exchange, jax_internals, taps, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
-from embed.engine.lookup import quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
-from embed.inputs import Input, RawInput, check, matched, read, read_raw
-from embed.kernels import cpu as cpu_kernels
+from embed.inputs import Input, RawInput, check, matched, read, read_raw, to_bags
 from embed.optimizers import RowOptimizer
 from embed.storage import owners
 from embed.storage import tables as stored_tables
@@ -96,12 +93,10 @@ class Spec:
 class Residual:
   """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
 
-  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange; of
-  the features whose rows were combined after the lookup, the rows.
+  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange.
   """
 
   records: dict[str, LookupRecord]  # by stack name
-  uncombined: dict[Path, Uncombined]
   # The features of each record, in the order of the stacks' names.
   paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
   spec: Spec = dataclasses.field(metadata={"static": True})  # of the layer
@@ -131,8 +126,6 @@ class SparseEmbed(nnx.Module):
       `TableConfig` of each table by name; and `optimizers`, the `RowOptimizer` of each table by
       name, the layer's where a table has none, or None.
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
-    combiner_weights: `{table name: nnx.Variable}` for each table whose `embed.CustomCombiner`
-      learns; see `embed.CombinerWeights`.
 
   Raises:
     ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
@@ -184,13 +177,6 @@ class SparseEmbed(nnx.Module):
       }
     )
     keys = {name: rngs.params() for name in plan.tables}
-    self.combiner_weights = nnx.Dict(
-      {
-        name: combiners.make_weights(table.combiner, jax.random.fold_in(keys[name], 2**31 - 1))
-        for name, table in plan.tables.items()
-        if isinstance(table.combiner, config_lib.CustomCombiner) and table.combiner.num_weights
-      }
-    )
     self.vocabularies = nnx.Dict(
       {
         name: dynamic_vocabulary.make_variables(
@@ -216,7 +202,7 @@ class SparseEmbed(nnx.Module):
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
         a dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
       weights: weights of the ids in the same structure, or None; an entry may be None. They are
-        constants and get no gradient, unless the feature has `differentiate_weights`.
+        constants and get no gradient.
 
     Returns:
       Arrays of the table's dtype in the structure of `features`, `[..., dim]` for a dense array or
@@ -267,8 +253,6 @@ class SparseEmbed(nnx.Module):
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table serves as an output layer (tied weights).
 
-    Rows are quantized as in a lookup, if the table has a `quantization_config`.
-
     Args:
       query: floats `[..., dim]`.
       table_name: the table to score against.
@@ -299,8 +283,6 @@ class SparseEmbed(nnx.Module):
       stored = _stored_rows(self, stack)
       rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
-      if table.quantization_config is not None:  # as `look_up_stack` does
-        rows = quantize(rows, table.quantization_config).astype(rows.dtype)
       (rows,) = self._tap(stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
@@ -311,8 +293,8 @@ class SparseEmbed(nnx.Module):
       )
     name, feature = f"candidates of {table_name}", config_lib.FeatureConfig(table)
     inputs = [check((), name, feature, candidates)]
-    (act,), record, prepared = self._look_up_stack(stack, inputs, (table_name,), combiner="sum")
-    self._add_to_report([prepared.dropped], [record])
+    (act,), record, dropped = self._look_up_stack(stack, inputs, (table_name,), combiner="sum")
+    self._add_to_report([dropped], [record])
     if len(shape) == 1:
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
@@ -326,23 +308,15 @@ class SparseEmbed(nnx.Module):
       members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
     activations: dict[Path, jax.Array] = {}
     records: dict[str, LookupRecord] = {}
-    uncombined: dict[Path, Uncombined] = {}
     dropped: list[jax.Array] = []
     for stack_name, inputs in members.items():
       stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
-      acts, record, prepared = self._look_up_stack(stack, inputs, tables)
-      for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
-        if later is not None:
-          learned = self.combiner_weights.get(table)
-          looked_up = Uncombined(act, *later, None if learned is None else learned[...])
-          uncombined[x.path] = looked_up
-          act = combiners.combine(spec.tables[table], stack, looked_up)
-        activations[x.path] = act
-      records[stack_name] = record
-      dropped.append(prepared.dropped)
+      acts, records[stack_name], lost = self._look_up_stack(stack, inputs, tables)
+      activations |= {x.path: act for x, act in zip(inputs, acts, strict=True)}
+      dropped.append(lost)
     self._add_to_report(dropped, list(records.values()))
     paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
-    residual = Residual(records, uncombined, paths, spec)
+    residual = Residual(records, paths, spec)
     return structure.pack(spec.features, features, activations), residual
 
   @jax.named_scope("lookup")
@@ -352,21 +326,19 @@ class SparseEmbed(nnx.Module):
     inputs: Sequence[Input],
     tables: tuple[str, ...],
     combiner: str | None = None,
-  ) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
-    """Tapped activations of the features of a stack, what was looked up, and its bags."""
+  ) -> tuple[list[jax.Array], LookupRecord, jax.Array]:
+    """Tapped activations of the features of a stack, what was looked up, and the dropped ids."""
     placement = stack.placement
     arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
-    count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
-    prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
-    prepared = placement.prepare(prepare, arrays)
+    bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
     stored = _stored_rows(self, stack)
-    warn_of_constant(stored, prepared.bags)
+    warn_of_constant(stored, bags)
     rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
-    acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
-    acts = before_update(self, acts, placement.is_local and cpu_kernels.looks_up(stack))
+    acts, record = mesh_lib.settled(compiled_look_up(stack, rows, bags, tables))
+    acts = before_update(self, acts)
     if mesh_lib.is_explicit((rows, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
-    return self._tap(stack, acts, record, stored), record, prepared
+    return self._tap(stack, acts, record, stored), record, dropped
 
   def _tap(
     self,
@@ -551,10 +523,7 @@ class SparseEmbed(nnx.Module):
         "apply_gradients: activation_grads is None. Give the structure of the activations; an "
         "entry may be None for a zero gradient."
       )
-    grads, learned = by_stack(self.spec, activation_grads, residual)
-    step_stacks(self, grads, step, {})
-    for table, grad in learned.items():
-      step_combiner_weights(self, table, grad)
+    step_stacks(self, by_stack(self.spec, activation_grads, residual), step, {})
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -788,13 +757,13 @@ def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
-def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
+def before_update(layer: SparseEmbed, outputs: Any) -> Any:
   """Returns arrays computed from a layer's tables, after which its next update comes.
 
   `dropped_ids` is the token that orders them; see `engine.xla`.
   """
   report = layer.report.get_value()
-  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
+  outputs, token = xla.with_token(outputs, report["dropped_ids"])
   layer._set_report({**report, "dropped_ids": token})  # noqa: SLF001
   return outputs
 
@@ -816,8 +785,8 @@ _UNTRAINED = (
 
 def by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
-) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
-  """Gradients by stack, and those of combiners' learned weights by table, all checked."""
+) -> dict[str, list[update.StackGrads]]:
+  """Gradients by stack, all checked."""
   if residual.spec != spec:
     raise ValueError(
       "The residual is of another layer, or of one with another config, whose rows would be "
@@ -835,38 +804,17 @@ def by_stack(
       )
     if path not in looked_up and by_path.get(path) is not None:
       raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
-  for path, later in residual.uncombined.items():
-    if later.learned is not None:  # says what is wrong before anything is trained
-      combiners.learning_rate(spec.table_of[path], features[path].table)
   grads: dict[str, list[update.StackGrads]] = {}
-  learned: dict[str, jax.Array] = {}
   for (stack_name, record), paths in zip(
     sorted(residual.records.items()), residual.paths, strict=True
   ):
     of_features = []
     for path, bags in zip(paths, record.bags, strict=True):
-      feature, rows = features[path], residual.uncombined.get(path)
-      batch = bags.batch if rows is None else rows.ids.shape[:-1]
+      feature = features[path]
       name = structure.feature_name(path, feature)
-      grad = _checked(name, by_path[path], (*batch, feature.table.dim))
-      if rows is not None:
-        stack, table = spec.stacks[stack_name], spec.table_of[path]
-        grad, of_learned = combiners.split_gradient(feature.table, stack, rows, grad)
-        if of_learned is not None:
-          learned[table] = learned[table] + of_learned if table in learned else of_learned
-      of_features.append(grad)
+      of_features.append(_checked(name, by_path[path], (*bags.batch, feature.table.dim)))
     grads[stack_name] = [ActivationGrads(tuple(of_features), record)]
-  return grads, learned
-
-
-def step_combiner_weights(layer: SparseEmbed, table: str, grad: jax.Array) -> None:
-  """Trains the learned weights of a table's combiner, at its own rate."""
-  variable, rate = (
-    layer.combiner_weights[table],
-    combiners.learning_rate(table, table_config(layer, table)),
-  )
-  with changing("An update of a combiner's weights"):
-    variable.set_value(variable[...] - rate * grad)
+  return grads
 
 
 def moving(
@@ -985,12 +933,9 @@ def store_apart(layer: SparseEmbed) -> None:
   """Stores each table of a layer as on one device, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
   stacks = {
-    name: StackSpec(
-      name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype,
-      quantization=table.quantization_config,
-    )
+    name: StackSpec(name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype)
     for name, table in spec.tables.items()
-  }  # fmt: skip
+  }
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
   for name in layer.vocabularies:
     dynamic_table(layer, name).store_apart()

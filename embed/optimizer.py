@@ -13,10 +13,9 @@ import optax
 from flax import nnx
 
 from embed import autodiff
-from embed.combiners import CombinerWeights
 from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows, by_stack
-from embed.layer import SparseEmbed, moving, step_combiner_weights, step_stacks
+from embed.layer import SparseEmbed, moving, step_stacks
 from embed.optimizers import RowOptimizer
 from embed.variables import WRITING, changing, check_alive
 
@@ -31,7 +30,6 @@ _HOLDING_BACK = {
     "embed.global_norm(grads)); grads = grads.map(lambda g: jnp.where(ok, g, 0))"
   ),
 }
-_BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
 
 
 class Optimizer(nnx.Module):
@@ -67,7 +65,7 @@ class Optimizer(nnx.Module):
         "embed.Optimizer takes an optax transformation for the dense parameters, such as "
         f"optax.adam(1e-3), got embed.{tx.name}. Give that to embed.TableConfig or SparseEmbed."
       )
-    self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
+    self.dense = nnx.Optimizer(model, tx, wrt=nnx.Param)
     _refuse_holding_back(self.dense.opt_state)
     rates = dict(_rates(autodiff.row_keys(model)).values())
     for rate in rates.values():
@@ -133,12 +131,9 @@ class Optimizer(nnx.Module):
       rates = {name: rate_of[key] for name, key in keys.items() if key in rate_of}
       moving(module, of_layer, step, rates)  # raises before any layer has stepped
       layers.append((module, of_layer, rates))
-    learned = _learned(model, grads.dense)
     # Optax's arithmetic relies on the standard promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):
-      self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
-    for module, table, grad in learned:
-      step_combiner_weights(module, table, grad)
+      self.dense.update(model, nnx.filter_state(grads.dense, nnx.Param), **kwargs)
     for module, of_layer, rates in layers:
       step_stacks(module, of_layer, step, rates)
 
@@ -166,24 +161,6 @@ def _refuse_holding_back(state: Any) -> None:
       f"embed.Optimizer steps tables at every update, and optax's {name.removesuffix('State')} "
       f"would hold the dense parameters back. Instead, {_HOLDING_BACK[name]}."
     )
-
-
-def _learned(model: nnx.Module, dense: Any) -> list[tuple[SparseEmbed, str, jax.Array]]:
-  """The layers and tables whose combiners train weights at their own rates, and the gradients."""
-  learned = []
-  grads = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
-  for path, module in nnx.iter_modules(model):
-    if isinstance(module, SparseEmbed):
-      for table in module.combiner_weights:
-        if isinstance(module.combiner_weights[table], CombinerWeights):
-          where = (*path, "combiner_weights", table)
-          if where not in grads:
-            raise ValueError(
-              f"The dense gradients have none for {'/'.join(map(str, where))}. Take them with "
-              "embed.value_and_grad of this model, and keep every one."
-            )
-          learned.append((module, table, grads[where][...]))
-  return learned
 
 
 # --- the compiled step ----------------------------------------------------------------------------

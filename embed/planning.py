@@ -1,7 +1,7 @@
 """`plan` decides how tables are stored and exchanged, and counts the bytes before allocation.
 
 A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
-its columns, "replicated" nothing. Tables of equal width, dtype, quantization, optimizer and
+its columns, "replicated" nothing. Tables of equal width, dtype, optimizer and
 settings are stacked.
 """
 
@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import combiners, inputs, structure
 from embed import config as config_lib
+from embed import inputs, structure
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
 from embed.engine import admission, backends, cost, exchange
 from embed.engine import mesh as mesh_lib
@@ -42,7 +41,7 @@ LEAST_COLUMNS = 128  # that a device keeps where `embed.plan` splits columns
 class TablePlan:
   """Storage and exchange of one table. Set the fields before the layer is built.
 
-  Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
+  Tables with equal settings (and width, dtype and optimizer) are stored together.
 
   Args:
     strategy: "mod", "div", "column" or "replicated".
@@ -175,13 +174,9 @@ def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
 
 
 def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
-  """The bags that a lookup of a feature takes, weighted if weights can have a gradient."""
+  """The bags that a lookup of a feature takes."""
   unweighted = inputs.check((), name, feature, x)
-  parts = unweighted.parts
-  is_known = parts.kind != "ragged" or parts.length  # the length of a bag
-  if feature.differentiate_weights and parts.kind != "dense" and is_known:
-    parts = dataclasses.replace(parts, weights=jnp.ones(parts.ids.shape))
-  return combiners.prepare([unweighted], None, [parts]).bags[0]
+  return inputs.to_bags([unweighted], None, [unweighted.parts])[0][0]
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -213,7 +208,7 @@ class Plan:
 
   `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
   can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
-  batch. Tables of equal width, dtype, quantization, optimizer and settings are stacked: stored in
+  batch. Tables of equal width, dtype, optimizer and settings are stacked: stored in
   one array and exchanged together.
 
   Attributes:
@@ -292,7 +287,7 @@ class Plan:
   def _facts(self) -> dict[structure.Path, tuple[Any, ...]]:
     """By feature its table, and the settings that determine its bags, besides its inputs."""
     names = {id(table): name for name, table in self.tables.items()}
-    form = lambda x: (x.max_sequence_length, x.output_shape, x.differentiate_weights)
+    form = lambda x: (x.max_sequence_length, x.output_shape)
     return {
       path: (names[id(x.table)], x.table.combiner, *form(x))
       for path, x in structure.flatten_features(self.features)
@@ -382,7 +377,7 @@ class Plan:
     table = self.tables[name]
     if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
       return name
-    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
+    rows = (table.dim, table.dtype, table.stochastic_rounding)
     return (*rows, self.optimizers[name])
 
   def _placement(self, entry: TablePlan) -> Placement:
@@ -406,7 +401,6 @@ class Plan:
       table.dtype,
       self.optimizers[names[0]],
       placement,
-      table.quantization_config,
       table.stochastic_rounding,
       entry.exchange,
       entry.capacity,

@@ -14,7 +14,6 @@ from embed.config import TableConfig
 from embed.engine import jax_internals
 from embed.engine import mesh as mesh_lib
 from embed.engine.stack import Arrays, StackSpec
-from embed.kernels.cpu import large_pages
 from embed.storage import initial
 from embed.storage import tables as stored_tables
 
@@ -170,14 +169,12 @@ def make_variables(
   of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim)
   kind = lambda key: Table if key == "parameters" else SlotVariable
   arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
-  large_pages.use(arrays.values())
   return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
 
 
 def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
   """Sets the Variables of a stack to arrays that were made outside of a step."""
   new = {key: x for key, x in arrays.items() if x is not variables[key].get_value()}
-  large_pages.use(new.values())
   for key, value in new.items():
     variables[key].set_value(value)
 

@@ -8,9 +8,6 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
-# Both formulations mean the same; tests of the compiled kernels ask for them, see `ways`.
-os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
-
 import contextlib  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
@@ -144,10 +141,3 @@ def way(request):
   """A way to store and step rows: `@pytest.mark.parametrize("way", ways.EACH, indirect=True)`."""
   with ways.stored(request.param):
     yield request.param
-
-
-@pytest.fixture
-def kernels():
-  """Programs that are traced in the test take the compiled kernels of the CPU."""
-  with ways.stored("kernels"):
-    yield

@@ -30,10 +30,6 @@ def test_recorded_call():
 # ------------------------------------------------------------------- more bad configs
 
 
-def combiner(**arguments):
-  return embed.CustomCombiner(**({"computation": lambda *_: None, "max_valency": 3} | arguments))
-
-
 def layer_by(optimizer):
   return lambda: SE({"f": FC()}, optimizer)
 
@@ -61,10 +57,6 @@ BAD = [
   ),
   *((layer_by(optimizer), "optimizer") for optimizer in ("sgd", 3, object)),
   (layer_by(optax.sgd(0.1)), "from_optax"),
-  (lambda: combiner(num_weights=3), "`initializer` must be a callable"),
-  (lambda: combiner(computation=None), "`computation` must be a callable"),
-  (lambda: combiner(max_valency=0), "max_valency"),
-  (lambda: combiner(combiner_weights_learning_rate="fast"), "combiner_weights_learning_rate"),
 ]
 
 
@@ -78,14 +70,3 @@ def test_integers_of_any_kind_are_accepted():
   feature = FC(table, max_sequence_length=np.int64(2))
   activations = nnx.eval_shape(lambda: SE({"f": feature}, embed.sgd())({"f": ragged()}))
   assert activations["f"].shape == (2, 2, 3)
-
-
-def test_scalar_arrays_are_numbers():
-  for scalar in (np.float32, jnp.float32, np.array):
-    coarse = embed.QuantizationConfig(scalar(3), -scalar(1.0), scalar(1.0))
-    assert coarse == embed.QuantizationConfig(3, -1.0, 1.0)
-    assert hash(coarse) == hash(embed.QuantizationConfig(3, -1.0, 1.0))
-    made = combiner(num_weights=2, initializer=np.zeros, combiner_weights_learning_rate=scalar(0.5))
-    assert type(made.combiner_weights_learning_rate) is float
-  with pytest.raises(ValueError, match="upper must be one number"):
-    embed.QuantizationConfig(3, -1.0, np.ones(2))

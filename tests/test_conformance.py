@@ -551,7 +551,9 @@ def test_config_is_not_changed():
 
 DEFAULTS = conformance.load("defaults")["classes"]
 # Memory hints and a TensorFlow-only callback have no counterpart.
-NOT_PORTED = {"low_dimensional_packing_status", "slot_variable_creation_fn", "layout"}
+NOT_PORTED = {
+  "low_dimensional_packing_status", "slot_variable_creation_fn", "layout", "quantization_config",
+}  # fmt: skip
 NOT_PORTED |= set(conformance.LET_GO)
 COMMON = {
   "learning_rate",

@@ -39,8 +39,6 @@ def scope():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, scope):
-  if ".kernels.cpu." in name:
-    pytest.importorskip("numba", reason="the extra `cpu` is not installed")
   module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
   for example in doctest.DocTestFinder().find(module):

@@ -49,11 +49,6 @@ def test_on_eight_devices(name, model_on_eight_devices):
   check(WAYS[name], model_on_eight_devices)
 
 
-@pytest.mark.ci
-def test_by_kernels(model, kernels):
-  check(WAYS["a_sum"], model)
-
-
 def admit_and_train(model, optimizer, batch):
   batch = model.admit(batch)
   loss, grads = embed.value_and_grad(lambda m, b: jnp.sum(m(b)["bag"] ** 2))(model, batch)

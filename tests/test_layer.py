@@ -3,7 +3,6 @@
 import cases
 import jax
 import jax.numpy as jnp
-import layers
 import meshes
 import numpy as np
 import optax
@@ -185,53 +184,3 @@ def test_a_residual_of_another_layer_is_refused():
   with pytest.raises(ValueError, match="residual is of another layer"):
     nnx.eval_shape(step, small, large)
   np.testing.assert_array_equal(small.tables["t"], before)
-
-
-@pytest.mark.ci
-def test_attend_quantizes_all_rows_as_it_does_candidates():
-  """[0.2, 0.6] is [0, 1] and [7, -0.6] is [1, -1] then; gradients pass straight through."""
-  coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)
-  table = embed.TableConfig(2, 2, name="t", quantization_config=coarse)
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(1.0), rngs=nnx.Rngs(0))
-  layer.load_tables({"t": np.array([[0.2, 0.6], [7.0, -0.6]])})
-  query = jnp.array([[1.0, 10.0]])
-  every = lambda m: m.attend(query, "t")
-  some = lambda m: m.attend(query, "t", np.array([0, 1]))
-  assert every(layer).tolist() == some(layer).tolist() == [[10.0, -9.0]]
-  for scores in (every, some):
-    _, grads = embed.value_and_grad(lambda m, scores=scores: scores(m).sum())(layer)
-    assert sorted(grads.rows["t"].ids.tolist()) == [0, 1]
-    assert grads.rows["t"].values.tolist() == [[1.0, 10.0], [1.0, 10.0]]
-
-
-def test_the_count_of_dropped_ids_stays_at_its_largest():
-  """Two ids a call; a checkpoint of before may hold a count that has wrapped around."""
-  layer = layers.one_table(feature={"validate_weights_and_indices": False})
-  most = 2**31 - 1
-  for start, wanted in ((most - 2, [most] * 2), (-5, [most] * 2), (3, [5, 7])):
-    report = layer.report.get_value()
-    layer.report.set_value({**report, "dropped_ids": np.int32(start)})
-    counts = []
-    for _ in wanted:
-      layers.predict(layer, np.array([layers.V, 3, layers.V + 1]))
-      counts.append(int(layer.report["dropped_ids"]))
-    assert counts == wanted
-
-
-@pytest.mark.parametrize("name", ["items", "a/b"])
-def test_a_table_may_have_any_name(name):
-  """Also that of a method of the containers that hold its arrays and its rate."""
-  table = embed.TableConfig(4, 2, name=name, optimizer=embed.sgd(nnx.Variable(0.5)))
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
-  before = np.array(layer.tables[name])
-
-  @nnx.jit
-  def step(layer, optimizer):
-    _, grads = embed.value_and_grad(lambda layer: layer(np.array([1])).sum())(layer)
-    optimizer.update(layer, grads)
-
-  step(layer, optimizer)
-  embed.checkpoint.from_tree(embed.checkpoint.to_tree(layer=layer), layer=layer)
-  np.testing.assert_allclose(layer.tables[name][1], before[1] - 0.5)
-  assert name in repr(layer)

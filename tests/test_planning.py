@@ -14,7 +14,7 @@ from flax import nnx
 from meshes import make_mesh, make_world
 
 import embed
-from embed import combiners, inputs
+from embed import inputs
 from embed.engine import cost as cost_lib
 from embed.engine import exchange, update
 from embed.engine.grads import ActivationGrads
@@ -299,7 +299,7 @@ def test_a_plan_says_what_a_step_does(where, kind, rows):
   layer = nnx.eval_shape(lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0)))
   (stack,) = layer.spec.stacks.values()
   (x,) = inputs.read(layer.spec.features, batch)
-  (bags,) = jax.eval_shape(lambda: combiners.prepare([x], None, [x.parts]).bags)
+  (bags,) = jax.eval_shape(lambda: inputs.to_bags([x], None, [x.parts])[0])
   arrays = {key: value.get_value() for key, value in layer.arrays["t"].items()}
   look_up = lambda rows, bags: exchange.look_up(stack, rows, [bags], ["t"])
   activations, record = jax.eval_shape(look_up, arrays["parameters"], bags)

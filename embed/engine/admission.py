@@ -34,7 +34,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.config import DynamicVocabulary
-from embed.engine import backends
 from embed.engine.mesh import Placement, device_index
 
 State = dict[str, Any]
@@ -202,8 +201,7 @@ def _find(
   first = device_index(placement.row_axes) * buckets.shape[0]
   known = (-1 if ttl is None else ttl, width, vocabulary.buckets)
   numbers = jnp.stack([step, *(jnp.int32(x) for x in known), first])
-  formulation = functools.partial(find_rows, vocabulary)
-  row = backends.backend("cpu").find_rows(formulation, ids, buckets, numbers)
+  row = find_rows(vocabulary, ids, buckets, numbers)
   is_own, is_hit = row != _NOT_HERE, row >= 0
   bucket = jnp.where(is_hit, row // width, -1 - row)
   return _Found(is_own, jnp.where(is_own, bucket, 0), is_hit, jnp.where(is_hit, row % width, 0))

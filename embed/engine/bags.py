@@ -5,7 +5,6 @@ No other file reads `segments`.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -247,19 +246,13 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(mask, dtype=jnp.int32)
 
 
-def from_input(
-  parts: Parts,
-  form: Form,
-  size: int,
-  count: Callable[[jax.Array, int], jax.Array] = count_beyond,
-) -> tuple[Bags, jax.Array]:
+def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   """The bags of an input, and how many of its ids were dropped, an int32 scalar.
 
   Args:
     parts: the arrays of the input.
     form: how its bags become activations.
     size: the vocabulary_size of the table.
-    count: `count_beyond`, or what is faster where the ids are on one device.
 
   Returns:
     Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
@@ -270,7 +263,7 @@ def from_input(
   if parts.weights is not None and not form.length:
     weights = jnp.where(is_row(ids, size), jnp.asarray(parts.weights, jnp.float32), 0)
   if parts.kind == "dense":
-    return Bags(ids.reshape(*form.shape, 1)), count(ids, size)
+    return Bags(ids.reshape(*form.shape, 1)), count_beyond(ids, size)
   if parts.kind == "padded":
     if form.length:
       pad = max(form.length - parts.length, 0)
@@ -279,7 +272,7 @@ def from_input(
       return Bags(ids), count_beyond(given, size)
     shape = (*form.shape, parts.length)
     weights = None if weights is None else weights.reshape(shape)
-    return Bags(ids.reshape(shape), weights), count(ids, size)
+    return Bags(ids.reshape(shape), weights), count_beyond(ids, size)
   positions = _ragged_positions if parts.kind == "ragged" else _sparse_positions
   bag, column, inside, behind = positions(parts)
   given = (ids >= 0) & ~behind
@@ -344,38 +337,3 @@ def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
   )
   laid = to(size, ids)
   return _count(is_row(laid, size)), laid, None if weights is None else to(0, weights)
-
-
-def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.Array]:
-  """Bags whose ids have positions `[*batch, length]`, in the order given, and how many did not fit.
-
-  Args:
-    bags: of a table of vocabulary_size `size`.
-    length: moves ids to the first positions; None leaves bags of equal length as they are.
-  """
-  if length is None:
-    assert not bags.is_ragged
-    return bags, jnp.int32(0)
-  batch = bags.batch
-  if bags.segments is None:
-    order = jnp.argsort(~is_row(bags.ids, size), axis=-1, stable=True)  # padding behind the ids
-    missing = [(0, 0)] * (bags.ids.ndim - 1) + [(0, max(length - bags.ids.shape[-1], 0))]
-    move = lambda fill, x: jnp.pad(
-      jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
-    )
-  else:
-    count = math.prod(batch)
-    bag = jnp.where(is_row(bags.ids, size), bags.segments, count)
-    by_bag = jnp.argsort(bag, stable=True)
-    ordered = bag[by_bag]
-    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-    column = jnp.arange(bags.ids.shape[0], dtype=jnp.int32) - first
-    move = lambda fill, x: (
-      jnp.full((count, length), fill, x.dtype)
-      .at[ordered, column]
-      .set(x[by_bag], mode="drop")
-      .reshape(*batch, length)
-    )
-  laid = move(size, bags.ids)
-  lost = _count(is_row(bags.ids, size)) - _count(is_row(laid, size))
-  return Bags(laid, None if bags.gains is None else move(0, bags.gains)), lost

@@ -45,15 +45,6 @@ def is_staged(tree: Any) -> bool:
   return any(type(x).__name__ == "DynamicJaxprTracer" for x in jax.tree.leaves(tree))
 
 
-def address(x: jax.Array) -> int:
-  """The address of the memory of an array on one device.
-
-  Seen in JAX 0.10.2: `jax.Array.unsafe_buffer_pointer`, which is not documented. The public way is
-  `__dlpack__`, whose capsule has to be read by ctypes.
-  """
-  return x.unsafe_buffer_pointer()
-
-
 def identity_primitive(name: str, jvp: Callable[..., Any]) -> Any:
   """A primitive that returns its first `number` arguments, and notes a batch in `batched`.
 
@@ -76,49 +67,6 @@ def identity_primitive(name: str, jvp: Callable[..., Any]) -> Any:
   primitive.def_impl(same)
   primitive.def_abstract_eval(same)
   mlir.register_lowering(primitive, mlir.lower_fun(same, multiple_results=True))
-  batching.primitive_batchers[primitive] = batch
-  ad.primitive_jvps[primitive] = jvp
-  return primitive
-
-
-def kernel_primitive(name: str) -> Any:
-  """A primitive that means `formulation(*args)`, a list, and on CPU calls a foreign function.
-
-  Programs for other platforms and for export hold the formulation; so does what JAX makes of the
-  primitive by differentiation and batching. Its parameters are the `formulation`; `target`, the
-  name that the foreign function is registered by; `outputs`, the `jax.ShapeDtypeStruct`s of its
-  results; and whether they are `in_place` of its first arguments.
-
-  Seen in JAX 0.10.2: `jax.ffi.ffi_call` is public, but cannot be exported or differentiated, and
-  `jax.lax.platform_dependent` does not know what is exported.
-  """
-  primitive = jex_core.Primitive(name)
-  primitive.multiple_results = True
-  meaning = lambda *args, formulation, **_: formulation(*args)
-  by_xla = mlir.lower_fun(meaning, multiple_results=True)
-
-  def shapes(*avals, outputs, in_place, **_):
-    if in_place:
-      return list(avals[: len(outputs)])
-    return [avals[0].update(shape=x.shape, dtype=x.dtype) for x in outputs]
-
-  def jvp(primals, tangents, *, formulation, **_):
-    return jax.jvp(formulation, primals, tuple(map(ad.instantiate_zeros, tangents)))
-
-  def batch(args, dims, *, formulation, **_):
-    results = jax.vmap(formulation, dims)(*args)
-    return results, [0] * len(results)
-
-  def on_cpu(ctx, *args, target, outputs, in_place, **params):
-    if ctx.module_context.lowering_parameters.for_export:
-      return by_xla(ctx, *args, **params)
-    aliases = {i: i for i in range(len(outputs))} if in_place else None
-    return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(ctx, *args)
-
-  primitive.def_impl(meaning)
-  primitive.def_abstract_eval(shapes)
-  mlir.register_lowering(primitive, by_xla)
-  mlir.register_lowering(primitive, on_cpu, platform="cpu")
   batching.primitive_batchers[primitive] = batch
   ad.primitive_jvps[primitive] = jvp
   return primitive

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from embed.engine import backends
+from embed.engine import backends, lookup
 from embed.engine.bags import Bags
 from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_line
 
@@ -190,7 +190,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
     return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
       ..., : stack.width
     ]
-  return backends.backend("cpu").gather_and_combine(table, bags, stack.quantization, jnp.float32)
+  return lookup.gather_and_combine(table, bags, jnp.float32)
 
 
 def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:

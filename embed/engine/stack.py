@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.config import QuantizationConfig
 from embed.engine.mesh import LOCAL, Columns, Placement
 
 if TYPE_CHECKING:
@@ -170,7 +169,6 @@ class StackSpec:
     dtype: of the rows.
     optimizer: of the tables, or None.
     placement: the devices.
-    quantization: of rows before they are summed, or None.
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
@@ -185,7 +183,6 @@ class StackSpec:
   dtype: np.dtype
   optimizer: "RowOptimizer | None" = None
   placement: Placement = LOCAL
-  quantization: QuantizationConfig | None = None
   stochastic_rounding: bool = False
   exchange: str | None = None
   capacity: int | None = None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import backends, cost, exchange, jax_internals, mesh, xla
+from embed.engine import cost, exchange, jax_internals, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
 from embed.engine.bags import Bags, LookupRecord
@@ -351,25 +351,13 @@ def step_table(
   if not parts:
     return arrays
 
-  def by_xla(arrays, rate, parts, step):
-    is_summed, same = isinstance(received, DistinctRows), scalars._replace(rate=rate, step=step)
-    return _step_by_xla(stack, same, arrays, parts, is_summed)
-
-  # XLA copies packed rows for a kernel: they are another view of the array that it updates.
-  is_plain = not (stack.is_packed or rows_lib.is_direct(stack, table))
-  if not is_plain or optimizer.uses_step:
-    return by_xla(arrays, scalars.rate, parts, scalars.step)
-  one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
-  rules = rounding_rules(stack, scalars)
-  return backends.backend("cpu").step(
-    one_row, by_xla, arrays, scalars.rate, parts, scalars.step, rules
-  )
+  return _step_rows_of(stack, scalars, arrays, parts, isinstance(received, DistinctRows))
 
 
-def _step_by_xla(
+def _step_rows_of(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
 ) -> Arrays:
-  """Steps the rows of `parts`, of which there are some, without a kernel for CPUs.
+  """Steps the rows of `parts`, of which there are some.
 
   If they are summed, there is one part, in which no row occurs twice.
   """

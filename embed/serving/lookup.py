@@ -1,7 +1,6 @@
 """Serving: lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +23,6 @@ def serving_lookup(
   weights: Any,
   tables: Mapping[Any, Any],
   feature_config: Any,
-  *,
-  quantize: bool = False,
-  combiner_weights: Mapping[str, Any] | None = None,
 ) -> Any:
   """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
 
@@ -38,7 +34,6 @@ def serving_lookup(
     `validate_weights_and_indices` is False and the rank is 2.
   - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
     k times as many make sequences of length k, weights and combiner ignored.
-  - `QuantizationConfig` is ignored, unless `quantize`.
 
   `Padded`, which TensorFlow has not, is looked up as in training. Negative ids are padding.
 
@@ -50,9 +45,6 @@ def serving_lookup(
       name, as in `sparse_embed.tables`, or, outside of jit, by its `TableConfig`. An eager call
       brings NumPy tables, and those on a mesh, to one device: keep them there for many calls.
     feature_config: a `FeatureConfig` or any nesting of them.
-    quantize: whether rows are quantized as the table's `QuantizationConfig` says.
-    combiner_weights: what each `CustomCombiner` has learned, float32 `[num_weights]` by the name of
-      its table, as in `sparse_embed.combiner_weights`.
 
   Returns:
     The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
@@ -64,7 +56,7 @@ def serving_lookup(
       a jitted function to 32 bits before: check wider ones on the host), for weights on a dense or
       sequence feature or of another kind than the ids, for an `output_shape` that does not fit, and
       for features that are not in the config. Naming the table, if it is missing or has another
-      shape, or if the weights of its combiner are missing.
+      shape.
     TypeError: where the kind of a container differs from the config.
 
   >>> import functools
@@ -80,9 +72,8 @@ def serving_lookup(
   activations = {}
   for path, feature, x, w in inputs_lib.matched(feature_config, inputs, weights):
     rows = _rows(tables, feature.table, names[feature.table])
-    learned = _learned(combiner_weights or {}, feature.table, names[feature.table])
     name = structure.feature_name(path, feature)
-    activations[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
+    activations[path] = _serve(name, feature, (x, w), rows)
   return structure.pack(feature_config, inputs, activations)
 
 
@@ -109,24 +100,9 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
   return rows
 
 
-def _learned(weights: Mapping[str, Any], table: config_lib.TableConfig, name: str) -> Any:
-  """The learned weights of a table's custom combiner, None if it has none."""
-  number = getattr(table.combiner, "num_weights", 0)
-  if not number:
-    return None
-  if name not in weights or np.shape(weights[name]) != (number,):
-    raise ValueError(
-      f"Table {name!r} has a CustomCombiner with {number} learned weights: give "
-      f"combiner_weights={{{name!r}: sparse_embed.combiner_weights[{name!r}][...]}}."
-    )
-  return jnp.asarray(weights[name], jnp.float32)
-
-
-def _serve(
-  name: str, feature: config_lib.FeatureConfig, given: Any, table_arrays: Any, quantize: bool
-) -> jax.Array:
+def _serve(name: str, feature: config_lib.FeatureConfig, given: Any, rows: jax.Array) -> jax.Array:
   """Activations of a feature: serving's rules, put in terms of training's."""
-  (x, w), (rows, learned) = given, table_arrays
+  x, w = given
   table, stated = feature.table, feature.output_shape
   reshapes = isinstance(x, inputs_lib.Ragged) and stated is not None and None not in stated
   rules = dataclasses.replace(
@@ -151,17 +127,7 @@ def _serve(
   if isinstance(x, inputs_lib.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):
     is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
     bags = _positive(bags, table.vocabulary_size) if is_safe else bags
-  look_up = functools.partial(
-    _look_up, rows, quantization=table.quantization_config if quantize else None
-  )
-  custom = table.combiner if isinstance(table.combiner, config_lib.CustomCombiner) else None
-  if custom and not checked.form.length:
-    bags, _ = bags_lib.in_positions(bags, table.vocabulary_size, custom.max_valency)
-    each = look_up(Bags(bags.ids[..., None]))
-    act = lookup_lib.combine_rows(table, each, bags.ids, bags.gains, learned)
-  else:
-    how = "sum" if custom else str(table.combiner)  # a sequence has bags of one id
-    act = look_up(bags.normalized(how, table.vocabulary_size))
+  act = _look_up(rows, bags.normalized(table.combiner, table.vocabulary_size))
   return act if shape is None else act.reshape(*shape, table.dim)
 
 
@@ -187,4 +153,4 @@ def _positive(bags: Bags, vocabulary_size: int) -> Bags:
 
 
 # Compiled once per shape in eager calls; within somebody's jit it is a part of that.
-_look_up = jax.jit(lookup_lib.gather_and_combine, static_argnames=("quantization",))
+_look_up = jax.jit(lookup_lib.gather_and_combine)

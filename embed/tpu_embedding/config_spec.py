@@ -24,12 +24,12 @@ INITIALIZERS = {
 }
 _FEATURE_KEYS = (
   "table_id", "max_sequence_length", "weight_key",  # TensorFlow's
-  "validate_weights_and_indices", "output_shape", "differentiate_weights",
+  "validate_weights_and_indices", "output_shape",
 )  # fmt: skip
 _TABLE_KEYS = (
   "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
   "learning_rate_fn", "optimization_parameters", "layout",  # TensorFlow's
-  "dim", "optimizer", "quantization_config", "dtype", "stochastic_rounding",
+  "dim", "optimizer", "dtype", "stochastic_rounding",
 )  # fmt: skip
 
 
@@ -43,12 +43,12 @@ class EmbeddingConfigSpec:
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
       may have `max_sequence_length`, `weight_key` (the column with the weights of its ids),
-      `validate_weights_and_indices`, `output_shape` and `differentiate_weights`, as in
+      `validate_weights_and_indices` and `output_shape`, as in
       `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the common one, `quantization_config`, `dtype`,
+      `optimizer`) instead of the common one, `dtype`,
       `stochastic_rounding`, and either `learning_rate` or `learning_rate_fn`, a function of the
       step, instead of the optimizer's own rate. TensorFlow's `hot_id_replication` and `layout` have
       no effect.

@@ -131,8 +131,8 @@ def _table(tf_table: Any, replacements: dict[str, Any]) -> config_lib.TableConfi
     "optimizer": lambda x: _optimizer(x, where, instead + '{"optimizer": ...}} with '),
     "initializer": lambda x: _initializer(x, size, dim, where, instead),
     "combiner": lambda x: _combiner(x, where, instead),
-    "quantization_config": _quantization,
   }
+  _refuse_quantization(getattr(tf_table, "quantization_config", None), where)
   converted = {
     key: f(getattr(tf_table, key, None)) for key, f in convert.items() if key not in replacements
   }
@@ -147,16 +147,18 @@ def _combiner(combiner: Any, where: str, instead: str) -> str:
     return combiner
   raise ValueError(
     f"The combiner of {where}, {combiner!r}, has no counterpart: {instead}"
-    f'{{"combiner": ...}}}} with one of {config_lib.COMBINERS}, or an embed.CustomCombiner with '
-    "the same computation in JAX."
+    f'{{"combiner": ...}}}} with one of {config_lib.COMBINERS}, or combine the '
+    "rows of a sequence feature yourself."
   )
 
 
-def _quantization(tf_config: Any) -> config_lib.QuantizationConfig | None:
-  """Converts a quantization config."""
-  if tf_config is None:
-    return None
-  return config_lib.QuantizationConfig(tf_config.num_buckets, tf_config.lower, tf_config.upper)
+def _refuse_quantization(tf_config: Any, where: str) -> None:
+  """Raises ValueError for a quantization config."""
+  if tf_config is not None:
+    raise ValueError(
+      f"Rows of {where} are quantized. Round the rows of a sequence feature yourself, and set "
+      "quantization_config to None before."
+    )
 
 
 # --- initializers: of single elements, so that rows can be drawn one by one -----------------------

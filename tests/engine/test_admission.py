@@ -118,7 +118,7 @@ def of_policy(policy, rows=64):
     ("rows", "everything"),
     *[
       pytest.param(*case, marks=pytest.mark.ci)
-      for case in (("kernels", "lru"), ("rows", "fading"), ("rows", "expiring"))
+      for case in (("rows", "fading"), ("rows", "expiring"))
     ],
   ],
   indirect=["way"],

@@ -77,7 +77,6 @@ OPTIMIZERS = {
 CASES = [
   ("rows", "mod", 1, "adagrad"),
   pytest.param("lines", "mod", 1, "adagrad", marks=pytest.mark.ci),
-  pytest.param("kernels", "mod", 1, "adagrad", marks=pytest.mark.ci),
   pytest.param("sparse_cores", "mod", 1, "adagrad", marks=pytest.mark.weekly),
   pytest.param("rows", "div", 2, "adam", marks=pytest.mark.ci),
 ]

@@ -182,14 +182,12 @@ CI = [
   ("lines", "one"),
   ("rows", "mod, rounds"),
   ("packed", "one"),
-  ("kernels", "one"),
   ("rows", "div"),
   ("rows", "gather"),
   ("rows", "replicated"),
   ("rows", "column"),
   ("rows", "turned"),
   ("lines", "three"),
-  ("kernels", "gather"),
 ]
 WEEKLY = [("lines", "gather"), ("sparse_cores", "one"), ("sparse_cores", "mod, rounds")]
 CASES = [

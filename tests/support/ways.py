@@ -7,7 +7,6 @@ import pytest
 
 from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
-from embed.kernels import cpu as cpu_kernels
 from embed.kernels import sparse_core
 
 
@@ -22,9 +21,8 @@ def weekly(*ways):
 # rows          plain rows by XLA: what tests run by default
 # packed        lines of 128, read as CPUs and GPUs do: the same bytes in another shape
 # lines         lines of 128, read and written in parts as on TPUs
-# kernels       by Numba
 # sparse_cores  lines on an emulated chip
-EACH = ["rows", *ci("lines", "kernels"), *weekly("sparse_cores")]
+EACH = ["rows", *ci("lines"), *weekly("sparse_cores")]
 
 
 @contextlib.contextmanager
@@ -37,12 +35,8 @@ def stored(way):
     yield
     return
   with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-    if way == "kernels":
-      pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-      patch.setenv(cpu_kernels.SWITCH, "1")
-    else:
-      patch.setenv(stack_lib.PACKING_SWITCH, "1")
-      patch.setattr(rows_lib, "has_lines", lambda device_kind: way != "packed")
+    patch.setenv(stack_lib.PACKING_SWITCH, "1")
+    patch.setattr(rows_lib, "has_lines", lambda device_kind: way != "packed")
     if way == "sparse_cores":
       import sparse_cores  # skips with another JAX than it was written for
 

@@ -83,11 +83,7 @@ def imported(initializer=None, optimizer=None, replace=None, **table):
 
 
 def test_features_and_tables():
-  video = tf_table(
-    10, 4, combiner="sqrtn", name="video", quantization_config=Object(
-      "QuantizationConfig", num_buckets=16, lower=-1.0, upper=1.0
-    )
-  )  # fmt: skip
+  video = tf_table(10, 4, combiner="sqrtn", name="video")
   Pair = collections.namedtuple("Pair", "table other")  # a field may be called as an attribute
   config = {
     "watched": tf_feature(video, max_sequence_length=3, name="w"),
@@ -101,7 +97,6 @@ def test_features_and_tables():
   assert optimizer is None
   table = features["watched"].table
   assert (table.vocabulary_size, table.dim, table.combiner, table.name) == (10, 4, "sqrtn", "video")
-  assert table.quantization_config == embed.QuantizationConfig(16, -1.0, 1.0)
   assert table.dtype == np.float32
   assert features["watched"].max_sequence_length == 3
   assert features["watched"].name == "w"

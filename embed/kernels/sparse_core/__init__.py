@@ -53,7 +53,7 @@ def _kernels() -> Any:
 
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags of a stack on SparseCores."""
-  if stack.quantization is not None or bags.is_ragged:
+  if bags.is_ragged:
     return False
   return bags.ids.shape[-1] > 0 and stack_lib.row_width(stack.width) >= _VECTOR
 
