@@ -23,7 +23,6 @@ import numpy as np
 from flax import nnx
 
 from embed.config import setting
-from embed.elementwise import mixing_operation
 from embed.engine.mesh import WHOLE_ROWS, Columns
 
 Schedule = Callable[[Any], Any]
@@ -811,7 +810,21 @@ def custom_optimizer(
       isinstance(slot, (Slot, int, float)),
       f"custom_optimizer: slot {name!r} must be a number or an embed.Slot. Got {slot!r}.",
     )
-  return RowOptimizer(on_whole_rows(update), slots or {}, across_row=True)
+
+  @functools.cache
+  def checked_slots(dim: int) -> dict[str, Slot]:
+    by_name = {name: s if isinstance(s, Slot) else Slot(s) for name, s in (slots or {}).items()}
+    full = lambda s, n: jnp.full((n,) if s.per_row else (n, dim), s.initial, s.dtype)
+    state_of = lambda rows: {name: full(s, len(rows)) for name, s in by_name.items()}
+    step = lambda g, w, state: update(g, w, state, jnp.float32(0.125))
+    require(
+      not _meets_others(step, state_of, dim),
+      "custom_optimizer: a row's update depends on other rows, which are not always beside it. "
+      "Reduce over the last axis only, as jnp.mean(g, axis=-1).",
+    )
+    return by_name
+
+  return RowOptimizer(on_whole_rows(update), checked_slots, across_row=True)
 
 
 @register
@@ -846,13 +859,24 @@ def from_optax(
     hasattr(tx, "init") and hasattr(tx, "update"),
     f"from_optax takes an optax transformation such as optax.adam(1e-3). Got {tx!r}.",
   )
-  mixes = None if per_row else _mixing_in_table(tx)
+
+  def step(g, w, state):
+    updates, state = tx.update(g, state, w)
+    return w + updates, state
+
+  try:
+    meets_others = not per_row and _meets_others(step, tx.init, dim=4)
+  except Exception as error:
+    raise ValueError(
+      "from_optax: tx needs arguments or a state that the rows of a table do not have "
+      f"({type(error).__name__}: {error}). Write embed.custom_optimizer for its equation."
+    ) from error
   require(
-    mixes is None,
-    f"from_optax: an element's update depends on other elements of the table ({mixes}), so that it "
-    "cannot step row by row. To clip by a norm, leave the clip out of tx and write "
-    "optimizer.update(model, embed.clip_by_global_norm(grads, max_norm)). To take norms and means "
-    "over each row alone, write from_optax(tx, per_row=True).",
+    not meets_others,
+    "from_optax: a row's update depends on other rows of the table, so it cannot step alone. To "
+    "clip by a norm, leave the clip out of tx and write optimizer.update(model, "
+    "embed.clip_by_global_norm(grads, max_norm)). To take norms and means over each row alone, "
+    "write from_optax(tx, per_row=True).",
   )
   name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -886,16 +910,20 @@ def from_optax(
   return RowOptimizer(on_whole_rows(equation), slots, across_row=True)
 
 
-def _mixing_in_table(tx: Any) -> str | None:
-  """The operation in which a transformation joins different elements of a table, or None."""
-  table = jax.ShapeDtypeStruct((256, 384), np.float32)  # so large that adafactor factors it
-  try:
-    state = jax.eval_shape(tx.init, table)
-    closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
-  except Exception as error:
-    raise ValueError(
-      "from_optax: tx needs arguments or a state that the rows of a table do not have "
-      f"({type(error).__name__}: {error}). Write embed.custom_optimizer for its equation."
-    ) from error
-  carried = [(1 + i, 1 + i) for i in range(len(jax.tree.leaves(state)))]  # after updates, gradients
-  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars], carried)
+def _meets_others(
+  step: Callable[..., tuple[jax.Array, Any]], state_of: Callable[[jax.Array], Any], dim: int
+) -> bool:
+  """Whether a row steps otherwise beside another row, also one without finite gradients."""
+
+  def run(rows, gradients):
+    state = state_of(rows)
+    for g in gradients:
+      rows, state = step(g, rows, state)
+    return rows[0]
+
+  w = np.linspace(0.5, 1.0, 2 * dim, dtype=np.float32).reshape(2, dim)
+  gradients = np.stack([100 * w, [w[0], np.full(dim, np.nan)], w])
+  both = jax.jit(lambda w, g: (run(w, g), run(w[:1], g[:, :1])))
+  with jax.ensure_compile_time_eval():  # asked for inside a traced step too
+    pair, alone = both(w, gradients)
+  return not np.allclose(pair, alone, rtol=1e-4, equal_nan=True)

@@ -270,6 +270,7 @@ def refuses(make):
     embed.from_optax(make())
 
 
+@pytest.mark.programs(40, "each transformation is probed by a program of its own")
 def test_from_optax_takes_what_is_elementwise_alone():
   cases.each({name: (make,) for name, make in ELEMENTWISE.items()}, takes)
   cases.each({name: (make,) for name, make in TOGETHER.items()}, refuses)
@@ -283,6 +284,12 @@ def test_from_optax_takes_all_of_optax_that_is_elementwise():
   cases.each({name: (of_optax(name),) for name in TOGETHER_TOO}, refuses)
   refuses(lambda: optax.MultiSteps(optax.clip_by_global_norm(1.0), 2))
   refuses(lambda: optax.apply_if_finite(optax.sgd(0.1), 3))
+
+
+def test_custom_rows_that_meet_are_refused():
+  total = lambda g, w, s, lr: (w - lr * g / jnp.linalg.norm(g), s)
+  with pytest.raises(ValueError, match=r"depends on other rows.*axis=-1"):
+    one_table(embed.custom_optimizer(total))
 
 
 def test_per_row_is_optax_on_each_row():

@@ -344,7 +344,7 @@ def step_table(
   Returns:
     The new table and slots. Rows that were not looked up keep their bits.
   """
-  optimizer, table = stack.optimizer, arrays["parameters"]
+  optimizer = stack.optimizer
   assert optimizer is not None
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
