@@ -30,7 +30,6 @@ from embed.optimizers import (
 from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
-from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 from embed.variables import Report, SlotVariable, Table
@@ -46,7 +45,6 @@ __all__ = [
   "Optimizer",
   "Padded",
   "Plan",
-  "Profile",
   "Ragged",
   "Report",
   "Residual",
@@ -57,11 +55,9 @@ __all__ = [
   "Sparse",
   "SparseEmbed",
   "StackCost",
-  "StackProfile",
   "Table",
   "TableConfig",
   "TablePlan",
-  "TableProfile",
   "Vocabulary",
   "accumulate",
   "adagrad",
@@ -83,7 +79,6 @@ __all__ = [
   "jit_step",
   "look_ahead",
   "plan",
-  "profile",
   "raw_ids",
   "row_wise",
   "rowwise_adagrad",

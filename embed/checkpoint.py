@@ -5,7 +5,6 @@ at `tables/<module path>/<table>/<slot>`, without padding; all other arrays of t
 optimizer are at their paths.
 """
 
-import functools
 import os
 import pathlib
 import re
@@ -87,7 +86,7 @@ def to_tree(**nodes: Any) -> Tree:
   >>> embed.checkpoint.to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
   (4, 2)
   """
-  tables_of = functools.partial(read_variables, compact=True)
+  tables_of = read_variables
   return {
     name: {"state": dense_arrays(node), "tables": _by_key(node, tables_of)}
     for name, node in nodes.items()
@@ -111,7 +110,7 @@ def like(**nodes: Any) -> Tree:
   def struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
-  shapes_of = functools.partial(variable_shapes, compact=True)
+  shapes_of = variable_shapes
   return {
     name: {
       "state": {path: struct(x) for path, x in dense_arrays(node).items()},

@@ -115,7 +115,7 @@ class SparseEmbed(nnx.Module):
       Outside of `jax.set_mesh` the axes of the mesh count as Auto axes, so that the compiler shards
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
-    sharding: the strategy: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or
+    sharding: the strategy: "mod" (row r on shard r % n), "div" (consecutive rows) or
       "replicated".
     plan: an `embed.plan`, which replaces `mesh`, `axis` and `sharding`. It has `features` and
       `optimizer` too; pass them as well to use other features of the same tables, or another
@@ -898,13 +898,13 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
 # --- state ---------------------------------------------------------------------------------------
 
 
-def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[str, Any]]:
-  """`SparseEmbed.variables`, or its `compact` views: see `storage.tables`."""
+def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
+  """`SparseEmbed.variables`."""
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
-    return variable_shapes(layer, compact)  # under nnx.eval_shape
-  tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"), compact)
+    return variable_shapes(layer)  # under nnx.eval_shape
+  tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"))
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
   of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
   return {name: of(name) for name in layer.spec.tables}
@@ -916,13 +916,11 @@ def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
   return dynamic_table(layer, name).owners() if is_dynamic else {}
 
 
-def variable_shapes(
-  layer: SparseEmbed, compact: bool = False
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
   """The shapes of `read_variables`."""
 
   def of(name, stack):
-    shapes = stored_tables.shapes(stack, _arrays(layer, stack), name, compact)
+    shapes = stored_tables.shapes(stack, _arrays(layer, stack), name)
     vocabulary = layer.spec.tables[name].vocabulary
     return shapes | ({} if vocabulary is None else owners.shapes(vocabulary, stack.placement))
 

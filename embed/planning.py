@@ -1,14 +1,12 @@
 """`plan` decides how tables are stored and exchanged, and counts the bytes before allocation.
 
-A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
-its columns, "replicated" nothing. Tables of equal width, dtype, optimizer and
-settings are stacked.
+A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows,
+"replicated" nothing. Tables of equal width, dtype, optimizer and settings are stacked.
 """
 
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +29,9 @@ from embed.optimizers import OPTIMIZERS, RowOptimizer
 from embed.storage import tables as stored_tables
 
 STORAGES = ("auto", "rows", "packed", "sparse_core")
-STRATEGIES = ("mod", "div", "column", "replicated")
+STRATEGIES = ("mod", "div", "replicated")
 ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
 REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
-LEAST_COLUMNS = 128  # that a device keeps where `embed.plan` splits columns
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,9 +41,8 @@ class TablePlan:
   Tables with equal settings (and width, dtype and optimizer) are stored together.
 
   Args:
-    strategy: "mod", "div", "column" or "replicated".
+    strategy: "mod", "div" or "replicated".
     axis: the mesh axes that the table is split over, a name or several.
-    column_axis: mesh axes that columns are split over in addition.
     exchange: "all_to_all" or "gather". None lets each batch choose the one that moves less. It
       applies where rows are split.
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
@@ -71,12 +67,11 @@ class TablePlan:
   >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
   >>> entry
-  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512, storage='auto')
+  TablePlan(strategy='div', axis=(), exchange=None, capacity=512, storage='auto')
   """
 
   strategy: str = "mod"
   axis: str | Sequence[str] = ()
-  column_axis: str | Sequence[str] = ()
   exchange: str | None = None
   capacity: int | None = None
   storage: str = "auto"
@@ -89,7 +84,7 @@ class TablePlan:
       raise ValueError(f"{name} must be one of {choices[name]}. Got {value!r}.")
     if name == "capacity" and value is not None:
       value = config_lib.integer("capacity", value, 1)
-    object.__setattr__(self, name, as_names(value) if name in ("axis", "column_axis") else value)
+    object.__setattr__(self, name, as_names(value) if name == "axis" else value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +94,7 @@ class StackCost:
   Attributes:
     stack: the name of the stack.
     tables: the names of its tables.
-    exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
+    exchange: "all_to_all", "gather", "sum" (of whole replicated tables) or "none".
     capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
     rows: bytes of the tables.
     slots: bytes of the optimizer's state.
@@ -127,7 +122,6 @@ def place(
   mesh: Any,
   strategy: str,
   axis: str | Sequence[str] | None,
-  column_axis: str | Sequence[str] | None = None,
   batch_axis: str | Sequence[str] | None = None,
 ) -> Placement:
   """The placement of a strategy.
@@ -136,27 +130,22 @@ def place(
     mesh: a mesh of devices.
     strategy: one of `STRATEGIES`.
     axis: the axes that the strategy splits over.
-    column_axis: the axes that columns are split over, in addition to rows over `axis`.
     batch_axis: the axes of the batch; None is `axis`.
   """
   if strategy not in STRATEGIES:
     raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
-  axes, columns = as_names(axis), as_names(column_axis)
+  axes = as_names(axis)
   batch = axes if batch_axis is None else as_names(batch_axis)
-  for name in (*axes, *columns, *batch):
+  for name in (*axes, *batch):
     if name not in mesh.axis_names:
       raise ValueError(
         f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
       )
-  if strategy == "column":
-    axes, columns = (), tuple(dict.fromkeys((*axes, *columns)))
-  elif strategy == "replicated":
-    axes = columns = ()
-  if set(axes) & set(columns):
-    raise ValueError(f"Rows and columns cannot both be split over {set(axes) & set(columns)}.")
-  if not (axes or columns or batch):
+  if strategy == "replicated":
+    axes = ()
+  if not (axes or batch):
     raise ValueError("No mesh axis to split the batch over: pass axis=... or batch_axis=...")
-  return Placement(mesh, axes, columns, batch)
+  return Placement(mesh, axes, batch)
 
 
 # --- costs ---------------------------------------------------------------------------------------
@@ -310,51 +299,6 @@ class Plan:
         by_table[table].append(bags)
     return by_table
 
-  def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
-    """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
-
-    Each stack whose rows are split gets a capacity: the rows of the fullest pair of devices in the
-    sample times `headroom`, rounded up to a multiple of 8, unless gathering still moves less. A
-    batch that needs more takes another round.
-
-    Args:
-      profile: the result of `embed.profile(features, batches, plan=self)`.
-      headroom: a factor of at least 1.
-
-    Raises:
-      ValueError: if the profile has other stacks, or the headroom is below 1.
-
-    >>> movie = embed.TableConfig(vocabulary_size=100_000, dim=8, name="movie")
-    >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
-    >>> batch = embed.Padded(np.arange(8192).reshape(1024, 8))
-    >>> plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), hbm_bytes=16 << 30)
-    >>> plan.adopt(embed.profile(features, [batch], plan))["movie"].capacity  # 1.25 * 128
-    160
-    """
-    if headroom < 1:
-      raise ValueError(f"headroom must be at least 1. Got {headroom}.")
-    split = {n: s for n, s in self.stacks().items() if s.is_split}
-    if {n: s.tables for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
-      raise ValueError(
-        f"The profile is of the stacks {sorted(profile.stacks)}, the plan has {sorted(split)}. "
-        "Write embed.profile(features, batches, plan=plan) with this plan."
-      )
-    for name, stack in split.items():
-      most = int(profile.stacks[name].pairs.max())
-      for table in stack.tables:
-        self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
-      if not self._unknown and not self._is_worth(stack):
-        for table in stack.tables:
-          self[table].capacity = None
-    return self
-
-  def _is_worth(self, stack: StackSpec) -> bool:
-    """Whether an all-to-all with the capacity of a stack moves no more than gathering."""
-    bags = self._example()
-    sized = stack_cost(self._stack(stack.name, stack.tables, self[stack.tables[0]]), bags)
-    gathered = dataclasses.replace(stack, capacity=None, exchange="gather")
-    return sized.exchange == "all_to_all" and sized.moved <= stack_cost(gathered, bags).moved
-
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
       raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")
@@ -384,13 +328,13 @@ class Plan:
     """The placement of a table that its entry decides."""
     if self.mesh is None:
       return LOCAL
-    return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+    return place(self.mesh, entry.strategy, entry.axis, self.batch_axis)
 
   def _stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
     """The stack of these tables, with the settings of an entry."""
     table, placement = self.tables[names[0]], self._placement(entry)
     sizes = tuple(self.tables[name].vocabulary_size for name in names)
-    storage, width = self._storage(names[0], entry), self._width(names[0], entry)
+    storage, width = self._storage(names[0], entry), table.dim
     is_packed = storage == "packed" or (storage == "sparse_core" and width % stack_lib.LANES > 0)
     unit = stack_lib.rows_per_line(width) if is_packed else 1
     return StackSpec(
@@ -408,10 +352,6 @@ class Plan:
       is_packed=is_packed,
     )
 
-  def _width(self, name: str, entry: TablePlan) -> int:
-    """The columns of a table on a device."""
-    return -(-self.tables[name].dim // self._placement(entry).column_shards)
-
   def _storage(self, name: str, entry: TablePlan) -> str:
     """Chooses the storage of a table: "rows", "packed" or "sparse_core"."""
     if entry.storage != "auto" and self._unsupported_reason(name, entry, entry.storage) is None:
@@ -426,7 +366,7 @@ class Plan:
 
   def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
     """Why a table cannot be stored in a way, or None."""
-    placement, width = self._placement(entry), self._width(name, entry)
+    placement, width = self._placement(entry), self.tables[name].dim
     if storage == "packed" and not width % stack_lib.LANES:
       return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
     if storage != "sparse_core":
@@ -533,7 +473,7 @@ class Plan:
       if keys := self._key_bytes(stack):
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_packed:
-        notes.append(stack_lib.describe_packing(stack.width))
+        notes.append(stack_lib.describe_packing(stack.dim))
       if stack.sparse_core:
         notes.append("on SparseCores")
       for name in stack.tables:
@@ -553,7 +493,7 @@ class Plan:
       for stack in self.stacks().values()
       if stack.is_split
       for name in stack.tables
-      if stored_tables.view(stack, name, 2, compact=True).kind == "whole"
+      if stored_tables.view(stack, name, 2).kind == "whole"
     ]
     number = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
     if number <= ALONE:
@@ -569,8 +509,8 @@ class Plan:
   def _choose_strategies(self) -> None:
     """Sets the strategies with which the resulting stacks move the fewest bytes.
 
-    A candidate splits all tables of a group that can be stacked by rows, or by columns if they are
-    wide enough, except for a number of its smallest tables, which it replicates.
+    A candidate splits the rows of all tables of a group that can be stacked, except for a number
+    of its smallest tables, which it replicates.
     """
     bags = self._example()
 
@@ -587,16 +527,10 @@ class Plan:
 
   def _candidates(self, names: Sequence[str]) -> list[dict[str, str]]:
     table = self.tables[names[0]]
-    devices = math.prod(self.mesh.shape[axis] for axis in self[names[0]].axis)
-    is_wide = table.dim % devices == 0 and table.dim // devices >= LEAST_COLUMNS
     bytes_of = lambda name: self.tables[name].vocabulary_size * table.dim * table.dtype.itemsize
     small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
     tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
-    return [
-      {name: "replicated" if name in small[:k] else strategy for name in names}
-      for strategy in (("mod", "column") if is_wide else ("mod",))
-      for k in tried
-    ]
+    return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in tried]
 
   # --- as text -----------------------------------------------------------------------------------
 
@@ -657,10 +591,9 @@ def plan(
 ) -> Plan:
   """Decides how to spread tables over a mesh, and counts the bytes that this takes and moves.
 
-  Tables that can be stored together are decided together. Their rows are split, with two
-  exceptions that apply where they move fewer bytes: small tables are replicated, and tables so wide
-  that a device keeps 128 columns are split by columns. If they do not fit `hbm_bytes`, no table is
-  replicated, and `Plan.fits` says whether they do then. Nothing is allocated.
+  Tables that can be stored together are decided together. Their rows are split, except for small
+  tables, which are replicated where that moves fewer bytes. If they do not fit `hbm_bytes`, no
+  table is replicated, and `Plan.fits` says whether they do then. Nothing is allocated.
 
   Args:
     features: the feature config.

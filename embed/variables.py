@@ -186,10 +186,10 @@ def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> 
   ('data', None)
   """
   local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
-  rows, columns = (axis, ()) if local else (placement.row_axes, placement.column_axes)
+  rows = axis if local else placement.row_axes
   short = lambda names: (names[0] if len(names) == 1 else names) or None
   # Not eager: the array is placed where it is made, not when it is wrapped.
-  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}
+  return {"out_sharding": (short(rows), None)[:ndim], "eager_sharding": False}
 
 
 @contextlib.contextmanager

@@ -134,19 +134,6 @@ def test_rows_by_gathering_ids():
 
 
 @pytest.mark.ci
-def test_columns():
-  program, arrays = train_one_table("column")
-  always, more = sent(program)
-  assert always == DENSE | COUNTS | {
-    f"all-gather s32[{BATCH},{VALENCY}]": 1,
-    f"all-gather f32[{BATCH},1]": 1,
-    f"all-to-all f32[{BATCH // N},{D // N},1]": 2,  # pieces of activations; of their gradients
-  }
-  assert not more
-  assert_cost_of_the_batch(program, arrays)
-
-
-@pytest.mark.ci
 def test_replicas():
   """Looked up without asking anybody."""
   program, arrays = train_one_table("replicated")

@@ -49,8 +49,6 @@ def small(rows=64, dim=4, **settings):
     (64, 4, {"strategy": "replicated"}, "gather", None, 64 * 4, 7 * (4 + 8)),
     # 16 rows are fewer than the 32 ids of the batch: all are added up, with a mark of touched ones.
     (16, 4, {"strategy": "replicated"}, "sum", None, 16 * 4, 2 * 16 * 5 * 7 // 8),
-    # Of 2 own bags 14 columns, of 14 other bags the gradients of 2 columns; 28 ids, twice.
-    (64, 16, {"strategy": "column"}, "columns", None, 64 * 2, 2 * 14 + 14 * 2 + 28 + 28),
   ],
 )
 def test_costs_in_words_of_four_bytes(rows, dim, settings, exchange, capacity, stored, moved):
@@ -98,8 +96,7 @@ def test_what_is_chosen():
     (3, 4, (1024, 1), "replicated", "sum"),
     (1_000_000, 64, (1024, 1), "mod", "all_to_all"),
     (1_000_000, 16, (64, 50), "mod", "gather"),
-    (10_000, 1024, (64, 50), "column", "columns"),
-    (10_000, 1016, (64, 50), "mod", "gather"),  # 127 columns on a device
+    (10_000, 1024, (64, 50), "mod", "gather"),
   ]
   cases.each(dict(enumerate(choices)), check_choice)
   for rows, dim, batch in ((3, 4, (1024, 1)), (40, 8, (64, 2)), (1_000_000, 64, (1024, 1))):
@@ -150,7 +147,7 @@ def test_printing():
   assert {"all_to_all", "1.3k"} <= set(b)  # (38 + 3) rows of 8 floats, and as many accumulators
   assert c[:4] == ["c", "64", "4", "mod"]
   assert {"8", "fits", "1.0M"} <= set(total)
-  for dim, warns in ((3, True), (6, False)):  # no view splits 5,000,001 rows of 3
+  for dim, warns in ((3, True), (8, False)):  # no view splits 5,000,001 rows of 3
     table = embed.TableConfig(5_000_001, dim, name="t")
     plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(8, np.int32))
     assert ("Whole on every device while saved or restored: t " in repr(plan)) == warns
@@ -209,7 +206,6 @@ def test_what_does_not_fit_a_plan_is_named():
 
   axes = [
     ({"axis": "model"}, r"no axis 'model'; its axes are \('data',\)"),
-    ({"column_axis": "data"}, "cannot both be split over"),
   ]
   cases.refused(axes, layer_with)
   plan = embed.plan(features, mesh, batch)
@@ -272,9 +268,6 @@ KINDS_OF_INPUT = {
 WHERE = {
   "mod": {"strategy": "mod", "axis": ("a", "b")},
   "div beside replicas": {"strategy": "div", "axis": "a"},
-  "rows and columns": {"strategy": "mod", "axis": "a", "column_axis": "b"},
-  "column": {"strategy": "column", "axis": ("a", "b")},
-  "column beside replicas": {"strategy": "column", "axis": "a"},
   "replicated": {"strategy": "replicated"},
 }
 
@@ -292,7 +285,7 @@ def test_a_plan_says_what_a_step_does(where, kind, rows):
   table = embed.TableConfig(rows, 16, name="t", optimizer=embed.adagrad())
   batch = KINDS_OF_INPUT[kind](np.arange(13 * 3, dtype=np.int32).reshape(13, 3) % rows)
   plan = embed.plan(embed.FeatureConfig(table), make_mesh("auto", (2, 4), ("a", "b")), batch)
-  plan["t"].strategy, plan["t"].axis, plan["t"].column_axis = "mod", (), ()
+  plan["t"].strategy, plan["t"].axis = "mod", ()
   for field, value in WHERE[where].items():
     setattr(plan["t"], field, value)
   (cost,) = plan.costs()

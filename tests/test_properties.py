@@ -36,7 +36,7 @@ def ids(shape):
   return meshes.ids(shape, VOCABULARY)
 
 
-STRATEGIES = ("mod", "div", "column", "replicated")
+STRATEGIES = ("mod", "div", "replicated")
 tables = fractions((VOCABULARY, DIM), -16, 16)
 
 

@@ -30,7 +30,7 @@ from embed.tools import reference
 
 
 def across_the_row(g, w, s, lr):
-  """An equation that an elementwise one could not be: columns on several devices must meet."""
+  """An equation that an elementwise one could not be."""
   largest = jnp.max(jnp.abs(g), axis=-1, keepdims=True)
   mean = jnp.mean(g, axis=-1)
   return w - lr * g / (1 + largest), {"n": s["n"] + 1, "mean": s["mean"] + mean, "m": s["m"] + g}
@@ -67,8 +67,8 @@ CASES = [
   Case("adam", {"epsilon": 1e-3}, "mod", "explicit", "all_to_all", 1),
 ]
 CASES_OF_CI = [
-  Case("rowwise_adagrad", CLIP | LR_DECAY, "column", "auto"),
-  Case("across the row", {}, "column", "explicit"),
+  Case("rowwise_adagrad", CLIP | LR_DECAY, "div", "auto"),
+  Case("across the row", {}, "mod", "explicit"),
   Case(
     "ftrl",
     {"multiply_linear_by_learning_rate": True, "l2_regularization_strength": 0.25, "beta": 0.5},

@@ -18,7 +18,7 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """The ids and activations that a device requests, with devices that have its rows' other columns.
+  """The ids and activations that a device requests.
 
   Attributes:
     ids: of each table of the stack, of bags with positions.
@@ -37,8 +37,8 @@ class Exchange(NamedTuple):
   """How ids, rows and gradients get from device to device.
 
   `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (gathers
-  nothing and adds up whole replicated tables in an update), "columns" (slices of activations) or
-  "none". `capacity` is the rows that a pair of devices exchanges in a round of an all-to-all.
+  nothing and adds up whole replicated tables in an update) or "none". `capacity` is the rows that a
+  pair of devices exchanges in a round of an all-to-all.
   """
 
   kind: str
@@ -54,7 +54,7 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
     tables: the name of each one's table.
   """
   placement = stack.placement
-  share = lambda x: -(-x * placement.column_shards // placement.devices)
+  share = lambda x: -(-x // placement.devices)
   ids, activations, ragged_ids, ragged_activations = [0] * len(stack.tables), 0, 0, 0
   for bag, table in zip(bags, tables, strict=True):
     batch = bag.batch or (1,)
@@ -76,11 +76,9 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
   layout, placement, ids = stack.layout, stack.placement, sum(demand.ids)
   if layout.shards == 1:
     if placement.replicas == 1:
-      return Exchange("columns" if placement.column_shards > 1 else "none")
-    # A device with some of the columns has the gradients of ragged bags in all columns.
-    can_sum = not (placement.column_axes and demand.ragged_ids)
+      return Exchange("none")
     is_small = layout.shard_rows <= (ids + demand.ragged_ids) * placement.replicas
-    return Exchange("sum" if can_sum and is_small else "gather")
+    return Exchange("sum" if is_small else "gather")
   if not ids or stack.exchange == "gather":
     return Exchange("gather")
   capacity = min(stack.capacity or default_capacity(stack, demand), ids, layout.shard_rows)
@@ -107,10 +105,9 @@ def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
 
 def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
   """What a device receives in a step: forward, backward and update."""
-  moved = columns_bytes(stack, demand)
   # Ragged bags: sums of the whole batch, and their gradients.
   devices = stack.placement.devices
-  moved += 3 * 4 * demand.ragged_activations * stack.dim * (devices - 1) // devices
+  moved = 3 * 4 * demand.ragged_activations * stack.dim * (devices - 1) // devices
   if exchange.capacity is not None:
     moved += all_to_all_bytes(stack, exchange.capacity)
   elif exchange.kind == "gather":
@@ -122,7 +119,7 @@ def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> in
 
 def buffer_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
   """What the buffers of an exchange take on a device."""
-  layout, width, ids = stack.layout, stack.width, sum(demand.ids)
+  layout, width, ids = stack.layout, stack.dim, sum(demand.ids)
   buffers = 8 * demand.ragged_activations * stack.dim if stack.placement.devices > 1 else 0
   if exchange.capacity is not None:
     buffers += 4 * layout.shards * exchange.capacity * (2 + 2 * width)
@@ -142,7 +139,7 @@ def all_to_all_bytes(stack: StackSpec, capacity: int) -> int:
   Replicas receive the gradients of each other as well, and the ids that they belong to.
   """
   shards = stack.layout.shards
-  row, grads = stack.width * np.dtype(stack.dtype).itemsize, 4 * stack.width
+  row, grads = stack.dim * np.dtype(stack.dtype).itemsize, 4 * stack.dim
   replicas = (stack.placement.replicas - 1) * shards * capacity * (4 + grads)
   return (shards - 1) * capacity * (4 + row + grads) + replicas
 
@@ -151,20 +148,13 @@ def gather_bytes(stack: StackSpec, demand: BatchDemand) -> int:
   """Bytes of ids and activations, then of ids and gradients of activations."""
   others = stack.layout.shards - 1
   everybody = stack.layout.shards * stack.placement.replicas - 1
-  return 4 * (others + everybody) * (sum(demand.ids) + demand.activations * stack.width)
+  return 4 * (others + everybody) * (sum(demand.ids) + demand.activations * stack.dim)
 
 
 def sum_bytes(stack: StackSpec) -> int:
   """Bytes of whole tables, and of which rows were touched, added up over replicas."""
   replicas = stack.placement.replicas
-  return 2 * 4 * stack.layout.shard_rows * (stack.width + 1) * (replicas - 1) // replicas
-
-
-def columns_bytes(stack: StackSpec, demand: BatchDemand) -> int:
-  """Bytes from devices with the same rows: ids and slices of activations, twice."""
-  columns = stack.placement.column_shards
-  asked = sum(demand.ids) + demand.activations * stack.width
-  return 2 * 4 * asked * (columns - 1) // columns
+  return 2 * 4 * stack.layout.shard_rows * (stack.dim + 1) * (replicas - 1) // replicas
 
 
 def readable(num_bytes: int) -> str:

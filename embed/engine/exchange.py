@@ -10,9 +10,8 @@ row and back, and one more for gradients:
   keeps the batch's order.
 - **sum**: gradients of small tables whose rows are not split are added up as whole tables.
 
-Columns and replicas surround both: devices that hold different columns of the same rows look up
-each other's ids and exchange the slices of activations; devices that hold the same rows add up
-their gradients. On `mesh.LOCAL` nothing of this is left but a gather from the one shard.
+Devices that hold the same rows, replicas, add up their gradients. On `mesh.LOCAL` nothing of this
+is left but a gather from the one shard.
 """
 
 import dataclasses
@@ -50,8 +49,8 @@ class Route:
   Attributes:
     sorted_keys: uint32 `[N]`, the sort keys of the distinct ids, then `NO_KEY`.
     shard_offsets: int32 `[S + 1]`, where the keys of each shard begin.
-    key_positions: int32 `[m, L]` of each feature with positions and ids, of all devices that hold
-      other columns of the same rows: where an id's key is, N for padding.
+    key_positions: int32 `[m, L]` of each feature with positions and ids: where an id's key is, N
+      for padding.
     requested_rows: int32 `[S, C]`, the local rows that each device requested of this one in the
       first round.
     max_rows_per_pair: int32 `[1]`, the most keys of any pair of devices, the same everywhere.
@@ -265,9 +264,8 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
       if capacity is not None:
         act = next(routed)
       else:
-        everybody = all_gather(_union(bag, placement), placement.row_axes)
+        everybody = all_gather(bag.flat(), placement.row_axes)
         act = _scatter(combine(_local(everybody, stack, name)), placement)
-      act = _swap_columns(act, placement)
       act = act.reshape(*bag.batch, act.shape[-1])
     out.append(act[..., : stack.dim].astype(table.dtype))
   return tuple(out), route
@@ -284,11 +282,6 @@ def _local(bags: Bags, stack: StackSpec, table: str) -> Bags:
   return bags.with_ids(local_row)
 
 
-def _union(bags: Bags, placement: Placement) -> Bags:
-  """The bags `[m, L]` of all devices that hold other columns of the same rows."""
-  return all_gather(bags.flat(), placement.column_axes)
-
-
 def _look_up_routed(
   stack: StackSpec, table: rows_lib.Rows, record: LookupRecord, capacity: int
 ) -> tuple[list[jax.Array], Route]:
@@ -298,7 +291,7 @@ def _look_up_routed(
   """
   placement, layout = stack.placement, stack.layout
   features = [x for x in zip(record.bags, record.tables, strict=True) if not x[0].is_ragged]
-  bags = [_union(bag, placement) for bag, _ in features]
+  bags = [bag.flat() for bag, _ in features]
   indices = [stack.indices[name] for _, name in features]
   where = [layout.locate(i, bag.ids) for i, bag in zip(indices, bags, strict=True)]
   route = find_route(where, layout, capacity, placement)
@@ -329,17 +322,8 @@ def _look_up_routed(
 
 @jax.named_scope("exchange")
 def _scatter(act: jax.Array, placement: Placement) -> jax.Array:
-  """Adds up the shards' sums `[shards * batch, columns of D]`, to each its own part."""
+  """Adds up the shards' sums `[shards * batch, D]`, to each its own part."""
   return lax.psum_scatter(act, placement.row_axes, tiled=True) if placement.row_axes else act
-
-
-def _swap_columns(act: jax.Array, placement: Placement) -> jax.Array:
-  """`[columns * batch, some of D]` to `[batch, D]`."""
-  if not placement.column_axes:
-    return act
-  act = act.reshape(placement.column_shards, -1, act.shape[-1])
-  act = all_to_all(act, placement.column_axes)
-  return jnp.moveaxis(act, 0, 1).reshape(act.shape[1], -1)
 
 
 @jax.named_scope("exchange")
@@ -350,8 +334,6 @@ def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
     return act
   if placement.row_axes:
     act = lax.psum(act, placement.row_axes)
-  if placement.column_axes:
-    act = lax.all_gather(act, placement.column_axes, axis=act.ndim - 1, tiled=True)
   own = act.shape[0] // placement.devices
   return lax.dynamic_slice_in_dim(act, device_index(placement.axes) * own, own)
 
@@ -409,28 +391,14 @@ def for_each_round(
   return _rounds(routed, local + gathered, stack, body, carry)
 
 
-def _own_columns(grads: jax.Array, stack: StackSpec) -> jax.Array:
-  """`[batch, ..., D]` to this device's columns of all who share its rows, `[m, width]`."""
-  placement = stack.placement
-  grads = grads.astype(jnp.float32).reshape(-1, grads.shape[-1])
-  if not placement.column_axes:
-    return grads
-  n = placement.column_shards
-  grads = jnp.pad(grads, ((0, 0), (0, n * stack.width - grads.shape[1])))
-  grads = jnp.moveaxis(grads.reshape(-1, n, stack.width), 1, 0)
-  return all_to_all(grads, placement.column_axes).reshape(-1, stack.width)
-
-
 def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
-  # The batch is split over all axes in the mesh's order: one gather over all of them keeps it.
-  if bags.is_ragged:  # they bags are whole everywhere
-    grads = stack.columns.own(all_gather(grads.astype(jnp.float32), placement.axes))
+  if bags.is_ragged:  # they are whole everywhere
+    grads = all_gather(grads.astype(jnp.float32), placement.axes)
   else:
     every = lambda tree: all_gather(all_gather(tree, placement.row_axes), placement.replica_axes)
-    grads = every(_own_columns(grads, stack))
-    bags = every(_union(bags, placement))
+    grads, bags = every(grads.astype(jnp.float32).reshape(-1, grads.shape[-1])), every(bags.flat())
   return grads_lib.from_activations(grads, _local(bags, stack, table))
 
 
@@ -455,11 +423,10 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
-  """A feature's gradients of this device's own batch, and of those with other columns."""
+  """A feature's gradients of this device's own batch."""
   placement, padding = stack.placement, stack.layout.shard_rows
   if not bags.is_ragged:
-    bags = _union(bags, placement)
-    return grads_lib.from_activations(_own_columns(grads, stack), _local(bags, stack, table))
+    return grads_lib.from_activations(grads, _local(bags.flat(), stack, table))
   # Bags of the whole batch: those of the other devices are left out.
   start = device_index(placement.axes) * math.prod(grads.shape[:-1])
   own = _local(bags, stack, table).part(start, grads.shape[:-1], padding)
@@ -527,18 +494,18 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
   for grads, bags, table in zip(call.grads, record.bags, record.tables, strict=True):
     if bags.is_ragged:
       continue
-    bags = _union(bags, placement)
-    parts.append(grads_lib.from_activations(_own_columns(grads, stack), bags))
+    bags = bags.flat()
+    parts.append(grads_lib.from_activations(grads, bags))
     shards.append(stack.layout.locate(stack.indices[table], bags.ids)[0])
 
   def send(start, count, requested) -> GradRows:
     positions = record.route.buffer_positions(shards, start, count)
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
-    sums = jnp.zeros((requested.size, stack.width), jnp.float32)
+    sums = jnp.zeros((requested.size, stack.dim), jnp.float32)
     sums = grads_lib.add_rows(sums, grads_lib.with_ids(parts, flat))
-    sums = all_to_all(sums.reshape(*requested.shape, stack.width), placement.row_axes)
+    sums = all_to_all(sums.reshape(*requested.shape, stack.dim), placement.row_axes)
     ids = all_gather(requested.reshape(-1), placement.replica_axes)
-    sums = all_gather(sums.reshape(-1, stack.width), placement.replica_axes)
+    sums = all_gather(sums.reshape(-1, stack.dim), placement.replica_axes)
     return GradRows(sums, ids[:, None])
 
   return send

@@ -198,16 +198,15 @@ def like(x: jax.Array, other: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Which devices hold a stack's rows and columns; `LOCAL` is one device.
+  """The devices that hold a stack's rows; `LOCAL` is one device.
 
-  `row_axes` and `column_axes` name the mesh axes that the storage is split over, `batch_axes` those
-  that activations are split over. Other axes of the mesh hold copies. Inside a lookup the batch is
-  split over all of these axes, in the mesh's order: `axes`.
+  `row_axes` name the mesh axes that rows are split over, `batch_axes` those that activations are
+  split over. Other axes of the mesh hold copies. Inside a lookup the batch is split over all of
+  these axes, in the mesh's order: `axes`.
   """
 
   mesh: Mesh | AbstractMesh | None
   row_axes: Names = ()
-  column_axes: Names = ()
   batch_axes: Names = ()
 
   @functools.cached_property
@@ -218,13 +217,13 @@ class Placement:
   @functools.cached_property
   def axes(self) -> Names:
     """The axes that the batch is split over inside a lookup."""
-    used = {*self.row_axes, *self.column_axes, *self.batch_axes}
+    used = {*self.row_axes, *self.batch_axes}
     return tuple(name for name in (self.mesh.shape if self.mesh else ()) if name in used)
 
   @functools.cached_property
   def replica_axes(self) -> Names:
     """The axes that split only the batch: along them devices have the same storage."""
-    return tuple(name for name in self.axes if name not in (*self.row_axes, *self.column_axes))
+    return tuple(name for name in self.axes if name not in self.row_axes)
 
   def _number(self, axes: Names) -> int:
     return math.prod(self.mesh.shape[name] for name in axes) if self.mesh else 1
@@ -233,11 +232,6 @@ class Placement:
   def shards(self) -> int:
     """The parts that rows are split into."""
     return self._number(self.row_axes)
-
-  @functools.cached_property
-  def column_shards(self) -> int:
-    """The parts that columns are split into."""
-    return self._number(self.column_axes)
 
   @functools.cached_property
   def replicas(self) -> int:
@@ -289,7 +283,7 @@ class Placement:
 
   def stored_spec(self, ndim: int) -> P:
     """The spec of a table `[rows, columns]`, or of a slot of one value per row."""
-    return P(*(self.row_axes or None, self.column_axes or None)[:ndim])
+    return P(*(self.row_axes or None, None)[:ndim])
 
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)

@@ -146,7 +146,7 @@ def opened(stack: StackSpec, stored: Any) -> Any:
     if not (stack.is_packed and x.ndim == 2):
       return x
     in_lines = has_lines(stack.placement.device_kind)
-    return Lines(x, stack.width) if in_lines else unpack(x, stack.width)
+    return Lines(x, stack.dim) if in_lines else unpack(x, stack.dim)
 
   return jax.tree.map(rows_of, stored)
 
@@ -178,7 +178,7 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
   """The rows `[N, ...]` of ids int32 `[N]`; undefined for ids outside the table."""
   if _is_by_kernel(stack, table):
-    return backends.backend("sparse_core").take(_linear(table), ids)[:, : stack.width]
+    return backends.backend("sparse_core").take(_linear(table), ids)[:, : stack.dim]
   if isinstance(table, Lines):
     return table.take(ids)
   return table.at[ids].get(mode="clip", wrap_negative_indices=False)
@@ -188,7 +188,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
   if stack.sparse_core and backends.backend("sparse_core").sums_bags(stack, bags):
     return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
-      ..., : stack.width
+      ..., : stack.dim
     ]
   return lookup.gather_and_combine(table, bags, jnp.float32)
 
@@ -223,7 +223,7 @@ def _put_by_kernel(
   stack: StackSpec, tables: Sequence[Rows], at: jax.Array, new: Sequence[jax.Array]
 ) -> list[Rows]:
   linear = [_linear(table) for table in tables]
-  filling = ((0, 0), (0, linear[0].shape[1] - stack.width))
+  filling = ((0, 0), (0, linear[0].shape[1] - stack.dim))
   put = backends.backend("sparse_core").put(linear, at, [jnp.pad(rows, filling) for rows in new])
   return [
     Lines(rows.reshape(table.array.shape), table.width) if isinstance(table, Lines) else rows

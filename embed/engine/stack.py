@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.engine.mesh import LOCAL, Columns, Placement
+from embed.engine.mesh import LOCAL, Placement
 
 if TYPE_CHECKING:
   from embed.optimizers import RowOptimizer, Slot
@@ -195,19 +195,9 @@ class StackSpec:
     return {table: i for i, table in enumerate(self.tables)}
 
   @functools.cached_property
-  def width(self) -> int:
-    """The columns on a device."""
-    return -(-self.dim // self.placement.column_shards)
-
-  @functools.cached_property
   def row_width(self) -> int:
     """The columns that a row takes on a device as it is stored."""
-    return row_width(self.width) if self.is_packed else self.width
-
-  @functools.cached_property
-  def columns(self) -> Columns:
-    """The columns of a row, on one device or several."""
-    return Columns(self.placement.column_axes, self.dim)
+    return row_width(self.dim) if self.is_packed else self.dim
 
   @functools.cached_property
   def specs(self) -> dict[int, Any]:
@@ -241,7 +231,7 @@ class StackSpec:
   @property
   def stored_shape(self) -> tuple[int, int]:
     """The shape of the rows on a device as they are stored."""
-    each = rows_per_line(self.width) if self.is_packed else 1
+    each = rows_per_line(self.dim) if self.is_packed else 1
     return self.layout.shard_rows // each, self.row_width * each
 
   @property

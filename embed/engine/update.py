@@ -68,7 +68,6 @@ def step_rows(
   w: jax.Array,
   slots: "Slots",
   learning_rate: Any,
-  columns: mesh.Columns = mesh.WHOLE_ROWS,
   step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
   """One step of rows: clips, decays, applies the equation, and clips the weights.
@@ -79,7 +78,6 @@ def step_rows(
     w: float32 `[..., D]`, the rows.
     slots: float32 `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
-    columns: which of their columns `g`, `w` and `slots` hold on this device; by default all.
     step: the number of this step, for an optimizer that `uses_step`.
 
   Returns:
@@ -93,9 +91,8 @@ def step_rows(
     if optimizer.multiply_weight_decay_factor_by_learning_rate:
       decay = decay * learning_rate
     w = w - decay * w
-  split = (columns,) if optimizer.across_row else ()
   numbered = {"step": step} if optimizer.uses_step else {}
-  w, slots = optimizer.equation(g, w, slots, learning_rate, *split, **numbered)
+  w, slots = optimizer.equation(g, w, slots, learning_rate, **numbered)
   if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
     w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
   return w, slots
@@ -116,45 +113,24 @@ def step_stored(
   assert stack.optimizer is not None
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
-  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns, scalars.step)
-  rules = rounding_rules(stack, scalars)
-  if rules is not None:
-    new = _round_rows(rules, new, local_rows)
+  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, scalars.step)
+  if stack.uses_stochastic_rounding:
+    assert scalars.step is not None
+    new = _round_rows(stack, scalars.step, local_rows, new)
   return {"parameters": new.astype(dtype), **slots}
 
 
-def _round_rows(rules: jax.Array, new: jax.Array, local_rows: jax.Array) -> jax.Array:
-  """New rows float32 `[n, width]`, stochastically rounded by `rounding_rules`, of local rows."""
+def _round_rows(
+  stack: StackSpec, step: jax.Array, local_rows: jax.Array, new: jax.Array
+) -> jax.Array:
+  """New rows float32 `[n, D]`, stochastically rounded; the noise is that of table, step and id."""
+  shard = mesh.device_index(stack.placement.row_axes)
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
-  for first, scale, base, shared, _ in rules:
-    key = ((local_rows.astype(jnp.uint32) - first) * scale + base) ^ shared
-    keys = jnp.where(local_rows >= first.astype(jnp.int32), key, keys)
-  columns = rules[0, 4] + jnp.arange(new.shape[1], dtype=jnp.uint32)
-  return to_bfloat16(new, rounding_noise(keys, columns))
-
-
-def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
-  """How rows of a device are rounded at random, in numbers; None without such rounding.
-
-  Returns:
-    uint32 `[T, 5]`, for each table the first local row f, and scale, base, shared and column: the
-    key of local row r is `((r - f) * scale + base) ^ shared`, from its id, and the noise of column
-    c is `scramble(scramble(key) + (column + c) * GOLDEN)`.
-  """
-  if not stack.uses_stochastic_rounding:
-    return None
-  assert scalars.step is not None
-  own, column = mesh.device_index(stack.placement.row_axes), jnp.uint32(0)
-  if stack.placement.column_axes:
-    first = mesh.device_index(stack.placement.column_axes) * stack.width
-    column = first.astype(jnp.uint32)
-  scale = 1 if stack.layout.contiguous else stack.layout.shards
-  rules = []
-  for i, (name, first_row) in enumerate(zip(stack.tables, stack.layout.offsets, strict=True)):
-    base = stack.layout.ids(i, own, jnp.int32(first_row)).astype(jnp.uint32)
-    shared = rounding_key(zlib.crc32(name.encode()), scalars.step)
-    rules.append(jnp.stack([jnp.uint32(first_row), jnp.uint32(scale), base, shared, column]))
-  return jnp.stack(rules)
+  for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
+    ids = stack.layout.ids(i, shard, local_rows)
+    key = rounding_key(zlib.crc32(name.encode()), step)
+    keys = jnp.where(ids < size, ids.astype(jnp.uint32) ^ key, keys)
+  return to_bfloat16(new, rounding_noise(keys, jnp.arange(new.shape[1])))
 
 
 StackGrads = ActivationGrads | DistinctRows
@@ -187,7 +163,7 @@ def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
       return total + jnp.sum(jnp.square(_summed(stack, received).values))
 
     total = exchange.for_each_round(grads, stack, sums_tables, body, jnp.zeros(()))
-    names = (*stack.placement.row_axes, *stack.placement.column_axes)
+    names = stack.placement.row_axes
     return jax.lax.psum(total, names) if names else total
 
   grads, specs, sums_tables = _split(stack, grads)
@@ -198,7 +174,7 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
   """The summed gradients of all rows that were looked up, at the shards that store them."""
   grads, specs, sums_tables = _split(stack, grads)
   if not grads:
-    return DistinctRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.width), jnp.float32))
+    return DistinctRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32))
   ids_of = lambda x: (
     x.ids.size if isinstance(x, DistinctRows) else sum(bags.ids.size for bags in x.record.bags)
   )
@@ -221,7 +197,7 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
 
   def per_device(*grads):
     none = jnp.full(size, stack.layout.shard_rows, jnp.int32)
-    empty = DistinctRows(none, jnp.zeros((size, stack.width), jnp.float32))
+    empty = DistinctRows(none, jnp.zeros((size, stack.dim), jnp.float32))
     return exchange.for_each_round(grads, stack, sums_tables, body, (empty, jnp.int32(0)))[0]
 
   return stack.placement.run(per_device, specs, _spec(stack))(*grads)
@@ -246,8 +222,6 @@ def table_rows(
 
   spec = _spec(stack)
   ids, values = stack.placement.run(pick, (spec,), (spec.ids, spec.values))(summed)
-  if values.shape[1] != stack.dim:  # columns that fill up the last device's
-    values = stack.placement.put(values, spec.ids)[:, : stack.dim]
   return ids, values
 
 
@@ -257,9 +231,6 @@ def from_table_rows(
   """The inverse of `table_rows`, for values that were changed and ids that were not."""
   index, spec = stack.indices[table], _spec(stack)
   locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
-  filling = stack.width * stack.placement.column_shards - stack.dim
-  if filling:
-    values = jnp.pad(stack.placement.put(values, spec.ids), ((0, 0), (0, filling)))
   return stack.placement.run(locate, (spec.ids, spec.values), spec)(ids, values)
 
 
@@ -344,8 +315,6 @@ def step_table(
   Returns:
     The new table and slots. Rows that were not looked up keep their bits.
   """
-  optimizer = stack.optimizer
-  assert optimizer is not None
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
   if not parts:
@@ -396,7 +365,7 @@ def step_in_chunks(
   In chunks, so that rows, slots and their new values are little beside the gradients.
   """
   return grads_lib.in_chunks(
-    functools.partial(_step_part, stack, row_step), arrays, stack.width, at, g
+    functools.partial(_step_part, stack, row_step), arrays, stack.dim, at, g
   )
 
 

@@ -108,14 +108,7 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes,
   for number, array in enumerate(arrays):
     words = _words(rows_lib.unpacked(rows_lib.opened(stack, array)))
     position = jnp.arange(words.shape[1], dtype=jnp.int32)
-    is_split = array.ndim == 2 and bool(placement.column_axes)
-    if is_split:  # the last columns may be padding, which other meshes do not have
-      position += mesh_lib.device_index(placement.column_axes) * words.shape[1]
-      used = words.shape[1] // stack.width * stack.dim
-      position = jnp.where(position < used, position, -1)
     totals = _totals(words, position, number)
-    if is_split:
-      totals = [lax.psum(total, placement.column_axes) for total in totals]
     if not number:
       shard = mesh_lib.device_index(placement.row_axes)
       for index, (size, first) in enumerate(zip(layout.sizes, layout.offsets, strict=True)):
@@ -257,7 +250,6 @@ def _take_chunk(
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
     rows = rows_lib.read(stack, rows_lib.opened(stack, stored), local_rows)
-    rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
     return table, ids, rows
 
   by_rows = stack.specs[1]
@@ -309,8 +301,6 @@ def _put_chunk(
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
     own = mesh_lib.device_index(stack.placement.row_axes)
     local_rows = jnp.where(shard == own, local_rows, stack.layout.shard_rows)
-    own_columns = lambda x: stack.columns.own(x) if x.ndim == 2 else x
-    values = {key: own_columns(x) for key, x in values.items()}
     rows = rows_lib.write(stack, rows_lib.opened(stack, stored), local_rows, values)
     return rows_lib.closed(stack, rows)
 

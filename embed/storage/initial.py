@@ -156,16 +156,16 @@ def reset(
     draw = lambda maker, key, dim, dtype: maker.rows(
       key[None], jnp.zeros(chunk, jnp.int32), ids, dim, dtype
     )
-    made = {"parameters": stack.columns.own(draw(maker, key, stack.dim, stack.dtype))}
+    made = {"parameters": draw(maker, key, stack.dim, stack.dtype)}
     inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
     for i, (name, slot) in enumerate(stack.slots.items()):
       if name in inits:
         of_slot = initializers.row_wise(inits[name])
         dim = 1 if slot.per_row else stack.dim
         drawn = draw(of_slot, jax.random.fold_in(key, 2**32 - 1 - i), dim, slot.dtype)
-        made[name] = drawn[:, 0] if slot.per_row else stack.columns.own(drawn)
+        made[name] = drawn[:, 0] if slot.per_row else drawn
       else:
-        shape = (chunk,) if slot.per_row else (chunk, stack.width)
+        shape = (chunk,) if slot.per_row else (chunk, stack.dim)
         made[name] = jnp.full(shape, slot.initial, slot.dtype)
     return made
 
@@ -216,7 +216,7 @@ def _drawing(
       tables, ids = jnp.where(is_own, number, tables), jnp.where(is_own, own, ids)
       is_drawn |= is_own
     keys = jnp.stack([keys[name] for name in names])
-    return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), is_drawn
+    return maker.rows(keys, tables, ids, stack.dim, dtype), is_drawn
 
   def draw_lines(drawing, lines):
     local_rows = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]

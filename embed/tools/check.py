@@ -161,7 +161,7 @@ def places() -> dict[str, dict[str, Any]]:
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    for strategy in ("mod", "div", "column", "replicated"):
+    for strategy in ("mod", "div", "replicated"):
       arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
   return arguments
 

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +12,6 @@ from embed import initializers
 from embed.config import FeatureConfig, TableConfig
 from embed.layer import SparseEmbed
 from embed.optimizers import RowOptimizer, named
-from embed.planning import Plan
-from embed.tools.profiling import Profile, profile
 
 INITIALIZERS = {
   "constant": jax.nn.initializers.constant,
@@ -60,7 +57,6 @@ class EmbeddingConfigSpec:
     pipeline_execution_with_tensor_core: kept as an attribute, without effect: a training step
       pipelines, a layer cannot. Write the step with `embed.look_ahead` if this is True.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
-    profile_data_directory: where `profile` saves statistics.
 
   Attributes:
     features: `{feature: FeatureConfig}`.
@@ -95,7 +91,6 @@ class EmbeddingConfigSpec:
     pipeline_execution_with_tensor_core: bool = False,
     gradient_multiplier_fn: None = None,
     partition_strategy: str = "div",
-    profile_data_directory: str | Path | None = None,
   ):
     if partition_strategy not in ("div", "mod"):
       raise ValueError(
@@ -127,7 +122,6 @@ class EmbeddingConfigSpec:
     _check_columns(self.features, self.tables, self.weight_keys)
     self.pipeline_execution_with_tensor_core = pipeline_execution_with_tensor_core
     self.partition_strategy = partition_strategy
-    self.profile_data_directory = profile_data_directory
 
   def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
     """Makes the layer, with tables split by `partition_strategy`.
@@ -172,33 +166,6 @@ class EmbeddingConfigSpec:
       raise ValueError(f"The batch has no column {missing[0]!r}; it has {sorted(columns)}.")
     weights = {name: columns[key] for name, key in self.weight_keys.items()}
     return {name: columns[name] for name in self.features}, weights or None
-
-  def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
-    """Counts the lookups of batches; saves `profile.npz` in `profile_data_directory`, if any.
-
-    TensorFlow samples 3 % of the training data; here `batches` are the sample.
-
-    Args:
-      batches: by column, as in `inputs`.
-      plan: as in `embed.profile`.
-
-    Returns:
-      An `embed.Profile`.
-
-    Raises:
-      ValueError: as in `inputs` and `embed.profile`.
-
-    >>> spec = embed.EmbeddingConfigSpec(
-    ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
-    >>> spec.profile([{"user": np.array([3, 3, 7])}]).tables["user"].distinct.tolist()
-    [2]
-    """
-    statistics = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
-    if self.profile_data_directory is not None:
-      folder = Path(self.profile_data_directory)
-      folder.mkdir(parents=True, exist_ok=True)
-      statistics.save(folder / "profile.npz")
-    return statistics
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ RATE, HALF_LIFE = 0.125, 4.0
 ALL = [*STEPS, "half", "other"]
 FEW = ["row", "half", "other"]
 # Every kind on one device; on more those for which it matters where their rows are.
-KINDS = {"one": ALL, "div": ["sum", *FEW], "column": ["both", *FEW]}
+KINDS = {"one": ALL, "div": ["sum", *FEW]}
 RULES = {
   "sum": ("sgd", {}),
   "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125}),
@@ -173,7 +173,6 @@ PLACES = {  # kind of the mesh and its shape; settings of all tables in the plan
   "div": ("explicit", (8,), {"strategy": "div", "exchange": "all_to_all"}),
   "gather": ("auto", (8,), {"strategy": "mod", "exchange": "gather"}),
   "replicated": ("explicit", (8,), {"strategy": "replicated"}),
-  "column": ("auto", (8,), {"strategy": "column"}),
   "turned": ("auto", (4, 2), {"strategy": "div", "axis": ("b", "a")}),
   "three": ("explicit", (3,), {"strategy": "mod"}),
 }
@@ -185,7 +184,6 @@ CI = [
   ("rows", "div"),
   ("rows", "gather"),
   ("rows", "replicated"),
-  ("rows", "column"),
   ("rows", "turned"),
   ("lines", "three"),
 ]

@@ -106,7 +106,6 @@ def test_arguments_and_defaults_are_tensorflows():
     "pipeline_execution_with_tensor_core": False,
     "gradient_multiplier_fn": None,
     "partition_strategy": "div",
-    "profile_data_directory": None,
   }
   spec = embed.EmbeddingConfigSpec(**plain())
   assert spec.partition_strategy == "div"
@@ -211,7 +210,7 @@ def test_partition_strategy(strategy):
     assert found == case[strategy]
 
 
-# ---------------------------------------------------------------------- columns and profile
+# ---------------------------------------------------------------------- columns
 
 
 def test_columns_become_inputs():
@@ -273,15 +272,3 @@ def test_errors_name_what_is_wrong():
 def test_feature_columns_are_not_taken():
   with pytest.raises(TypeError, match="feature_columns"):
     embed.EmbeddingConfigSpec(feature_columns=[])
-
-
-@pytest.mark.ci
-def test_profile_is_saved_where_the_spec_says(tmp_path):
-  folder = tmp_path / "profiles" / "run"
-  spec = embed.EmbeddingConfigSpec(**plain(), profile_data_directory=folder)
-  found = spec.profile([batch(), batch()])
-  assert found.tables["user"].ids.tolist() == [2, 2]
-  assert repr(embed.Profile.load(folder / "profile.npz")) == repr(found)
-  plan = embed.Plan.uniform(spec.features, spec.optimizer, make_mesh(), "data", "mod")
-  spec = embed.EmbeddingConfigSpec(**plain())
-  assert set(spec.profile([batch()], plan).stacks) == set(plan.stacks())

@@ -55,7 +55,7 @@ def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags of a stack on SparseCores."""
   if bags.is_ragged:
     return False
-  return bags.ids.shape[-1] > 0 and stack_lib.row_width(stack.width) >= _VECTOR
+  return bags.ids.shape[-1] > 0 and stack_lib.row_width(stack.dim) >= _VECTOR
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
