@@ -35,8 +35,6 @@ _SLOTS = {
   "sum": "accumulators",
   "exp_avg": "momenta",
   "exp_avg_sq": "velocities",
-  "momentum_buffer": "momenta",
-  "square_avg": "ms",
   "step": "steps",
 }
 
@@ -52,9 +50,8 @@ def from_torch(
   """Reads tables of torch or TorchRec, and their optimizer's state.
 
   Adagrad's `sum` becomes `accumulators`, and Adam's `exp_avg`, `exp_avg_sq` and `step` become
-  `momenta`, `velocities` and `steps`. `momentum_buffer` becomes `momenta`, or with RMSprop's
-  `square_avg` (`ms`) `mom`, times the learning rate, which is inside of ours. TorchRec's
-  `momentum1` is `accumulators`, or with a `momentum2` `momenta` and `velocities`.
+  `momenta`, `velocities` and `steps`. TorchRec's `momentum1` is `accumulators`, or with a
+  `momentum2` `momenta` and `velocities`.
 
   Args:
     state_dict: of the model, such as `model.state_dict()`; tensors or arrays, `[V, D]` each.
@@ -96,9 +93,9 @@ def from_torch(
     if key not in state_dict:
       raise ValueError(f"from_torch: there is no parameter {key!r}: {_names(state_dict)}.")
     rows = _array(state_dict[key])
-    state, rate = _torch_state(optimizer_state or {}, key, order)
+    state = _torch_state(optimizer_state or {}, key, order)
     has_state |= bool(state)
-    variables[table] = {"parameters": rows} | _torch_slots(state, rate, rows.shape, slots)
+    variables[table] = {"parameters": rows} | _torch_slots(state, rows.shape, slots)
   if optimizer_state and optimizer_state.get("state") and not has_state:
     raise ValueError(
       f"from_torch: the optimizer's state has nothing of {_names(tables.values())}, but has "
@@ -109,12 +106,11 @@ def from_torch(
 
 def _torch_state(
   optimizer_state: Mapping[str, Any], key: str, order: Sequence[str]
-) -> tuple[Mapping[str, Any], float]:
-  """The state of one parameter, and its learning rate."""
+) -> Mapping[str, Any]:
+  """The state of one parameter, empty if the optimizer does not train it."""
   states, groups = optimizer_state.get("state", {}), optimizer_state.get("param_groups", [])
-  rate = groups[0].get("lr", 1.0) if groups else 1.0
   if key in states:  # TorchRec's: {"movie.momentum1": ...}
-    return {name.rpartition(".")[2]: x for name, x in states[key].items()}, rate
+    return {name.rpartition(".")[2]: x for name, x in states[key].items()}
   numbers = [number for group in groups for number in group["params"]]
   names = [name for group in groups for name in group.get("param_names", [])] or order
   if numbers and len(names) != len(numbers):
@@ -123,16 +119,12 @@ def _torch_state(
       "Write parameters=[...], their names in the optimizer's order."
     )
   if key not in names or names.index(key) >= len(numbers):
-    return {}, rate  # not trained by this optimizer
-  number = numbers[names.index(key)]
-  for group in groups:
-    if number in group["params"]:
-      rate = group.get("lr", 1.0)
-  return states.get(number, {}), rate
+    return {}
+  return states.get(numbers[names.index(key)], {})
 
 
 def _torch_slots(
-  state: Mapping[str, Any], rate: float, shape: tuple[int, ...], slots: Collection[str] | None
+  state: Mapping[str, Any], shape: tuple[int, ...], slots: Collection[str] | None
 ) -> dict[str, np.ndarray]:
   found = {}
   for name, x in state.items():
@@ -140,8 +132,6 @@ def _torch_slots(
     if name in ("momentum1", "momentum2"):
       both = ("momenta", "velocities") if "momentum2" in state else ("accumulators",)
       slot = both[int(name[-1]) - 1]
-    if name == "momentum_buffer" and "square_avg" in state:
-      slot = "mom"
     if slot == "steps" and "exp_avg" not in state:
       continue  # Adagrad's, which does not use it
     if x is None or (slots is not None and slot not in slots):
@@ -161,7 +151,7 @@ def _torch_slots(
       array = np.full(shape[:1], array, np.int32)
     elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value a row
       array = array[:, 0]
-    found[slot] = array * np.float32(rate) if slot == "mom" else array
+    found[slot] = array
   return found
 
 

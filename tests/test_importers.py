@@ -62,16 +62,6 @@ def test_torch_parameters_in_the_order_of_the_optimizer():
   assert "accumulators" not in read["a"]
 
 
-def test_torch_momentum_of_rmsprop_holds_the_rate():
-  state = {"square_avg": numbers(5, 2), "momentum_buffer": numbers(5, 2)}
-  groups = [{"params": [0], "lr": 0.5}]
-  read = importers.from_torch(
-    {"a": numbers(5, 2)}, {"state": {0: state}, "param_groups": groups}, tables={"a": "a"}
-  )
-  np.testing.assert_array_equal(read["a"]["mom"], 0.5 * numbers(5, 2))
-  np.testing.assert_array_equal(read["a"]["ms"], numbers(5, 2))
-
-
 def test_torchrec():
   weights = {
     "ebc.embedding_bags.a.weight": numbers(5, 2),

@@ -247,7 +247,7 @@ _NAMES_IN_V1 = {
 
 
 def _registered_name(kind: str) -> str | None:
-  """The name of our optimizer for a class of TensorFlow's: "rmsprop" for "RMSProp"."""
+  """The name of our optimizer for a class of TensorFlow's, as "sgd" for "SGD"."""
   by_class = {name.replace("_", ""): name for name in named()}
   return by_class.get(_ALIASES.get(kind, kind).lower())
 
@@ -262,7 +262,8 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
   if name is None or not hasattr(theirs, "use_gradient_accumulation"):
     raise refuse(
       "There is no counterpart",
-      "embed.custom_optimizer(update, slots) and the same equation, or one of embed's others",
+      "embed.custom_optimizer(update, slots) and the same equation, embed.from_optax(tx),"
+      " or one of embed's others",
     )
   if not theirs.use_gradient_accumulation:
     raise refuse(
