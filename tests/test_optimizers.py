@@ -204,6 +204,7 @@ def test_from_optax_keeps_a_state_in_its_own_order():
     np.testing.assert_allclose(layer.tables["t"], table, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.programs(30, "a state of optax, its probe and a layer")
 def test_from_optax_is_lazy_row_by_row():
   """A row touched at steps 0 and 2 is where optax is after those two gradients alone."""
   tx = optax.adam(0.1)
@@ -270,7 +271,7 @@ def refuses(make):
     embed.from_optax(make())
 
 
-@pytest.mark.programs(40, "each transformation is probed by a program of its own")
+@pytest.mark.programs(60, "each transformation is probed by a program of its own")
 def test_from_optax_takes_what_is_elementwise_alone():
   cases.each({name: (make,) for name, make in ELEMENTWISE.items()}, takes)
   cases.each({name: (make,) for name, make in TOGETHER.items()}, refuses)
@@ -324,7 +325,7 @@ def test_frozen_tables_do_not_move_but_show_their_gradients():
 def test_slots_start_where_slot_init_says():
   layer = one_table(embed.adagrad(slot_init={"accumulators": jax.nn.initializers.constant(3.0)}))
   assert (layer.variables["t"]["accumulators"] == 3).all()
-  with pytest.raises(ValueError, match="its slots are"):
+  with pytest.raises(ValueError, match="the slots are"):
     embed.adagrad(slot_init={"momenta": jax.nn.initializers.zeros})
 
 
@@ -340,15 +341,48 @@ def test_a_schedule_sees_the_step_from_zero():
   assert int(optimizer.step[...]) == 3
 
 
+NAN = float("nan")
+REFUSED = {  # by optimizer: arguments and values that it does not take
+  "sgd": {
+    "learning_rate": ("2", True, -1.0, np.ones(3), NAN, lambda: 0.1),
+    "clipvalue": (True, -1, NAN, "1", (1, -1), (NAN, 1), [0, None, 1]),
+    "weight_decay_factor": ("0.1", -0.1, True),
+    "multiply_weight_decay_factor_by_learning_rate": (1,),
+    "clip_weight_min": ("1", True),
+    "slot_init": ({"a": 3}, {"momenta": jnp.zeros}),
+  },
+  "adagrad": {"epsilon": (-1.0, "0"), "initial_accumulator_value": (0.0, -0.1)},
+  "rowwise_adagrad": {"initial_accumulator_value": (0.0,), "half_life": (0, "1")},
+  "adagrad_momentum": {"epsilon": (0.0,), "exponent": (-2.0,), "beta2": (2,), "use_nesterov": (1,)},
+  "ftrl": {
+    "initial_accumulator_value": (0.0,), "learning_rate_power": (0.5,),
+    "l2_regularization_strength": (-1.0,),
+  },
+  "adam": {"beta_1": (1.0, -0.1, "0.9"), "beta_2": (1,), "epsilon": (0.0,), "rowwise": (0,)},
+  "bias_corrected": {"beta_1": (1.0,), "learning_rate": (-1.0,)},
+}  # fmt: skip
+
+
+def check_refused(name, argument, value):
+  with pytest.raises(ValueError, match=rf"(Argument `|: ){argument}.* must be .*Got "):
+    getattr(embed, name)(**{argument: value})
+
+
+def test_a_wrong_argument_says_what_it_must_be():
+  table = {
+    f"{name}({argument}={value!r})": (name, argument, value)
+    for name, arguments in REFUSED.items()
+    for argument, values in arguments.items()
+    for value in values
+  }
+  cases.each(table, check_refused)
+  with pytest.raises(ValueError, match="clip_weight_min` must be at most clip_weight_max=-1"):
+    embed.sgd(clip_weight_min=1.0, clip_weight_max=-1.0)
+
+
 def test_a_rate_is_a_number_or_a_schedule():
-  make_with = lambda x: embed.sgd(learning_rate=x)
-  assert make_with(2) == make_with(2.0) != embed.sgd()
-  with pytest.raises(ValueError, match=r"learning_rate must be .*lambda step"):
-    make_with(lambda: 0.1)
-  for wrong in ("2", True, np.ones(3)):
-    with pytest.raises(ValueError, match="learning_rate must be"):
-      make_with(wrong)
-  layer = one_table(make_with(lambda step: 1.0))
+  assert embed.sgd(2) == embed.sgd(2.0) != embed.sgd()
+  layer = one_table(embed.sgd(lambda step: 1.0))
   with pytest.raises(ValueError, match=r"has a schedule.*step="):
     nnx.eval_shape(step, layer, np.array([0]), np.ones((1, D), np.float32), None)
 
@@ -369,6 +403,15 @@ def test_adam_with_bias_correction_is_the_papers():
     step(layer, np.arange(4), g[:4], np.int32(i))
   np.testing.assert_allclose(layer.tables["t"], w, rtol=1e-5, atol=1e-6)
   assert layer.variables["t"]["steps"].tolist() == [4] * 4 + [0] * (V - 4)
+
+
+def test_equal_schedules_of_bias_correction_are_equal():
+  rate = nnx.Variable(0.1)
+  for given in (0.1, rate, np.float32(0.1), optax.constant_schedule(0.1)):
+    of = lambda rate: embed.adam(embed.bias_corrected(rate))
+    assert (of(given) == of(given), hash(of(given)) == hash(of(given))) == (True, True)
+  assert embed.bias_corrected(0.1) != embed.bias_corrected(0.2)
+  assert embed.bias_corrected(rate) != embed.bias_corrected(nnx.Variable(0.1))
 
 
 def test_a_bias_corrected_rate_is_that_of_the_step():
