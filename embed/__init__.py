@@ -12,7 +12,7 @@ from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, gl
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
 from embed.layer import Residual, SparseEmbed
-from embed.optimizer import Optimizer, jit_step
+from embed.model_optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
   Slot,

@@ -209,6 +209,7 @@ def test_two_tables_of_one_key_are_refused():
   assert set(tables) == {"tower/user/geo/id", "tower/user/geo/name"}
 
 
+@pytest.mark.programs(20, "probes a transformation of optax as well")
 def test_optax_slots_come_back():
 
   def make(seed):

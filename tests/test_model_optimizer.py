@@ -101,6 +101,12 @@ def test_a_rate_in_a_variable_changes_without_another_program():
   assert updater.rates["t"] is rate
 
 
+def test_an_optimizer_of_any_table_name_prints():
+  table = embed.TableConfig(4, 2, name="items", optimizer=embed.sgd(nnx.Variable(0.5)))
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  assert "items" in repr(embed.Optimizer(layer, optax.sgd(0.1)))
+
+
 def test_adam_reads_its_rate_from_a_variable():
   rate = nnx.Variable(0.1)
   adam = lambda rate: embed.adam(embed.bias_corrected(rate))
