@@ -15,6 +15,7 @@ from embed.config import (
   TableConfig,
 )
 from embed.dynamic_vocabulary import Vocabulary
+from embed.export import Exported, export
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
@@ -39,8 +40,7 @@ from embed.optimizers import (
   sgd,
 )
 from embed.planning import Plan, StackCost, TablePlan, plan
-from embed.serving.export import Exported, export
-from embed.serving.lookup import serving_lookup
+from embed.serving_lookup import serving_lookup
 from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
