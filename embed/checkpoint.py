@@ -50,13 +50,8 @@ def to_tree(**nodes: Any) -> Tree:
   >>> embed.checkpoint.to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
   (4, 2)
   """
-  return {
-    name: {
-      "state": dense_arrays(node),
-      "tables": _by_key(node, lambda layer: layer.variables),
-    }
-    for name, node in nodes.items()
-  }
+  tables = lambda node: _by_key(node, lambda layer: layer.variables)
+  return {name: {"state": dense_arrays(x), "tables": tables(x)} for name, x in nodes.items()}
 
 
 def like(**nodes: Any) -> Tree:
@@ -66,13 +61,9 @@ def like(**nodes: Any) -> Tree:
     **nodes: as in `to_tree`. Models may be made under `nnx.eval_shape`, which allocates nothing.
   """
   struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-  return {
-    name: {
-      "state": jax.tree.map(struct, dense_arrays(node)),
-      "tables": _by_key(node, lambda layer: layer.variable_shapes),
-    }
-    for name, node in nodes.items()
-  }
+  state = lambda node: jax.tree.map(struct, dense_arrays(node))
+  tables = lambda node: _by_key(node, lambda layer: layer.variable_shapes)
+  return {name: {"state": state(x), "tables": tables(x)} for name, x in nodes.items()}
 
 
 def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> Tree:
@@ -139,8 +130,7 @@ def check(tree: Tree, **nodes: Any) -> None:
     **nodes: as in `from_tree`.
 
   Raises:
-    ValueError: naming each array that is missing, unknown, of another shape, or of objects, texts
-      or complex numbers, and the remedy.
+    ValueError: naming each array that is missing, unknown, of another shape or of no real numbers.
   """
   _check(tree, nodes)
 
@@ -296,19 +286,20 @@ def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
   """Finds the folder that holds a tree: this one, a step's only item, or the latest step's."""
   if not folder.is_dir():
     raise FileNotFoundError(f"{folder} is no folder: give one that Orbax has written.")
-  is_tree = lambda path: (path / "_METADATA").is_file()
-  if is_tree(folder):
+  trees = [x.parent for part in ("", "*/", "*/*/") for x in folder.glob(f"{part}_METADATA")]
+  if folder in trees:
     return folder
-  is_step = lambda path: is_tree(path) or (path.is_dir() and any(map(is_tree, path.iterdir())))
-  items = sorted(x for x in folder.iterdir() if is_step(x) and not ocp.utils.is_tmp_checkpoint(x))
-  steps = [re.fullmatch(r"(?:(.+)_)?(\d+)", path.name) for path in items]
-  if not items:
+  is_partial = ocp.utils.is_tmp_checkpoint
+  trees = sorted(x for x in trees if not (is_partial(x) or is_partial(x.parent)))
+  if not trees:
     raise FileNotFoundError(
       f"{folder} holds no checkpoint: give the folder that Orbax saved a tree to, or the folder of "
       "a CheckpointManager."
     )
-  if all(steps) and len({step and step[1] for step in steps}) == 1:
-    return _tree_folder(max(items, key=lambda x: ocp.utils.step_from_checkpoint_name(x.name)), ocp)
-  if len(items) > 1:
-    raise ValueError(f"{folder} holds several trees: give one of {', '.join(map(str, items))}.")
-  return _tree_folder(items[0], ocp)
+  steps = [re.fullmatch(r"(.*?)(\d+)", x.relative_to(folder).parts[0]) for x in trees]
+  numbers = [int(step[2]) for step in steps if step]
+  if len(numbers) == len(trees) and len({step[1] for step in steps if step}) == 1:
+    trees = [x for x, number in zip(trees, numbers, strict=True) if number == max(numbers)]
+  if len(trees) > 1:
+    raise ValueError(f"{folder} holds several trees: give one of {', '.join(map(str, trees))}.")
+  return trees[0]

@@ -352,12 +352,12 @@ def _check_fits(delta: Delta, name: str, node: Any) -> None:
   given: dict[str, Any] = {"state": delta.state[name], "tables": {}}
   problems = []
   for key, rows in tables.items():
-    size = expected[key]["parameters"].shape[0] if key in expected else len(rows.ids)
-    whole = lambda x, size=size: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
     parts = [rows, *(owners.changed for owners in [delta.owners[name].get(key)] if owners)]
-    given["tables"][key] = {k: whole(x) for part in parts for k, x in part.values.items()}
     ids = np.concatenate([part.ids for part in parts])
-    outside = ids[(ids < 0) | (ids >= size)] if key in expected else []
+    size = expected[key]["parameters"].shape[0] if key in expected else ids.max(initial=0) + 1
+    whole = lambda x, size=size: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+    given["tables"][key] = {k: whole(x) for part in parts for k, x in part.values.items()}
+    outside = ids[(ids < 0) | (ids >= size)]
     problems += [f"{key} has row {i}, the model's has rows 0 .. {size - 1}" for i in outside[:1]]
   problems += checkpoint.problems({name: given}, {name: node})
   if problems:

@@ -110,7 +110,8 @@ def export(
   for layer in autodiff.sparse_embeds(copy).values():
     store_apart(layer)
   # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
-  graphdef, reports, state = nnx.split(copy, Report, ...)
+  graphdef, *states = nnx.split(copy, Report, ...)
+  reports, state = states
   leaves, treedef = jax.tree.flatten(state)
   names = _names(model, state)
   args = _specs(jax.tree.map(_with_arrays, args, is_leaf=_is_input), any_batch)

@@ -94,18 +94,18 @@ def _rows(tables: Mapping[Any, Any], table: TableConfig, name: str) -> jax.Array
 
 def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array) -> jax.Array:
   """Activations of a feature: serving's rules in terms of training's."""
-  table, shape = feature.table, feature.output_shape
-  is_ragged, is_dense = isinstance(x, inputs_lib.Ragged), not isinstance(x, inputs_lib.KINDS)
-  reshapes = is_ragged and shape is not None and None not in shape
-  checks_shape = isinstance(x, inputs_lib.Padded) or (is_ragged and not reshapes)
+  table, stated = feature.table, feature.output_shape
+  is_ragged = isinstance(x, inputs_lib.Ragged)
+  out: Any = stated if is_ragged and stated is not None and None not in stated else None
+  checks_shape = isinstance(x, inputs_lib.Padded) or (is_ragged and out is None)
   rules = dataclasses.replace(
     feature,
-    max_sequence_length=0 if shape is not None else feature.max_sequence_length,
-    output_shape=shape if checks_shape else None,
+    max_sequence_length=feature.max_sequence_length if stated is None else 0,
+    output_shape=stated if checks_shape else None,
     validate_weights_and_indices=True,  # in serving it decides on pruning, below
   )
   checked = inputs_lib.check((), name, rules, x, w)
-  if reshapes and (length := _places(name, shape, np.shape(x.row_splits)[0] - 1)) > 1:
+  if out is not None and (length := _places(name, out, np.shape(x.row_splits)[0] - 1)) > 1:
     rules = dataclasses.replace(rules, max_sequence_length=length)
     checked = inputs_lib.check((), name, rules, x)
   bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
@@ -115,9 +115,10 @@ def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array)
     keep = bags.gains > 0
     ids = jnp.where(keep, bags.ids, table.vocabulary_size)
     bags = dataclasses.replace(bags, ids=ids, gains=jnp.where(keep, bags.gains, 0))
-  act = _gather_and_combine(rows, bags.normalized(table.combiner, table.vocabulary_size))
-  out = np.shape(x) if is_dense else shape if reshapes else act.shape[:-1]
-  return act.reshape(*out, table.dim)
+  act = _gather_and_combine(rows, bags.normalized(str(table.combiner), table.vocabulary_size))
+  if not isinstance(x, inputs_lib.KINDS):
+    out = np.shape(x)
+  return act if out is None else act.reshape(*out, table.dim)
 
 
 def _places(name: str, output_shape: Any, bags: int) -> int:
