@@ -153,18 +153,3 @@ def test_weights_that_the_model_makes_are_trained():
     "learnt, not asked": [[0, 0], [0, 0]],
     "learnt": [[2 + 3, 2 * (4 + 5)], [0, 0]],
   }
-
-
-def test_serving_combines_alike():
-  model, inputs = make(learnt()), {"x": KINDS["padded"]}
-  wanted = layers.predict(model, inputs)["x"]
-  weights = {"t": model.combiner_weights["t"][...]}
-  features, tables = model.spec.features, model.tables
-  serve = jax.jit(
-    lambda tables, weights: embed.serving_lookup(
-      inputs, None, tables, features, combiner_weights=weights
-    )
-  )
-  np.testing.assert_array_equal(serve(tables, weights)["x"], wanted)
-  with pytest.raises(ValueError, match=r"combiner_weights=\{'t': sparse_embed"):
-    embed.serving_lookup(inputs, None, tables, features)

@@ -89,14 +89,13 @@ def opened(folder: str | Path) -> Iterator[Served]:
 def _read(folder: Path, about: dict[str, Any]) -> Served:
   text: dict[str, Any] = about["text"]
   with np.load(folder / MODEL) as file:
-    stored = {name: file[name] for name in file.files}
-  program_bytes = bytearray(stored.pop("program.bin"))
-  read = jax.device_put(stored)
+    stored = dict(file)
   name = about.get("candidates")
   try:
-    program = jax.export.deserialize(program_bytes)
+    program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   except Exception as error:  # flatbuffers names no exceptions of its own
     raise ValueError(f"program.bin: {error}") from error
+  read = jax.device_put(stored)
   return Served(
     transforms=folder / TRANSFORMS,
     about=about,
