@@ -8,6 +8,7 @@ from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
+from embed.export import Exported, export
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
@@ -28,8 +29,7 @@ from embed.optimizers import (
   sgd,
 )
 from embed.planning import Plan, StackCost, TablePlan, plan
-from embed.serving.export import Exported, export
-from embed.serving.lookup import serving_lookup
+from embed.serving_lookup import serving_lookup
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 from embed.variables import Report, SlotVariable, Table
