@@ -1,43 +1,44 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
+import contextlib
 import dataclasses
 import functools
-import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import dynamic_vocabulary, gradients, planning, structure
+from embed import dynamic_vocabulary, planning, structure
 from embed.config import TableConfig
 from embed.dynamic_vocabulary import DynamicTable
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, taps, update, xla
+from embed.engine import exchange, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
 from embed.engine.stack import Arrays, Layout, StackSpec
-from embed.gradients import RowGrads
+from embed.gradients import Owner
 from embed.inputs import Input, RawInput, check, matched, read, read_raw, to_bags
 from embed.optimizers import RowOptimizer
 from embed.storage import owners
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 from embed.variables import (
+  LOSSES,
   Report,
   Table,
+  Tape,
   changing,
   check_alive,
   check_array,
   make_variables,
+  refuse_in_loss,
   replace,
-  warn_of_constant,
   warn_of_step,
 )
 
@@ -139,6 +140,8 @@ class SparseEmbed(nnx.Module):
   >>> layer.tables["movie"].shape, layer.spec.optimizers["movie"] == embed.adagrad(0.1)
   ((100, 4), True)
   """
+
+  tape: Tape | None  # inside of a loss that `value_and_grad` differentiates; None: constant
 
   def __init__(
     self,
@@ -281,9 +284,9 @@ class SparseEmbed(nnx.Module):
     stack = self.spec.stack_of[table_name]
     if candidates is None:
       stored = _stored_rows(self, stack)
-      rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
+      rows = stored_tables.read_whole(stack, stored, table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
-      (rows,) = self._tap(stack, [rows], LookupRecord((every,), (table_name,)), stored)
+      (rows,) = self._tap([rows], LookupRecord((every,), (table_name,)))
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
     if not shape or len(shape) not in (1, query.ndim):
@@ -299,7 +302,6 @@ class SparseEmbed(nnx.Module):
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
 
-  @mesh_lib.explained()
   def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
     """Activations in the structure of the features, and the residual."""
     spec = self.spec
@@ -326,32 +328,36 @@ class SparseEmbed(nnx.Module):
     inputs: Sequence[Input],
     tables: tuple[str, ...],
     combiner: str | None = None,
-  ) -> tuple[list[jax.Array], LookupRecord, jax.Array]:
+  ) -> tuple[Sequence[jax.Array], LookupRecord, jax.Array]:
     """Tapped activations of the features of a stack, what was looked up, and the dropped ids."""
     placement = stack.placement
     arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
     bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
     stored = _stored_rows(self, stack)
-    warn_of_constant(stored, bags)
-    rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
-    acts, record = mesh_lib.settled(compiled_look_up(stack, rows, bags, tables))
+    acts, record = mesh_lib.settled(compiled_look_up(stack, stored, bags, tables))
     acts = before_update(self, acts)
-    if mesh_lib.is_explicit((rows, self.report.get_value())):
+    if mesh_lib.is_explicit((stored, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
-    return self._tap(stack, acts, record, stored), record, dropped
+    return self._tap(acts, record), record, dropped
 
-  def _tap(
-    self,
-    stack: StackSpec,
-    activations: Sequence[jax.Array],
-    record: LookupRecord,
-    stored: jax.Array,
-  ) -> list[jax.Array]:
-    """Activations with the record of their lookup, for `value_and_grad`."""
-    trains = stack.optimizer is None or stack.optimizer.equation is not None
-    if trains and jax_internals.is_differentiating():
-      warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
-    return taps.tap(activations, record, stored, taps.Layer(weakref.ref(self), trains))
+  def _tap(self, activations: Sequence[jax.Array], record: LookupRecord) -> Sequence[jax.Array]:
+    """Activations with taps, inside of a loss that `value_and_grad` differentiates."""
+    if not LOSSES.get():
+      return activations
+    if not hasattr(self, "tape"):
+      optimizers = [self.spec.optimizers[table] for table in record.tables]
+      if all(optimizer is not None and optimizer.equation is None for optimizer in optimizers):
+        return activations  # frozen
+      raise ValueError(
+        f"The loss looks up table {record.tables[0]!r} in a SparseEmbed that is not in its first "
+        "argument, so that no gradient would come back. Use the layer in the model that the loss "
+        "gets. To keep the layer fixed, pass it to the loss as another argument, or give its "
+        "tables optimizer=embed.frozen()."
+      )
+    if self.tape is None:
+      return activations
+    LOSSES.set((*LOSSES.get()[:-1], LOSSES.get()[-1] + 1))
+    return self.tape.add(activations, record)
 
   def _add_to_report(self, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]) -> None:
     """Adds a call to the layer's report."""
@@ -374,17 +380,9 @@ class SparseEmbed(nnx.Module):
     self._set_report({**before, **counted})
 
   def _set_report(self, report: dict[str, jax.Array]) -> None:
-    before = self.report.get_value()
-    try:
+    # A model that a function closes over, as under jax.jit: no state comes out of it.
+    with contextlib.suppress(errors.TraceContextError):
       self.report.set_value(report)
-      is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
-      if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
-        raise ValueError(
-          "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
-          "Look up the whole batch at once, outside, and pass the activations in."
-        )
-    except jax_internals.TraceContextError:
-      pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
   # --- raw ids -----------------------------------------------------------------------------------
 
@@ -435,7 +433,6 @@ class SparseEmbed(nnx.Module):
     """
     return self._with_rows(features, DynamicTable.translate)
 
-  @mesh_lib.explained()
   def _with_rows(
     self, features: Any, find: Callable[[DynamicTable, Sequence[RawInput]], Mapping[Path, Any]]
   ) -> Any:
@@ -523,33 +520,8 @@ class SparseEmbed(nnx.Module):
         "apply_gradients: activation_grads is None. Give the structure of the activations; an "
         "entry may be None for a zero gradient."
       )
+    refuse_in_loss("Rows are updated")
     step_stacks(self, by_stack(self.spec, activation_grads, residual), step, {})
-
-  def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
-    """Steps each named table once from its `RowGrads`, in place.
-
-    A table without an entry, or with an empty one, does not move, unless its optimizer moves every
-    row at every step.
-
-    Args:
-      rows: `{table name: RowGrads}`. Entries with id `vocabulary_size` are unused.
-      step: the step, as for `apply_gradients`.
-
-    Raises:
-      ValueError: for an unknown table, other columns than `dim`, an id beyond the table (eagerly),
-        a table without optimizer, or a missing `step` where a schedule or stochastic rounding needs
-        it.
-
-    >>> zeros = jax.nn.initializers.zeros
-    >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), initializer=zeros, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.apply_row_gradients({"movie": embed.RowGrads(jnp.array([1, 1]), jnp.ones((2, 2)))})
-    >>> layer.tables["movie"].tolist()
-    [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
-    """
-    for name in rows:
-      table_config(self, name)
-    step_stacks(self, gradients.by_stack(self.spec.stack_of, rows), step, {})
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -630,6 +602,7 @@ class SparseEmbed(nnx.Module):
     Traceback (most recent call last):
     ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
+    refuse_in_loss("Tables are replaced")
     shapes = variable_shapes(self)
     for name, replaced in variables.items():
       table_config(self, name)
@@ -711,6 +684,45 @@ class SparseEmbed(nnx.Module):
     return dynamic_table(self, table_name).load_rows(raw_ids, variables, scores)
 
 
+# --- the layers of a model ------------------------------------------------------------------------
+
+
+def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path."""
+  layers: dict[str, SparseEmbed] = {}
+  for path, layer in layers_of(model):
+    name = "/".join(map(str, path))
+    if name in layers:
+      raise ValueError(
+        f"Two SparseEmbed layers of the model have the path {name!r}. Rename one of the keys "
+        'that have a "/" in them.'
+      )
+    layers[name] = layer
+  return layers
+
+
+def layers_of(node: Any) -> Iterator[tuple[tuple[Any, ...], SparseEmbed]]:
+  """Every `SparseEmbed` of an NNX object, with its path."""
+  return ((path, x) for path, x in nnx.iter_modules(node) if isinstance(x, SparseEmbed))
+
+
+def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
+  """The module and table of each key of `Grads.rows` and of checkpoints."""
+  keys: dict[str, tuple[SparseEmbed, str]] = {}
+  paths: dict[str, str] = {}
+  for path, module in sparse_embeds(model).items():
+    for name in module.spec.tables:
+      key = Owner(path, name).key
+      if key in keys:
+        raise ValueError(
+          f"Two tables of the model have the key {key!r} of gradients and checkpoints: table "
+          f"{keys[key][1]!r} of the layer at {paths[key]!r}, and table {name!r} of the layer at "
+          f"{path!r}. Rename one of the tables, in its TableConfig."
+        )
+      keys[key], paths[key] = (module, name), path
+  return keys
+
+
 # --- for the methods above, and for other modules -------------------------------------------------
 
 
@@ -773,13 +785,6 @@ def before_update(layer: SparseEmbed, outputs: Any) -> Any:
 compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 
 
-_UNTRAINED = (
-  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
-  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
-  "the table optimizer=embed.frozen() to keep it fixed."
-)
-
-
 # --- update --------------------------------------------------------------------------------------
 
 
@@ -840,7 +845,7 @@ def step_stacks(
   """
   for stack in moving(layer, grads, step, rates):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
-    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
+    arrays = stored_arrays(layer, stack)
     scalars = update.StepScalars.at(stack, step, rates.get(stack.name))
     scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
@@ -900,11 +905,12 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
   """`SparseEmbed.variables`."""
+  refuse_in_loss("Tables are read")
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
     return variable_shapes(layer)  # under nnx.eval_shape
-  tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"))
+  tables = stored_tables.read_all(stacks, arrays)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
   of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
   return {name: of(name) for name in layer.spec.tables}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from embed.engine import jax_internals
+from embed.engine.compat import is_traced
 
 
 def zero_of(token: jax.Array) -> jax.Array:
@@ -35,7 +35,7 @@ def with_token(arrays: Any, token: jax.Array) -> tuple[Any, jax.Array]:
       the table, for another use.
     token: an int32 scalar.
   """
-  if not jax_internals.is_traced(token):
+  if not is_traced(token):
     return arrays, token
 
   def on_cpu(arrays, token):

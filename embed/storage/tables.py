@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import rows as rows_lib
-from embed.engine.jax_internals import is_traced
+from embed.engine.compat import is_traced
 from embed.engine.mesh import Placement, current_mesh, settled
 from embed.engine.stack import Arrays, Layout, StackSpec
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
 import optax
 import pytest
@@ -143,7 +144,7 @@ def test_load_tables_copies():
   rows = jnp.ones((V, D))
   layer.load_tables({"t": rows})
   train = nnx.jit(
-    lambda m: m.apply_row_gradients({"t": embed.RowGrads([1], np.ones((1, D)))}), donate_argnums=0
+    lambda m: layers.update(m, {"t": embed.RowGrads([1], np.ones((1, D)))}), donate_argnums=0
   )
   train(layer)
   assert (rows == 1).all(), "the caller's array was donated"
