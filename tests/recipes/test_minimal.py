@@ -75,10 +75,10 @@ def test_the_test_rows_have_ids_that_training_never_saw(clicks):
   users, known = transforms.columns["user"], {row["user"] for row in train}
   unknown = [row for row in test if row["user"] not in known]
   assert len(unknown) > 100
-  ids = minimal.make_batch(unknown, transforms)["inputs"].features["user"]
+  ids = minimal.make_batch(unknown, transforms)["inputs"]["user"]
   assert (ids >= len(users.tokens)).all()
   assert (ids < users.vocabulary_size).all()
-  trained = minimal.make_batch(train, transforms)["inputs"].features["user"]
+  trained = minimal.make_batch(train, transforms)["inputs"]["user"]
   assert np.isin(ids, trained).mean() > 0.5
 
 
