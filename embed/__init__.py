@@ -9,6 +9,7 @@ from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
 from embed.layer import Residual, SparseEmbed
@@ -35,7 +36,6 @@ from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
-from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 from embed.variables import Report, SlotVariable, Table
 
 __all__ = [
