@@ -8,6 +8,7 @@ from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
+from embed.export import Exported, export
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
@@ -25,16 +26,11 @@ from embed.optimizers import (
   from_optax,
   frozen,
   ftrl,
-  lion,
-  momentum,
-  proximal_adagrad,
-  rmsprop,
   rowwise_adagrad,
   sgd,
 )
 from embed.planning import Plan, StackCost, TablePlan, plan
-from embed.serving.export import Exported, export
-from embed.serving.lookup import serving_lookup
+from embed.serving_lookup import serving_lookup
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.variables import Report, SlotVariable, Table
 
@@ -81,13 +77,9 @@ __all__ = [
   "import_variables",
   "importers",
   "jit_step",
-  "lion",
   "look_ahead",
-  "momentum",
   "plan",
-  "proximal_adagrad",
   "raw_ids",
-  "rmsprop",
   "row_wise",
   "rowwise_adagrad",
   "serving_lookup",

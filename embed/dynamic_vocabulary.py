@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import DynamicVocabulary, TableConfig
@@ -168,14 +167,6 @@ class DynamicTable:
     given = {key: arrays[key] for key in owners.names(self.vocabulary)}
     self._set(owners.store(self.vocabulary, self.stack.placement, given))
 
-  def put_owners(self, changed: Mapping[str, changes.TableRows]) -> None:
-    """Replaces some entries of `owners`; in NumPy, the same in every process."""
-    new = {}
-    for name, x in self.owners().items():
-      new[name] = np.array(self.stack.placement.put(x, P()))
-      new[name][changed[name].ids] = changed[name].values["values"]
-    self.set_owners(new)
-
   def store_apart(self) -> None:
     """Stores the owners as on one device."""
     on_host = lambda tree: jax.tree.map(np.asarray, tree)
@@ -230,22 +221,6 @@ class DynamicTable:
       self.set_owners(new)
       self._set({"step": mesh_lib.like(jnp.full_like(state["step"], step), state["step"])})
     return rows
-
-  def load_by_value(self, saved: Mapping[str, Any]) -> None:
-    """Fills the table with the rows of another geometry, the most valuable first.
-
-    Args:
-      saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
-        row of the unknown is the last one, which has no owner. The number of the last batch is set.
-    """
-    rows, keys = self._by_value(saved), ("parameters", *self.stack.slots)
-    scores: dict[str, Any] = {key: rows[key] for key in ("last_used", "uses") if key in rows}
-    self.load_rows(rows["raw_ids"], {key: rows[key] for key in keys}, scores)
-    is_unknown = (np.asarray(saved["raw_ids"])[-1] == admission.EMPTY).all()
-    if self.vocabulary.trains_unknown and is_unknown:
-      row = np.array([self.vocabulary.capacity - 1], np.int32)
-      last = changes.TableRows(row, {key: np.asarray(saved[key])[-1:] for key in keys})
-      replace(self.arrays, changes.put(self.stack, self._stored, self.name, last))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -873,10 +873,7 @@ def _must_step(
       "reads. Write optimizer.update(model, grads), or give the table a schedule f(step)."
     )
   if step is None and optimizer.has_schedule:
-    raise ValueError(
-      f"Table {stack.tables[0]!r} has a schedule, of its learning rate or gradient multiplier: "
-      "pass step=..."
-    )
+    raise ValueError(f"Table {stack.tables[0]!r} has a schedule: pass step=...")
   if step is None and stack.uses_stochastic_rounding:
     raise ValueError(
       f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number "

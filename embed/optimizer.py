@@ -17,7 +17,7 @@ from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows, by_stack
 from embed.layer import SparseEmbed, moving, step_stacks
 from embed.optimizers import RowOptimizer
-from embed.variables import WRITING, changing, check_alive
+from embed.variables import changing, check_alive
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
@@ -200,9 +200,8 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
 
   @functools.wraps(step)
   def compiled(*args: Any, **kwargs: Any) -> Any:
-    with WRITING:  # Flax sets the arrays without a call of Table
-      _unshare(variables)
-      return bound(*args, **kwargs)
+    _unshare(variables)
+    return bound(*args, **kwargs)
 
   return compiled
 

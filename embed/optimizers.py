@@ -23,7 +23,6 @@ import numpy as np
 from flax import nnx
 
 from embed.config import setting
-from embed.elementwise import mixing_operation
 from embed.engine.mesh import WHOLE_ROWS, Columns
 
 Schedule = Callable[[Any], Any]
@@ -38,14 +37,11 @@ UserEquation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slo
 class Common(TypedDict, total=False):
   """The keyword arguments of every optimizer, which `embed.sgd` explains."""
 
-  gradient_multiplier: Rate | None
   clipvalue: ClipRange | None
   weight_decay_factor: float | None
   multiply_weight_decay_factor_by_learning_rate: bool | None
-  l2_factor: float | None
   clip_weight_min: float | None
   clip_weight_max: float | None
-  max_norm: float | None
   slot_init: SlotInit | None
 
 
@@ -82,10 +78,9 @@ class RowOptimizer:
 
   Made by `embed.sgd`, `embed.adagrad` and the others; by `embed.custom_optimizer` from your own
   equation. It holds no state, so one object may serve many tables, and it pickles. Every row that
-  was looked up in a step is stepped once, in this order: gradients times `gradient_multiplier`,
-  summed over the row's occurrences, clipped to `clipvalue`; weight decay; `l2_factor`; `equation`;
-  `max_norm`; the row clipped to `clip_weight_min` and `clip_weight_max`. All in float32, for tables
-  of any dtype.
+  was looked up in a step is stepped once, in this order: gradients summed over the row's
+  occurrences, clipped to `clipvalue`; weight decay; `equation`; the row clipped to
+  `clip_weight_min` and `clip_weight_max`. All in float32, for tables of any dtype.
 
   Attributes:
     equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
@@ -174,14 +169,6 @@ class RowOptimizer:
       return self.learning_rate(step, rate)
     return _at(self.learning_rate, step)
 
-  def gradient_multiplier_at(self, step: Any) -> Any:
-    """The factor on the gradients of the 0-based `step`, a float or a traced scalar, or None.
-
-    >>> embed.sgd(0.1, gradient_multiplier=0.5).gradient_multiplier_at(0)
-    0.5
-    """
-    return _at(self.gradient_multiplier, step)
-
   @property
   def has_schedule(self) -> bool:
     """Whether a step depends on its number, which `apply_gradients` then requires.
@@ -191,7 +178,7 @@ class RowOptimizer:
     """
     rate = self.learning_rate
     is_schedule = callable(rate) and not isinstance(rate, nnx.Variable)
-    return is_schedule or callable(self.gradient_multiplier) or self.uses_step
+    return is_schedule or self.uses_step
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
     """The same optimizer with other arguments.
@@ -247,7 +234,7 @@ def register(function: Maker) -> Maker:
     bound.apply_defaults()
     given = {key: _setting(name, key, x) for key, x in bound.arguments.items()}
     arguments = given | _checked(name, given)
-    made = _around(function(**arguments), arguments)
+    made = function(**arguments)
     slots = made.slots if callable(made.slots) else _fixed_slots(name, made.slots, arguments)
     return dataclasses.replace(made, name=name, arguments=arguments, slots=slots)
 
@@ -275,23 +262,6 @@ def _setting(name: str, key: str, value: Any) -> Any:
     f"float(x){instead}.",
   )
   return setting(f"{name}: {key}", value)
-
-
-def _around(made: RowOptimizer, arguments: Mapping[str, Any]) -> RowOptimizer:
-  """An optimizer with `l2_factor` before its equation and `max_norm` after it."""
-  l2, norm, step = arguments["l2_factor"], arguments["max_norm"], made.equation
-  if step is None or (not l2 and norm is None):
-    return made
-
-  def equation(g, w, s, lr, columns=WHOLE_ROWS, **number):
-    g = g + l2 * w if l2 else g
-    w, s = step(g, w, s, lr, *((columns,) if made.across_row else ()), **number)
-    if norm is not None:
-      w = w * (norm / jnp.maximum(jnp.sqrt(row_sum(w * w, columns)), norm))[..., None]
-    return w, s
-
-  across_row = made.across_row or norm is not None
-  return dataclasses.replace(made, equation=equation, linear=False, across_row=across_row)
 
 
 def named() -> dict[str, Callable[..., RowOptimizer]]:
@@ -322,30 +292,15 @@ def require(condition: bool, message: str) -> None:
 def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
   """The arguments that all optimizers take, in one form each."""
   rate = _rate(name, "learning_rate", arguments["learning_rate"])
-  multiplier = arguments["gradient_multiplier"]
-  if multiplier is not None:
-    multiplier = _rate(name, "gradient_multiplier", multiplier)
-    reads_variable = isinstance(getattr(multiplier, "learning_rate", None), nnx.Variable)
-    require(
-      not reads_variable,
-      f"{name}: gradient_multiplier reads an nnx.Variable, which only learning_rate may.",
-    )
   clip = arguments["clipvalue"]
   low, high = arguments["clip_weight_min"], arguments["clip_weight_max"]
   require(
     low is None or high is None or low <= high,
     f"{name}: clip_weight_min={low} is greater than clip_weight_max={high}.",
   )
-  norm, l2 = arguments["max_norm"], arguments["l2_factor"]
-  require(
-    norm is None or (isinstance(norm, float | int) and 0 < norm < math.inf),
-    f"{name}: max_norm must be a positive number, or None. Got {norm!r}.",
-  )
-  require(l2 is None or l2 >= 0, f"{name}: l2_factor must be >= 0. Got {l2!r}.")
   by_rate = "multiply_weight_decay_factor_by_learning_rate"
   return {
     "learning_rate": rate,
-    "gradient_multiplier": multiplier,
     "clipvalue": _clip_pair(name, clip),
     by_rate: bool(arguments[by_rate]),
     "slot_init": arguments["slot_init"] or {},
@@ -393,12 +348,6 @@ def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | Non
 # --- equations -----------------------------------------------------------------------------------
 
 
-def _check_accumulator(value: float) -> None:
-  require(
-    value > 0, f"Argument `initial_accumulator_value` must be a positive float. Got {value!r}."
-  )
-
-
 def _check_divisor(name: str, initial_accumulator_value: float, epsilon: float) -> None:
   require(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
   require(
@@ -426,17 +375,12 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
     learning_rate: a float, or a schedule of the 0-based step (optax schedules are such); or an
       `nnx.Variable` of a scalar, whose value is read at every step by `embed.Optimizer`, which
       holds it in `rates`.
-    gradient_multiplier: a float or a schedule; scales gradients before all else.
     clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
     multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
-    l2_factor: `g += factor * w` after clipping, so that the decay goes through the slots: torch's
-      `weight_decay`, FBGEMM's mode L2.
     clip_weight_min: touched rows are clipped to it after the update.
     clip_weight_max: touched rows are clipped to it after the update.
-    max_norm: touched rows longer than this (the root of the sum of squares) are scaled to it
-      after the update.
     slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
       whole slot's, `[V, D]` or `[V]`.
 
@@ -637,7 +581,11 @@ def ftrl(
   ([0.0], [3.0])
   """
   del allow_zero_accumulator  # TensorFlow refuses a zero accumulator with it as well
-  _check_accumulator(initial_accumulator_value)
+  require(
+    initial_accumulator_value > 0,
+    "Argument `initial_accumulator_value` must be a positive float. Got "
+    f"{initial_accumulator_value!r}.",
+  )
   require(
     learning_rate_power <= 0, f"`learning_rate_power` must be <= 0. Got {learning_rate_power}"
   )
@@ -727,155 +675,6 @@ def adam(
   if bias_correction:
     slots["steps"] = Slot(0, per_row=True, dtype="int32")
   return RowOptimizer(equation, slots, across_row=rowwise)
-
-
-@register
-def momentum(
-  learning_rate: Rate = 0.001,
-  momentum: float = 0.9,
-  use_nesterov: bool = False,
-  **common: Unpack[Common],
-) -> RowOptimizer:
-  """Momentum, TensorFlow's.
-
-  The step of a row::
-
-    m = momentum * m + g
-    w -= lr * m  # lr * (g + momentum * m) with use_nesterov
-
-  Slot `momenta`, float32 `[V, D]`, from 0. It decays only when its row is touched.
-
-  Args:
-    momentum: the decay of `m`.
-    use_nesterov: whether to look ahead.
-
-  >>> optimizer = embed.momentum(0.5, momentum=0.5)
-  >>> w, slots = optimizer.equation(jnp.ones(1), jnp.ones(1), {"momenta": jnp.array([2.0])}, 0.5)
-  >>> w.tolist(), slots["momenta"].tolist()
-  ([0.0], [2.0])
-  """
-
-  def equation(g, w, s, lr):
-    m = momentum * s["momenta"] + g
-    return w - lr * (g + momentum * m if use_nesterov else m), {"momenta": m}
-
-  return RowOptimizer(equation, {"momenta": 0.0})
-
-
-@register
-def rmsprop(
-  learning_rate: Rate = 0.001,
-  rho: float = 0.9,
-  momentum: float = 0.0,
-  epsilon: float = 1e-7,
-  **common: Unpack[Common],
-) -> RowOptimizer:
-  """RMSProp (Tieleman and Hinton 2012), TensorFlow's.
-
-  The step of a row::
-
-    ms += (1 - rho) * (g² - ms)
-    mom = momentum * mom + lr * g / sqrt(ms + epsilon)
-    w -= mom
-
-  Slots `ms` and `mom`, float32 `[V, D]`, both from 0.
-
-  Args:
-    rho: the decay of `ms`, in [0, 1).
-    momentum: the decay of `mom`.
-    epsilon: positive.
-
-  >>> zero = {"ms": jnp.zeros(1), "mom": jnp.zeros(1)}
-  >>> optimizer = embed.rmsprop(1.0, rho=0.75)
-  >>> w, slots = optimizer.equation(jnp.array([8.0]), jnp.array([2.0]), zero, 1.0)
-  >>> w.tolist(), slots["ms"].tolist()  # 0.25 * 64; 2 - 8 / sqrt(16)
-  ([0.0], [16.0])
-  """
-  _check_beta("rho", rho)
-  require(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
-
-  def equation(g, w, s, lr):
-    ms = s["ms"] + (1 - rho) * (g * g - s["ms"])
-    mom = momentum * s["mom"] + lr * g * jax.lax.rsqrt(ms + epsilon)
-    return w - mom, {"ms": ms, "mom": mom}
-
-  return RowOptimizer(equation, {"ms": 0.0, "mom": 0.0})
-
-
-@register
-def proximal_adagrad(
-  learning_rate: Rate = 0.001,
-  initial_accumulator_value: float = 0.1,
-  l1_regularization_strength: float = 0.0,
-  l2_regularization_strength: float = 0.0,
-  **common: Unpack[Common],
-) -> RowOptimizer:
-  """Adagrad with a proximal step (Duchi and Singer 2009), which drives small weights to 0.
-
-  The step of a row::
-
-    a += g²
-    eta = lr / sqrt(a)
-    u = w - eta * g
-    w = sign(u) * max(|u| - eta * l1, 0) / (1 + eta * l2)
-
-  Slot `accumulators`, float32 `[V, D]`.
-
-  Args:
-    initial_accumulator_value: of `a`, positive.
-    l1_regularization_strength: `l1`, at least 0.
-    l2_regularization_strength: `l2`, at least 0.
-
-  >>> slots = {"accumulators": jnp.array([7.0])}
-  >>> optimizer = embed.proximal_adagrad(1.0, l1_regularization_strength=2.0)
-  >>> optimizer.equation(jnp.array([3.0]), jnp.array([1.0]), slots, 1.0)[0].tolist()  # |u| is 0.25
-  [0.0]
-  """
-  _check_accumulator(initial_accumulator_value)
-  l1, l2 = l1_regularization_strength, l2_regularization_strength
-  require(l1 >= 0 and l2 >= 0, "The l1 and l2 regularization strengths must be >= 0.")
-
-  def equation(g, w, s, lr):
-    a = s["accumulators"] + g * g
-    eta = lr * jax.lax.rsqrt(a)
-    u = w - eta * g
-    w = jnp.sign(u) * jnp.maximum(jnp.abs(u) - eta * l1, 0) / (1 + eta * l2)
-    return w, {"accumulators": a}
-
-  return RowOptimizer(equation, {"accumulators": initial_accumulator_value})
-
-
-@register
-def lion(
-  learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.99, **common: Unpack[Common]
-) -> RowOptimizer:
-  """Lion (Chen et al. 2023): steps of one size, by the sign of the smoothed gradient.
-
-  The step of a row::
-
-    w -= lr * sign(beta1 * m + (1 - beta1) * g)
-    m = beta2 * m + (1 - beta2) * g
-
-  Slot `momenta`, float32 `[V, D]`, from 0.
-
-  Args:
-    beta1: the share of `m` in the step, in [0, 1).
-    beta2: the decay of `m`, in [0, 1).
-
-  >>> optimizer = embed.lion(0.5, beta2=0.5)
-  >>> w, slots = optimizer.equation(jnp.array([3.0]), jnp.ones(1), {"momenta": jnp.zeros(1)}, 0.5)
-  >>> w.tolist(), slots["momenta"].tolist()
-  ([0.5], [1.5])
-  """
-  _check_beta("beta1", beta1)
-  _check_beta("beta2", beta2)
-
-  def equation(g, w, s, lr):
-    m = s["momenta"]
-    w = w - lr * jnp.sign(beta1 * m + (1 - beta1) * g)
-    return w, {"momenta": beta2 * m + (1 - beta2) * g}
-
-  return RowOptimizer(equation, {"momenta": 0.0})
 
 
 def frozen(**arguments: Never) -> RowOptimizer:
@@ -1011,7 +810,21 @@ def custom_optimizer(
       isinstance(slot, (Slot, int, float)),
       f"custom_optimizer: slot {name!r} must be a number or an embed.Slot. Got {slot!r}.",
     )
-  return RowOptimizer(on_whole_rows(update), slots or {}, across_row=True)
+
+  @functools.cache
+  def checked_slots(dim: int) -> dict[str, Slot]:
+    by_name = {name: s if isinstance(s, Slot) else Slot(s) for name, s in (slots or {}).items()}
+    full = lambda s, n: jnp.full((n,) if s.per_row else (n, dim), s.initial, s.dtype)
+    state_of = lambda rows: {name: full(s, len(rows)) for name, s in by_name.items()}
+    step = lambda g, w, state: update(g, w, state, jnp.float32(0.125))
+    require(
+      not _meets_others(step, state_of, dim),
+      "custom_optimizer: a row's update depends on other rows, which are not always beside it. "
+      "Reduce over the last axis only, as jnp.mean(g, axis=-1).",
+    )
+    return by_name
+
+  return RowOptimizer(on_whole_rows(update), checked_slots, across_row=True)
 
 
 @register
@@ -1046,13 +859,24 @@ def from_optax(
     hasattr(tx, "init") and hasattr(tx, "update"),
     f"from_optax takes an optax transformation such as optax.adam(1e-3). Got {tx!r}.",
   )
-  mixes = None if per_row else _mixing_in_table(tx)
+
+  def step(g, w, state):
+    updates, state = tx.update(g, state, w)
+    return w + updates, state
+
+  try:
+    meets_others = not per_row and _meets_others(step, tx.init, dim=4)
+  except Exception as error:
+    raise ValueError(
+      "from_optax: tx needs arguments or a state that the rows of a table do not have "
+      f"({type(error).__name__}: {error}). Write embed.custom_optimizer for its equation."
+    ) from error
   require(
-    mixes is None,
-    f"from_optax: an element's update depends on other elements of the table ({mixes}), so that it "
-    "cannot step row by row. To clip by a norm, leave the clip out of tx and write "
-    "optimizer.update(model, embed.clip_by_global_norm(grads, max_norm)). To take norms and means "
-    "over each row alone, write from_optax(tx, per_row=True).",
+    not meets_others,
+    "from_optax: a row's update depends on other rows of the table, so it cannot step alone. To "
+    "clip by a norm, leave the clip out of tx and write optimizer.update(model, "
+    "embed.clip_by_global_norm(grads, max_norm)). To take norms and means over each row alone, "
+    "write from_optax(tx, per_row=True).",
   )
   name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -1086,16 +910,20 @@ def from_optax(
   return RowOptimizer(on_whole_rows(equation), slots, across_row=True)
 
 
-def _mixing_in_table(tx: Any) -> str | None:
-  """The operation in which a transformation joins different elements of a table, or None."""
-  table = jax.ShapeDtypeStruct((256, 384), np.float32)  # so large that adafactor factors it
-  try:
-    state = jax.eval_shape(tx.init, table)
-    closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
-  except Exception as error:
-    raise ValueError(
-      "from_optax: tx needs arguments or a state that the rows of a table do not have "
-      f"({type(error).__name__}: {error}). Write embed.custom_optimizer for its equation."
-    ) from error
-  carried = [(1 + i, 1 + i) for i in range(len(jax.tree.leaves(state)))]  # after updates, gradients
-  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars], carried)
+def _meets_others(
+  step: Callable[..., tuple[jax.Array, Any]], state_of: Callable[[jax.Array], Any], dim: int
+) -> bool:
+  """Whether a row steps otherwise beside another row, also one without finite gradients."""
+
+  def run(rows, gradients):
+    state = state_of(rows)
+    for g in gradients:
+      rows, state = step(g, rows, state)
+    return rows[0]
+
+  w = np.linspace(0.5, 1.0, 2 * dim, dtype=np.float32).reshape(2, dim)
+  gradients = np.stack([100 * w, [w[0], np.full(dim, np.nan)], w])
+  both = jax.jit(lambda w, g: (run(w, g), run(w[:1], g[:, :1])))
+  with jax.ensure_compile_time_eval():  # asked for inside a traced step too
+    pair, alone = both(w, gradients)
+  return not np.allclose(pair, alone, rtol=1e-4, equal_nan=True)

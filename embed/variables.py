@@ -1,9 +1,8 @@
-"""The `nnx.Variable`s of a layer, which other threads may read while they change."""
+"""The `nnx.Variable`s of a layer."""
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,20 +22,6 @@ HOW_TO_PREDICT = (
   "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
   "the model shares a module)"
 )
-# Flax's transformations take modules apart and write all of their arrays back when a call returns.
-WRITTEN_BACK = (
-  "by default Flax's transformations write every array of a model back when a call returns, and "
-  f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
-)
-WRITING = threading.RLock()  # held while the arrays of tables are replaced
-
-
-def _is_copied(before: Any, after: Any) -> bool:
-  """Whether a large array was replaced and is still alive: it was not donated."""
-  arrays = (before, after)
-  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
-    return False
-  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
 
 
 class Table(nnx.Variable):
@@ -50,61 +35,13 @@ class Table(nnx.Variable):
   (1, State({}))
   """
 
-  __slots__ = ("_swapped_by",)
-  _swapped_by: threading.Thread  # has put the rows of a delta here
-
-  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
-    """Sets the array, and warns if a Flax transformation copied it.
-
-    Raises:
-      RuntimeError: if a call of a Flax transformation that began earlier would undo a delta.
-    """
-    with WRITING:
-      before = self.get_raw_value()
-      self._check_write_back(value)
-      super().set_raw_value(value, **kwargs)
-    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
-      _warn_of_copy(
-        before,
-        "was copied: nnx.jit and Flax's other transformations return the models that they are "
-        "given",
-      )
-
-  def update_from_state(self, variable_state: nnx.Variable) -> None:
-    """Takes over the array of another Variable; raises RuntimeError as `set_raw_value` does."""
-    with WRITING:
-      self._check_write_back(variable_state.get_raw_value())
-      super().update_from_state(variable_state)
-
-  def _check_write_back(self, value: Any) -> None:
-    """Raises RuntimeError if a call has read an older array than the one that it replaces."""
-    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
-    if thread is None or thread is threading.current_thread() or before is value:
-      return  # the thread that applied the delta has no older call that is still running
-    arrays = (before, value)
-    if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
-      return
-    # A step that donates the model has read the very array that it replaces.
-    if not before.is_deleted() and jax_internals.is_unread_by_caller(self):
-      raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
-
-
-def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
-  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read."""
-  tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
-  with WRITING:
-    if any(variable.get_raw_value() is not read for variable, read in tables):
-      raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
-    for table, _ in tables:
-      table._swapped_by = threading.current_thread()  # noqa: SLF001
-    for variable, read, new in changes:
-      if new is not read:
-        variable.set_raw_value(new)
-
 
 def warn_of_step(before: Any, after: Any) -> None:
   """Warns of a step that made a new table because nothing was donated."""
-  if _is_copied(before, after):
+  arrays = (before, after)
+  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+    return
+  if before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted():
     _warn_of_copy(before, "was copied by a step outside of a jitted function")
 
 

@@ -2,8 +2,7 @@
 
 manifest.json   the size and the checksum of every other file, which `serving.load` compares
 served.json     the recipe, the declared columns, and what to install for predictions
-program.bin     the model, as `jax.export` writes it; it needs no code of the model
-arrays.npz      the arrays that it reads
+model.npz       the program of the model, as `jax.export` writes it, and the arrays that it reads
 candidates.npy  two_tower, sequence with a temperature: the vectors of the items
 index.usearch   with --ann: the index over the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
@@ -106,11 +105,11 @@ def export(
     parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
   )
   with files.replacing_folder(out) as partial:
-    program.save(partial)
+    program.save(partial / folder_lib.MODEL)
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
     if ann:
-      with np.load(partial / "arrays.npz") as read:
+      with np.load(partial / folder_lib.MODEL) as read:
         vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
       retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)

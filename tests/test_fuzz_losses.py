@@ -42,7 +42,7 @@ def blank(value=0.0, shape=(B, D)):
 
 SIZES = {"t": 20, "u": 10}
 OPTIMIZERS = {
-  "t": ("momentum", {"learning_rate": 0.1, "momentum": 0.5}),  # moves touched rows without gradient
+  "t": ("adagrad_momentum", {"learning_rate": 0.1, "momentum": 0.5}),  # moves rows without gradient
   "u": ("adagrad", {"learning_rate": 0.1}),
 }
 

@@ -446,6 +446,7 @@ def test_what_has_no_counterpart():
       r"once for each occurrence.*table 't', a SGD.*embed\.sgd",
     ),
     ({"optimizer": tf_optimizer("Adam", lazy_adam=False)}, r"every row.*table 't', a Adam"),
+    ({"optimizer": tf_optimizer("RMSPropParameters")}, "no counterpart.*embed.from_optax"),
     ({"optimizer": "sgd"}, "no counterpart of table 't', a str"),
     ({"initializer": rate}, r"initializer of table 't'.*f\(key, shape, dtype\)"),
     ({"initializer": Object("Constant", value=[1, 2])}, "constant array.*load_tables"),

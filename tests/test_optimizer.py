@@ -135,7 +135,7 @@ def test_a_rate_that_no_step_would_see_is_refused():
   with pytest.raises(ValueError, match=r"nnx\.Variable\(x\)"):
     embed.adam(np.array(0.1))
   with pytest.raises(ValueError, match="only learning_rate may"):
-    embed.adam(0.1, gradient_multiplier=nnx.Variable(1.0))
+    embed.adam(0.1, weight_decay_factor=nnx.Variable(1.0))
   with pytest.raises(ValueError, match="a scalar"):
     embed.adam(nnx.Variable(jnp.ones(2)))
   table = embed.TableConfig(4, 2, name="t", optimizer=embed.sgd(nnx.Variable(0.1)))

@@ -95,27 +95,7 @@ EQUATIONS = {
     {"momenta": [0.0, 0], "velocities": 0.0}, 10.0,
     [-1.0, -7], {"momenta": [0.5, 3.5], "velocities": 25.0},
   ),
-  "momentum": (
-    embed.momentum(momentum=0.5), [3.0], [1.0], {"momenta": 2.0}, 0.5, [-1.0], {"momenta": 4.0},
-  ),
-  "momentum, nesterov": (
-    embed.momentum(momentum=0.5, use_nesterov=True), [3.0], [1.0], {"momenta": 2.0}, 0.5,
-    [-1.5], {"momenta": 4.0},
-  ),
-  "rmsprop": (
-    embed.rmsprop(rho=0.75, momentum=0.5, epsilon=9.0), [2.0], [1.0], {"ms": 20.0, "mom": 2.0},
-    5.0, [-2.0], {"ms": 16.0, "mom": 3.0},
-  ),
-  "proximal adagrad": (
-    embed.proximal_adagrad(l1_regularization_strength=0.5, l2_regularization_strength=4.0),
-    [3.0], [1.0], {"accumulators": 7.0}, 1.0, [0.0625], {"accumulators": 16.0},
-  ),
-  "lion": (
-    embed.lion(beta1=0.75, beta2=0.5), [-8.0], [1.0], {"momenta": 4.0}, 0.5,
-    [0.5], {"momenta": -2.0},
-  ),
 }  # fmt: skip
-NORM = {"max_norm": 5.0, "clip_weight_max": 3.5}
 CUSTOM = {"clipvalue": 0.5, "clip_weight_max": 1.25}
 # The arguments of all optimizers, at rate 0.5: gradient and row -> new row.
 COMMON = {
@@ -125,10 +105,6 @@ COMMON = {
     embed.sgd(weight_decay_factor=0.25, multiply_weight_decay_factor_by_learning_rate=True),
     [1.0], [2.0], [1.25],
   ),
-  "decay, then l2": (embed.sgd(weight_decay_factor=0.5, l2_factor=0.5), [1.0], [2.0], [0.25]),
-  "clip, then l2": (embed.sgd(clipvalue=0.25, l2_factor=0.5), [1.0], [1.0], [0.625]),
-  "norm, then range": (embed.sgd(**NORM), [-12.0, -16], [0.0, 0], [3, 3.5]),
-  "no longer than its norm": (embed.sgd(max_norm=5.0), [-6.0, 0], [0.0, 0], [3, 0]),
   "range": (embed.sgd(clip_weight_min=0.0), [4.0], [1.0], [0.0]),
   "custom": (
     embed.custom_optimizer(lambda g, w, s, lr: (w - 2 * lr * g, s), **CUSTOM),
@@ -199,7 +175,7 @@ def test_equal_hyperparameters_are_equal_optimizers():
   assert embed.adam(1e-3) == embed.adam(learning_rate=1e-3, beta_1=0.9)
   assert embed.adam(1e-3) != embed.adam(1e-3, beta_1=0.8)
   assert embed.adam(1e-3) != embed.adam(1e-3, clipvalue=1.0)
-  assert embed.sgd(0.1) != embed.momentum(0.1)
+  assert embed.sgd(0.1) != embed.adagrad(0.1)
   assert len({embed.sgd(0.1), embed.sgd(0.1), embed.frozen()}) == 2
   f = lambda g, w, s, lr: (w, s)
   assert hash(embed.custom_optimizer(f, {"a": 0.0})) == hash(embed.custom_optimizer(f, {"a": 0.0}))
@@ -294,6 +270,7 @@ def refuses(make):
     embed.from_optax(make())
 
 
+@pytest.mark.programs(40, "each transformation is probed by a program of its own")
 def test_from_optax_takes_what_is_elementwise_alone():
   cases.each({name: (make,) for name, make in ELEMENTWISE.items()}, takes)
   cases.each({name: (make,) for name, make in TOGETHER.items()}, refuses)
@@ -307,6 +284,12 @@ def test_from_optax_takes_all_of_optax_that_is_elementwise():
   cases.each({name: (of_optax(name),) for name in TOGETHER_TOO}, refuses)
   refuses(lambda: optax.MultiSteps(optax.clip_by_global_norm(1.0), 2))
   refuses(lambda: optax.apply_if_finite(optax.sgd(0.1), 3))
+
+
+def test_custom_rows_that_meet_are_refused():
+  total = lambda g, w, s, lr: (w - lr * g / jnp.linalg.norm(g), s)
+  with pytest.raises(ValueError, match=r"depends on other rows.*axis=-1"):
+    one_table(embed.custom_optimizer(total))
 
 
 def test_per_row_is_optax_on_each_row():
@@ -357,21 +340,17 @@ def test_a_schedule_sees_the_step_from_zero():
   assert int(optimizer.step[...]) == 3
 
 
-def check_rate(argument):
-  make_with = lambda x: embed.sgd(**{argument: x})
+def test_a_rate_is_a_number_or_a_schedule():
+  make_with = lambda x: embed.sgd(learning_rate=x)
   assert make_with(2) == make_with(2.0) != embed.sgd()
-  with pytest.raises(ValueError, match=rf"{argument} must be .*lambda step"):
+  with pytest.raises(ValueError, match=r"learning_rate must be .*lambda step"):
     make_with(lambda: 0.1)
   for wrong in ("2", True, np.ones(3)):
-    with pytest.raises(ValueError, match=f"{argument} must be"):
+    with pytest.raises(ValueError, match="learning_rate must be"):
       make_with(wrong)
   layer = one_table(make_with(lambda step: 1.0))
   with pytest.raises(ValueError, match=r"has a schedule.*step="):
     nnx.eval_shape(step, layer, np.array([0]), np.ones((1, D), np.float32), None)
-
-
-def test_a_rate_is_a_number_or_a_schedule():
-  cases.each({name: (name,) for name in ("learning_rate", "gradient_multiplier")}, check_rate)
 
 
 def test_adam_with_bias_correction_is_the_papers():
@@ -447,13 +426,13 @@ def test_a_new_optimizer_is_known_by_name(made_up):
   assert embed.from_tpu_embedding({}, of_tensorflow).optimizer == halving(0.25)
   assert pickle.loads(pickle.dumps(halving(0.25, clipvalue=1.0))) == halving(0.25, clipvalue=1.0)
   assert halving().replace(learning_rate=0.25) == halving(0.25)
-  with pytest.raises(ValueError, match=r"unknown name 'halve'. There are .*, ftrl, halving, lion"):
+  with pytest.raises(ValueError, match=r"unknown name 'halve'. There are .*, ftrl, halving, "):
     in_spec({"name": "halve"})
   with pytest.raises(
     ValueError, match=r"halving\(\) .*'rate'.* It takes learning_rate, .*, slot_init"
   ):
     in_spec({"name": "halving", "rate": 0.1})
-  with pytest.raises(ValueError, match=r"unsupported optimizer class.* ftrl, halving, lion"):
+  with pytest.raises(ValueError, match=r"unsupported optimizer class.* ftrl, halving, "):
     embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(V, D)), "halving", rngs=nnx.Rngs(0))
 
 
@@ -506,7 +485,6 @@ def test_an_optimizer_keeps_its_arguments():
 SCALARS = (jnp.float32, jnp.bfloat16, np.float32, np.float64)
 SETTINGS = {
   "learning rate": lambda x: embed.sgd(x),
-  "multiplier": lambda x: embed.sgd(gradient_multiplier=x),
   "decay": lambda x: embed.sgd(weight_decay_factor=x),
   "clip": lambda x: embed.sgd(clipvalue=(-x, x), clip_weight_max=x),
   "beta": lambda x: embed.adam(beta_1=x, epsilon=x),

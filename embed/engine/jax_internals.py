@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import errors as flax_errors
-from flax import nnx
 from jax._src import core
 from jax.extend import core as jex_core
 from jax.extend import random as jex_random
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 # A transformation closes over a Variable that has to change. Seen in Flax 0.12.8, which does not
 # document it.
@@ -115,7 +114,6 @@ def is_batched(tree: Any) -> bool:
   return any(type(x).__name__ == "BatchTracer" for x in jax.tree.leaves(tree))
 
 
-TRANSFORMATIONS = "flax.nnx.transforms."
 VMAP = "flax.nnx.transforms.iteration"  # nnx.vmap and nnx.scan
 OPTIMIZER = "flax.nnx.training.optimizer"
 
@@ -127,19 +125,6 @@ def is_called_by(module: str) -> bool:
   to ask.
   """
   return next(_frames(module), None) is not None
-
-
-def is_unread_by_caller(variable: nnx.Variable) -> bool:
-  """Whether a transformation of Flax on the call stack has not read what a Variable holds now.
-
-  Seen in Flax 0.12.8: what a transformation reads of its arguments stays in its local variables
-  until it has written all of it back. With `nnx.StateSharding`s, it holds Variables instead: True.
-  """
-  value = variable.get_raw_value()
-  live = lambda x: x is variable or isinstance(x, nnx.Module)  # they hold the array in any case
-  frames = list(_frames(TRANSFORMATIONS))
-  leaves = (x for f in frames for x in jax.tree.leaves(list(f.f_locals.values()), is_leaf=live))
-  return bool(frames) and not any(leaf is value for leaf in leaves)
 
 
 def _frames(module: str) -> Iterator[types.FrameType]:
@@ -163,20 +148,6 @@ def caller() -> str:
       return module
     frame = frame.f_back
   return ""
-
-
-def used_arguments(function: Callable[..., Any], *args: Any) -> Any:
-  """Whether each array of the arguments influences a result of a function: `args` of bools.
-
-  Seen in JAX 0.10.2: `dce_jaxpr` is semi-private. `jax.export` tells it in public
-  (`Exported.module_kept_var_idx`), though not for shapes with symbolic dimensions.
-
-  >>> used_arguments(lambda x, y: x["a"] + 0 * y, {"a": 1.0, "b": 2.0}, 3.0)
-  ({'a': True, 'b': False}, True)
-  """
-  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-  _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-  return jax.tree.unflatten(jax.tree.structure(args), used)
 
 
 # The file in every folder of a tree that Orbax wrote. Seen in Orbax 0.12; no public API tells such

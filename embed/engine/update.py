@@ -32,23 +32,20 @@ if TYPE_CHECKING:
 
 
 class StepScalars(NamedTuple):
-  """Per-step scalars: learning rate, optional gradient multiplier, and the step's index.
+  """Per-step scalars: the learning rate and the step's index.
 
   The step is None unless rows are stochastically rounded, or the optimizer's equation takes it.
   """
 
   rate: jax.Array
-  multiplier: jax.Array | None
   step: jax.Array | None
 
   @classmethod
   def at(cls, stack: StackSpec, step: Any, rate: Any = None) -> "StepScalars":
     """The scalars of the 0-based step of a stack whose optimizer may have a rate Variable."""
     assert stack.optimizer is not None
-    multiplier = stack.optimizer.gradient_multiplier_at(step)
     return cls(
       jnp.asarray(stack.optimizer.learning_rate_at(step, rate), jnp.float32),
-      None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
       jnp.asarray(step, jnp.int32)
       if stack.uses_stochastic_rounding or stack.optimizer.uses_step
       else None,
@@ -74,9 +71,6 @@ def step_rows(
   step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
   """One step of rows: clips, decays, applies the equation, and clips the weights.
-
-  The table's gradient multiplier comes before the sum, rounding after the step; `l2_factor` and
-  `max_norm` wrap the equation (`optimizers`).
 
   Args:
     optimizer: the table's.
@@ -149,8 +143,6 @@ def step(
   stack: StackSpec, arrays: Arrays, grads: Sequence[StackGrads], scalars: StepScalars
 ) -> Arrays:
   """Steps a stack's optimizer once; rows that were not looked up keep their bits."""
-  if scalars.multiplier is not None:
-    grads = scaled(grads, scalars.multiplier)
   grads, specs, sums_tables = _split(stack, grads)
 
   def per_device(arrays, scalars, *grads):

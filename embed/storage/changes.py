@@ -1,11 +1,11 @@
-"""Rows that differ from an earlier state: noticed by fingerprints, taken out, and put elsewhere.
+"""Rows that differ from an earlier state: found by fingerprints, taken out, and put elsewhere.
 
-A **fingerprint** is 64 bits for each stored row, over the bits of the row and of its slots, as two
-uint32 arrays. It is computed where the row is; nothing is remembered while a model trains. Each
-word goes through a mixing function of its own, which is a bijection, and the results are added up:
-a change of a single word is always noticed, any other with a probability of 1 - 2**-64.
+A **fingerprint** is 64 bits for each stored row, as two uint32, over the bits of the row and of its
+slots; it is computed where the row is stored. Each word goes through a mixing function of its own,
+a bijection, and the results are added up: a change of a single word is always noticed, any other
+with a probability of 1 - 2**-64.
 
-A **digest** is 64 bits for a table, of its rows without slots: the sum of its rows' fingerprints,
+A **digest** is 64 bits for a table, over its rows without slots: the sum of their fingerprints,
 each mixed with the id of its row. It does not depend on how the table is stored.
 """
 
@@ -26,7 +26,14 @@ from embed.storage import tables as stored_tables
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
 
 _CHUNK = 1 << 16  # rows that are taken out, or put in, by one program
-_LEAST = 1 << 8  # rows: smaller numbers share a program
+_LEAST = 1 << 8  # smaller numbers of rows share a program
+
+
+class TableRows(NamedTuple):
+  """Some rows of a table: int32 ids `[K]`, and arrays `[K, dim]` or `[K]` by name."""
+
+  ids: Any
+  values: Arrays
 
 
 # --- fingerprints --------------------------------------------------------------------------------
@@ -42,7 +49,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array, shift: int, first: int, second: int) -> jax.Array:
-  """A bijection of uint32 in which every bit of the argument changes half of the result's bits."""
+  """A bijection of uint32: each bit of the argument changes half of the result's bits."""
   x = (x ^ (x >> 16)) * jnp.uint32(first)
   x = (x ^ (x >> shift)) * jnp.uint32(second)
   return x ^ (x >> 16)
@@ -52,26 +59,20 @@ def _mix(x: jax.Array, shift: int, first: int, second: int) -> jax.Array:
 _MIXERS = ((13, 0x85EBCA6B, 0xC2B2AE35), (15, 0x7FEB352D, 0x846CA68B))
 
 
-def _totals(words: jax.Array, position: jax.Array, number: int) -> list[jax.Array]:
-  """The sums, uint32 `[rows]` twice, of the mixed words of an array, by their positions in a row.
-
-  Words at negative positions do not count. `number` tells the arrays of a row apart.
-  """
-  mixed = []
-  for i, mixer in enumerate(_MIXERS):
-    salt = _mix(position.astype(jnp.uint32) + jnp.uint32(number << 24), *_MIXERS[1 - i])
-    mixed.append(jnp.where(position[None] < 0, 0, _mix(words + salt[None], *mixer)))
+def _totals(words: jax.Array, number: int) -> Lanes:
+  """Sums of the mixed words of each row; `number` tells the arrays of a row apart."""
+  position = jnp.arange(words.shape[1], dtype=jnp.uint32) + jnp.uint32(number << 24)
+  salts = [_mix(position, *mixer)[None] for mixer in reversed(_MIXERS)]
+  mixed = tuple(_mix(words + salt, *mixer) for salt, mixer in zip(salts, _MIXERS, strict=True))
   # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-  return list(lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,)))
+  return lax.reduce(mixed, (jnp.uint32(0),) * 2, add, (1,))
 
 
-def _digest(totals: list[jax.Array], ids: jax.Array, size: Any) -> jax.Array:
-  """The digest uint32 `[2]` of the rows of some ids; those of id `size` do not count."""
-  mixed = [
-    _mix(total ^ _mix(ids.astype(jnp.uint32), *_MIXERS[1 - i]), *_MIXERS[i])
-    for i, total in enumerate(totals)
-  ]
+def _digest(totals: Lanes, ids: jax.Array, size: Any) -> jax.Array:
+  """The digest uint32 `[2]` of rows, by their ids; rows of id `size` do not count."""
+  salts = [_mix(ids.astype(jnp.uint32), *mixer) for mixer in reversed(_MIXERS)]
+  mixed = [_mix(x ^ salt, *mixer) for x, salt, mixer in zip(totals, salts, _MIXERS, strict=True)]
   return jnp.stack([jnp.where(ids < size, x, 0).sum(dtype=jnp.uint32) for x in mixed])
 
 
@@ -86,7 +87,7 @@ def fingerprints(
 ) -> tuple[list[Lanes], dict[str, jax.Array]]:
   """The fingerprints of the stored rows of each stack, and the digest of each table.
 
-  Without slots in `arrays`, the fingerprints are of the rows alone.
+  Without slots in `arrays`, the fingerprints cover the rows alone.
   """
   lanes: list[Lanes] = []
   digests: dict[str, jax.Array] = {}
@@ -101,160 +102,103 @@ def fingerprints(
 
 
 def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes, list[jax.Array]]:
-  """Per device: the fingerprints of its rows, from all of their columns, and the digests."""
-  placement, layout = stack.placement, stack.layout
-  lanes = [jnp.zeros(layout.shard_rows, jnp.uint32) for _ in _MIXERS]
-  digests = []
-  for number, array in enumerate(arrays):
-    words = _words(rows_lib.unpacked(rows_lib.opened(stack, array)))
-    position = jnp.arange(words.shape[1], dtype=jnp.int32)
-    totals = _totals(words, position, number)
-    if not number:
-      shard = mesh_lib.device_index(placement.row_axes)
-      for index, (size, first) in enumerate(zip(layout.sizes, layout.offsets, strict=True)):
-        ids = layout.own_ids(index, shard)
-        digest = _digest([x[first : first + len(ids)] for x in totals], ids, size)
-        digests.append(lax.psum(digest, placement.row_axes) if placement.row_axes else digest)
-    lanes = [lane + total for lane, total in zip(lanes, totals, strict=True)]
-  return (lanes[0], lanes[1]), digests
-
-
-def digest_of(table: np.ndarray) -> str:
-  """The digest of a table `[vocabulary_size, dim]`, a chunk of rows after the other."""
-  size = len(table)
-  chunk, total = min(_padded(size), _CHUNK), np.zeros(2, np.uint32)
-  for start in range(0, size, chunk):
-    rows = table[start : start + chunk]
-    rows = np.pad(rows, ((0, chunk - len(rows)), (0, 0)))
-    ids = np.minimum(np.arange(start, start + chunk), size).astype(np.int32)
-    total += np.asarray(_digest_of_chunk(*jax.device_put((rows, ids, np.int32(size)))))
-  return as_text(total)
-
-
-@jax.jit
-def _digest_of_chunk(rows: jax.Array, ids: jax.Array, size: jax.Array) -> jax.Array:
-  words = _words(rows)
-  return _digest(_totals(words, jnp.arange(words.shape[1], dtype=jnp.int32), 0), ids, size)
+  """Per device: the fingerprints of its rows, and the digests of all tables."""
+  words = [_words(rows_lib.unpacked(rows_lib.opened(stack, x))) for x in arrays]
+  totals = [_totals(x, number) for number, x in enumerate(words)]
+  axes, layout = stack.placement.row_axes, stack.layout
+  shard, digests = mesh_lib.device_index(axes), []
+  for table, (size, first) in enumerate(zip(layout.sizes, layout.offsets, strict=True)):
+    ids = layout.own_ids(table, shard)
+    own = slice(first, first + len(ids))
+    digest = _digest((totals[0][0][own], totals[0][1][own]), ids, size)
+    digests.append(lax.psum(digest, axes) if axes else digest)
+  first_lane, second_lane = (sum(lanes[1:], lanes[0]) for lanes in zip(*totals, strict=True))
+  return (first_lane, second_lane), digests
 
 
 # --- taking rows out -----------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def changed(
-  stacks: tuple[StackSpec, ...], old: list[Lanes], new: list[Lanes]
-) -> tuple[list[jax.Array], jax.Array]:
-  """A mask of the stored rows of each stack, and how many a shard has at most, `[stacks]`."""
-  masks, counts = [], []
+def changed(stack: StackSpec, old: Lanes, new: Lanes) -> tuple[jax.Array, jax.Array]:
+  """A mask of the stored rows that differ, and the largest number of them on a shard."""
 
-  def per_device(placement, before, after):
-    mask = (before[0] != after[0]) | (before[1] != after[1])
-    count = mask.sum(dtype=jnp.int32)
-    return mask, lax.pmax(count, placement.row_axes) if placement.row_axes else count
+  def per_device(old, new):
+    mask = (old[0] != new[0]) | (old[1] != new[1])
+    count, axes = mask.sum(dtype=jnp.int32), stack.placement.row_axes
+    return mask, lax.pmax(count, axes) if axes else count
 
-  for stack, before, after in zip(stacks, old, new, strict=True):
-    spec = stack.specs[1]
-    f = functools.partial(per_device, stack.placement)
-    mask, count = stack.placement.run(f, ((spec, spec), (spec, spec)), (spec, P()))(before, after)
-    masks.append(mask)
-    counts.append(count)
-  return masks, jnp.stack(counts)
-
-
-class TableRows(NamedTuple):
-  """Some rows of a table: "ids" int32 `[K]`, and arrays `[K, dim]` or `[K]` by name."""
-
-  ids: Any
-  values: Arrays
+  spec = stack.specs[1]
+  return stack.placement.run(per_device, ((spec, spec),) * 2, (spec, P()))(old, new)
 
 
 def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[str, TableRows]:
-  """The rows of a mask by table, as NumPy: those of this process's shards, by ascending id.
+  """The rows of a mask by table, as NumPy, by ascending id: those on this process's shards.
 
   Args:
     stack: of the rows.
     stored: its arrays.
     mask: as `changed` returns it.
-    count: the most rows of it that a shard has.
+    count: the largest number of its rows on a shard.
   """
-  parts: list[tuple[np.ndarray, np.ndarray, Arrays]] = []  # table, ids and values
-  if count:
-    local_rows = _local_rows(stack, _padded(count), mask)
-    chunk = min(_padded(count), _CHUNK)
-    for start in range(0, count, chunk):
-      rows = _take_chunk(
-        stack, chunk, stored, local_rows, _everywhere(stack, np.array(start, np.int32))
-      )
-      jax.block_until_ready(rows)  # or XLA:CPU may run two programs that communicate at once
-      parts.append(jax.tree.map(_of_this_process, rows))
-  taken: dict[str, TableRows] = {}
+  # NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
+  local_rows = {x.device: np.flatnonzero(x.data) for x in mask.addressable_shards}
+  chunk = min(_padded(count), _CHUNK)
+  parts = []
+  for start in range(0, max(count, 1), chunk):
+    rows_of = {device: rows[start : start + chunk] for device, rows in local_rows.items()}
+    taken = _take_chunk(stack, stored, _per_shard(stack, chunk, rows_of, mask))
+    jax.block_until_ready(taken)  # or XLA:CPU may run two programs that communicate at once
+    parts.append(jax.tree.map(_of_this_process, taken))
+  number, ids, values = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  tables = {}
   for index, table in enumerate(stack.tables):
-    masks = [part[0] == index for part in parts]
-
-    def joined(arrays, shape, dtype, masks=masks):
-      pieces = [x[mask] for x, mask in zip(arrays, masks, strict=True)]
-      return np.concatenate([np.zeros((0, *shape), dtype), *pieces])
-
-    ids = joined([part[1] for part in parts], (), np.int32)
-    order = np.argsort(ids)
-    values = {}
-    for key in ("parameters", *stack.slots):
-      shape = (stack.dim,) if stored[key].ndim == 2 else ()
-      values[key] = joined([part[2][key] for part in parts], shape, stored[key].dtype)[order]
-    taken[table] = TableRows(ids[order], values)
-  return taken
+    chosen = np.flatnonzero(number == index)
+    chosen = chosen[np.argsort(ids[chosen])]
+    of_table = {key: values[key][chosen] for key in ("parameters", *stack.slots)}
+    tables[table] = TableRows(ids[chosen], of_table)
+  return tables
 
 
 def _padded(count: int) -> int:
-  """A power of two that is not smaller: few numbers, since each is compiled."""
+  """The next power of two, since a program is compiled for each number."""
   return max(_LEAST, 1 << (count - 1).bit_length())
+
+
+def _per_shard(
+  stack: StackSpec, chunk: int, rows_of: dict[Any, np.ndarray], mask: jax.Array
+) -> jax.Array:
+  """Local rows of each shard, int32 `[shards * chunk]`, filled up with the number of rows."""
+  fill = stack.layout.shard_rows
+  pad = lambda x: np.pad(x.astype(np.int32), (0, chunk - len(x)), constant_values=fill)
+  parts = [jax.device_put(pad(rows), device) for device, rows in rows_of.items()]
+  shape = (mask.shape[0] // fill * chunk,)
+  return jax.make_array_from_single_device_arrays(shape, mask.sharding, parts)
 
 
 def _of_this_process(x: jax.Array) -> np.ndarray:
   """The shards of an array that this process saves: of copies, one process saves the first."""
-  shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-  shards.sort(key=lambda shard: shard.index[0].start or 0)
-  empty = np.zeros((0, *x.shape[1:]), x.dtype)
-  return np.concatenate([empty, *(np.asarray(shard.data) for shard in shards)])
+  shards = [np.asarray(x.data) for x in x.addressable_shards if x.replica_id == 0]
+  return np.concatenate([np.zeros((0, *x.shape[1:]), x.dtype), *shards])
 
 
-def _local_rows(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
-  """Per shard the local rows of a mask, `[size]`, filled up with the number of rows.
-
-  NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
-  """
-  rows = stack.layout.shard_rows
-  by_shard: dict[int, np.ndarray] = {}
-  parts = []
-  for shard in mask.addressable_shards:
-    start = shard.index[0].start or 0
-    if start not in by_shard:
-      local_rows = np.flatnonzero(np.asarray(shard.data)).astype(np.int32)
-      by_shard[start] = np.pad(local_rows, (0, size - len(local_rows)), constant_values=rows)
-    parts.append(jax.device_put(by_shard[start], shard.device))
-  shape = (mask.shape[0] // rows * size,)
-  return jax.make_array_from_single_device_arrays(shape, mask.sharding, parts)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _take_chunk(
-  stack: StackSpec, chunk: int, stored: Arrays, local_rows: jax.Array, start: Any
+  stack: StackSpec, stored: Arrays, local_rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, Arrays]:
-  """Some of the local rows of each shard as whole rows: their tables (-1: none), ids and values."""
+  """The number of the table (-1: none), the id and the arrays of each local row."""
 
-  def per_device(local_rows, start, stored):
+  def per_device(local_rows, stored):
     shard = mesh_lib.device_index(stack.placement.row_axes)
-    local_rows = lax.dynamic_slice_in_dim(local_rows, start, chunk)
-    table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
+    table, ids = jnp.full_like(local_rows, -1), jnp.zeros_like(local_rows)
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    rows = rows_lib.read(stack, rows_lib.opened(stack, stored), local_rows)
-    return table, ids, rows
+    return table, ids, rows_lib.read(stack, rows_lib.opened(stack, stored), local_rows)
 
   by_rows = stack.specs[1]
-  specs = (by_rows, P(), {key: stack.specs[x.ndim] for key, x in stored.items()})
-  return stack.placement.run(per_device, specs, by_rows)(local_rows, start, stored)
+  specs = (by_rows, {key: stack.specs[x.ndim] for key, x in stored.items()})
+  return stack.placement.run(per_device, specs, by_rows)(local_rows, stored)
 
 
 # --- putting rows in -----------------------------------------------------------------------------
@@ -269,16 +213,15 @@ def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays
     table: the name.
     rows: NumPy, the same in every process, each id once; "parameters" and any of the slots.
   """
-  count = len(rows.ids)
-  chunk = min(_padded(count), _CHUNK) if count else 1
-  new = dict(stored)
+  count, new = len(rows.ids), dict(stored)
+  chunk = min(_padded(count), _CHUNK)
   for start in range(0, count, chunk):
     piece = slice(start, start + chunk)
     missing = chunk - len(rows.ids[piece])
 
-    def padded(x, value, piece=piece, missing=missing):
+    def padded(x, fill, piece=piece, missing=missing):
       widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
-      return _everywhere(stack, np.pad(x[piece], widths, constant_values=value))
+      return _everywhere(stack, np.pad(x[piece], widths, constant_values=fill))
 
     ids = padded(rows.ids.astype(np.int32), stack.size(table))
     values = {key: padded(x, np.zeros((), x.dtype)) for key, x in rows.values.items()}

@@ -50,7 +50,6 @@ WAYS_TO_STEP: dict[str, tuple[str, dict[str, Any]]] = {
   "common arguments": (
     "adagrad",
     {
-      "gradient_multiplier": 0.5,
       "clipvalue": 0.5,
       "weight_decay_factor": 0.125,
       "clip_weight_min": -0.5,

@@ -260,36 +260,12 @@ def adam(w, g, lr, m, v, h):
   return w - lr * m / root, m, v
 
 
-def momentum(w, g, lr, m, h):
-  m = h.momentum * m + g
-  return w - lr * (g + h.momentum * m if h.use_nesterov else m), m
-
-
-def rmsprop(w, g, lr, ms, mom, h):
-  ms = ms + (1 - h.rho) * (g**2 - ms)
-  mom = h.momentum * mom + lr * g / np.sqrt(ms + h.epsilon)
-  return w - mom, ms, mom
-
-
-def proximal_adagrad(w, g, lr, a, h):
-  a = a + g**2
-  eta = lr / np.sqrt(a)
-  u = w - eta * g
-  shrunk = np.sign(u) * np.maximum(np.abs(u) - eta * h.l1_regularization_strength, 0)
-  return shrunk / (1 + eta * h.l2_regularization_strength), a
-
-
-def lion(w, g, lr, m, h):
-  w = w - lr * np.sign(h.beta1 * m + (1 - h.beta1) * g)
-  return w, h.beta2 * m + (1 - h.beta2) * g
-
-
 class Equation(NamedTuple):
   """An optimizer: its update of a row, slots and hyperparameters."""
 
   update: Callable
   slots: dict[str, float]  # initial values, in checkpoint order
-  hyperparameters: Mapping[str, Any] = types.MappingProxyType({})  # defaults; None is required
+  hyperparameters: Mapping[str, Any] = types.MappingProxyType({})  # defaults
   example: Mapping[str, Any] = types.MappingProxyType({})  # that show every term of the update
   per_row: bool = False  # slots of shape [V] instead of [V, dim]
 
@@ -302,8 +278,6 @@ _FTRL = {
   "l2_regularization_strength": 0.0, "beta": 0.0, "multiply_linear_by_learning_rate": False,
 }  # fmt: skip
 _ADAM = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "sum_inside_sqrt": True}
-_RMSPROP = {"rho": None, "momentum": None, "epsilon": None}
-_PROXIMAL_ADAGRAD = {"l1_regularization_strength": 0.0, "l2_regularization_strength": 0.0}
 RULES = {
   "sgd": Equation(sgd, {}),
   "adagrad": Equation(adagrad, {"accumulators": 0.1}, {"epsilon": 0.0}),
@@ -323,24 +297,6 @@ RULES = {
     {"l1_regularization_strength": 0.125, "beta": 0.5},
   ),
   "adam": Equation(adam, {"momenta": 0.0, "velocities": 0.0}, _ADAM, {"epsilon": 1e-3}),
-  "momentum": Equation(
-    momentum,
-    {"momenta": 0.0},
-    {"momentum": 0.0, "use_nesterov": False},
-    {"momentum": 0.5, "use_nesterov": True},
-  ),
-  "rmsprop": Equation(
-    rmsprop, {"ms": 0.0, "mom": 0.0}, _RMSPROP, {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}
-  ),
-  "proximal_adagrad": Equation(
-    proximal_adagrad,
-    {"accumulators": 0.1},
-    _PROXIMAL_ADAGRAD,
-    {"l1_regularization_strength": 0.125},
-  ),
-  "lion": Equation(
-    lion, {"momenta": 0.0}, {"beta1": None, "beta2": None}, {"beta1": 0.75, "beta2": 0.5}
-  ),
 }
 
 
@@ -358,30 +314,24 @@ def initial_variables(name, table, **config):
 class Common(NamedTuple):
   """The arguments that all optimizers share."""
 
-  gradient_multiplier: float | None = None
   clipvalue: Any = None  # a number, or (low, high)
   weight_decay_factor: float | None = None
   multiply_weight_decay_factor_by_learning_rate: bool | None = None
-  l2_factor: float = 0.0
   clip_weight_min: float | None = None
   clip_weight_max: float | None = None
-  max_norm: float = np.inf
   initial_accumulator_value: float | None = None  # only `initial_variables` uses it
 
 
 def _hyperparameters(rule: Equation, config: dict[str, Any]) -> types.SimpleNamespace:
   """The hyperparameters of a config as attributes, with defaults."""
   values = {**rule.hyperparameters, **config}
-  missing = [name for name, value in values.items() if value is None]
-  if missing or set(values) != set(rule.hyperparameters):
+  if set(values) != set(rule.hyperparameters):
     raise TypeError(f"{config}, and the hyperparameters are {rule.hyperparameters}")
   return types.SimpleNamespace(**values)
 
 
 def apply_rows(name, variables, ids, gradients, lr, **config):
-  """Steps once: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
-
-  `l2_factor` adds to the gradient after decay; `max_norm` comes before weights are clipped.
+  """Steps once: sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
   `config` has fields of `Common` and the optimizer's own hyperparameters.
@@ -390,8 +340,6 @@ def apply_rows(name, variables, ids, gradients, lr, **config):
   rule = RULES[name]
   hyperparameters = _hyperparameters(rule, config)
   gradients = np.asarray(gradients, np.float64)
-  if common.gradient_multiplier is not None:
-    gradients = gradients * common.gradient_multiplier
   is_row = np.asarray(ids) >= 0
   rows = row_gradients(np.asarray(ids)[is_row], gradients[is_row])
   decay = common.weight_decay_factor or 0.0
@@ -404,8 +352,7 @@ def apply_rows(name, variables, ids, gradients, lr, **config):
     g = _clip(g, low, high)
     w = variables["parameters"][row] * (1 - decay)
     slots = [variables[slot][row] for slot in rule.slots]
-    w, *slots = rule.update(w, g + common.l2_factor * w, lr, *slots, hyperparameters)
-    w = w * min(1, common.max_norm / max(np.linalg.norm(w), np.finfo(float).tiny))
+    w, *slots = rule.update(w, g, lr, *slots, hyperparameters)
     variables["parameters"][row] = _clip(w, common.clip_weight_min, common.clip_weight_max)
     for slot, value in zip(rule.slots, slots, strict=True):
       variables[slot][row] = value

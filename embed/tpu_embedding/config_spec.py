@@ -11,7 +11,7 @@ from flax import nnx
 from embed import initializers
 from embed.config import FeatureConfig, TableConfig
 from embed.layer import SparseEmbed
-from embed.optimizers import RowOptimizer, Schedule, named
+from embed.optimizers import RowOptimizer, named
 
 INITIALIZERS = {
   "constant": jax.nn.initializers.constant,
@@ -53,9 +53,7 @@ class EmbeddingConfigSpec:
       `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
     clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
       `clipvalue` of each optimizer that has none. (TensorFlow stores it and never reads it.)
-    gradient_multiplier_fn: `f(step)`, 0 at the first one, by which all gradients of tables are
-      multiplied, before they are summed and clipped: the `gradient_multiplier` of each optimizer
-      that has none. TensorFlow's `experimental_gradient_multiplier_fn`.
+    gradient_multiplier_fn: must be None; multiply gradients in the training step, with `Grads.map`.
     pipeline_execution_with_tensor_core: kept as an attribute, without effect: a training step
       pipelines, a layer cannot. Write the step with `embed.look_ahead` if this is True.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
@@ -63,15 +61,14 @@ class EmbeddingConfigSpec:
   Attributes:
     features: `{feature: FeatureConfig}`.
     tables: `{table: TableConfig}`, each with its optimizer.
-    optimizer: the common optimizer, with clipping and multiplier.
+    optimizer: the common optimizer, with clipping.
     weight_keys: `{feature: column}`, of the features with weights.
 
   Raises:
     ValueError: naming the table or feature, for an unknown key or table, a table that no feature
       uses, two learning rates, a rate without an optimizer, a value that its argument cannot have,
       an optimizer that is not one, or an invalid partition strategy.
-    TypeError: for an entry that is not a mapping, keys that are not strings, or a multiplier that
-      is not a function.
+    TypeError: for an entry that is not a mapping, or keys that are not strings.
 
   >>> spec = embed.EmbeddingConfigSpec(
   ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
@@ -92,7 +89,7 @@ class EmbeddingConfigSpec:
     optimization_parameters: RowOptimizer | Mapping[str, Any] | None = None,
     clipping_limit: float | None = None,
     pipeline_execution_with_tensor_core: bool = False,
-    gradient_multiplier_fn: Schedule | None = None,
+    gradient_multiplier_fn: None = None,
     partition_strategy: str = "div",
   ):
     if partition_strategy not in ("div", "mod"):
@@ -102,12 +99,12 @@ class EmbeddingConfigSpec:
       )
     if clipping_limit is not None and not clipping_limit > 0:
       raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
-    if gradient_multiplier_fn is not None and not callable(gradient_multiplier_fn):
-      raise TypeError(f"gradient_multiplier_fn must be f(step). Got {gradient_multiplier_fn!r}.")
-    common = {
-      "clipvalue": clipping_limit,
-      "gradient_multiplier": gradient_multiplier_fn,
-    }
+    if gradient_multiplier_fn is not None:
+      raise ValueError(
+        "gradient_multiplier_fn has no counterpart. Write grads = grads.map(lambda g: f(step) * g) "
+        "between embed.value_and_grad and optimizer.update."
+      )
+    common = {"clipvalue": clipping_limit}
     self.optimizer = _optimizer("optimization_parameters", optimization_parameters, common)
     self.tables = {
       name: _table(name, _mapping(f"Table {name!r}", entry), self.optimizer, common)
@@ -194,6 +191,9 @@ def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
   """Calls the function that `{"name": "adagrad", **arguments}` names."""
   arguments = _mapping(what, value)
   name = arguments.pop("name", None)
+  for key in ("use_gradient_accumulation", "lazy_adam"):
+    if not arguments.pop(key, True):
+      raise ValueError(f"{what}: {key}=False has no counterpart. Leave it out.")
   if name not in functions:
     raise ValueError(f"{what}: unknown name {name!r}. There are {', '.join(sorted(functions))}.")
   try:

@@ -19,6 +19,7 @@ from ..tables.formats import Format
 PACKAGE = __package__.rpartition(".")[0]
 FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
+MODEL = "model.npz"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
 INDEX = "index.usearch"
@@ -87,14 +88,14 @@ def opened(folder: str | Path) -> Iterator[Served]:
 
 def _read(folder: Path, about: dict[str, Any]) -> Served:
   text: dict[str, Any] = about["text"]
-  with np.load(folder / "arrays.npz") as file:
-    read = jax.device_put({name: file[name] for name in file.files})
+  with np.load(folder / MODEL) as file:
+    stored = dict(file)
   name = about.get("candidates")
-  stored = (folder / "program.bin").read_bytes()
   try:
-    program = jax.export.deserialize(bytearray(stored))
+    program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   except Exception as error:  # flatbuffers names no exceptions of its own
     raise ValueError(f"program.bin: {error}") from error
+  read = jax.device_put(stored)
   return Served(
     transforms=folder / TRANSFORMS,
     about=about,

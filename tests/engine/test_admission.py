@@ -166,7 +166,7 @@ def test_empty_batches():
 def test_on_meshes(policy, devices, kind):
   kind = jax.sharding.AxisType[kind]
   mesh = jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])
-  placement = Placement(mesh, ("data",), (), ("data",))
+  placement = Placement(mesh, ("data",), ("data",))
   for hard in ("drifting", "padding"):
     with jax.set_mesh(mesh):
       check(of_policy(policy, 60), stream(hard, 12), placement, every=10)  # 15 buckets

@@ -22,7 +22,7 @@ FEW = ["row", "half", "other"]
 KINDS = {"one": ALL, "div": ["sum", *FEW]}
 RULES = {
   "sum": ("sgd", {}),
-  "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125, "gradient_multiplier": 0.5}),
+  "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125}),
   "elements": ("adagrad", {}),
   "row": ("rowwise_adagrad", {"epsilon": 0.25}),
 }

@@ -203,7 +203,7 @@ def test_both_formulations_step_alike():
 def test_which_steps_are_added_without_reading_a_row():
   """A linear step that nothing else enters, of rows that an addition does not round."""
   table = np.zeros((3, 2), np.float32)
-  assert update._is_plain_sum(embed.sgd(0.1, gradient_multiplier=0.5), table)
+  assert update._is_plain_sum(embed.sgd(0.1), table)
   assert not update._is_plain_sum(embed.sgd(0.1), table.astype(jnp.bfloat16))
   assert not update._is_plain_sum(embed.adagrad(0.1), table)
   for settings in (

@@ -182,7 +182,6 @@ def main():
   for kind in problem.KINDS:
     for name, make in {
       "rowwise_adagrad": lambda p: RowWiseAdagrad(p, lr=0.1),
-      "rowwise_adagrad_l2": lambda p: RowWiseAdagrad(p, lr=0.1, weight_decay=0.1),
       "adagrad": SPARSE["adagrad"],
       "sgd": SPARSE["sgd"],
     }.items():

@@ -9,6 +9,7 @@ import pathlib
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import parity_problem as problem
 import pytest
 from cases import each
@@ -20,6 +21,19 @@ HERE = pathlib.Path(__file__).parent
 BY_RATE = {"multiply_weight_decay_factor_by_learning_rate": True}
 TORCH_ADAM = {"epsilon": 1e-8, "sum_inside_sqrt": False, "bias_correction": True}
 FBGEMM_ROWWISE = {"initial_accumulator_value": 0.0, "epsilon": 1e-8}
+
+
+def within_norm(g, w, slots, lr):
+  """SGD that scales a row of a norm over 1 back to 1."""
+  w = w - lr * g
+  norm = jnp.linalg.norm(w, axis=-1, keepdims=True)
+  return w / jnp.maximum(norm, 1), slots
+
+
+def with_l2(tx):
+  return embed.from_optax(optax.chain(optax.add_decayed_weights(0.1), tx))
+
+
 # By peer and the name in its file: ours.
 SETTINGS = {
   "torch": {
@@ -30,13 +44,13 @@ SETTINGS = {
     "adam": embed.adam(0.01, **TORCH_ADAM),
     "adam_tiny": embed.adam(0.01, **TORCH_ADAM | {"epsilon": 1.0}),
     "adamw": embed.adam(0.01, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE),
-    "adagrad_l2": embed.adagrad(0.1, 0.0, epsilon=1e-10, l2_factor=0.1),
-    "sgd_l2": embed.sgd(0.1, l2_factor=0.1),
-    "momentum": embed.momentum(0.1, 0.9),
-    "nesterov": embed.momentum(0.1, 0.9, use_nesterov=True),
-    "rmsprop": embed.rmsprop(0.01, rho=0.9, epsilon=1e-16),
-    "rmsprop_momentum": embed.rmsprop(0.01, rho=0.9, momentum=0.9, epsilon=1e-16),
-    "max_norm": embed.sgd(0.1, max_norm=1.0),
+    "adagrad_l2": with_l2(optax.adagrad(0.1, 0.0, 1e-10)),
+    "sgd_l2": with_l2(optax.sgd(0.1)),
+    "momentum": embed.from_optax(optax.sgd(0.1, momentum=0.9)),
+    "nesterov": embed.from_optax(optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "rmsprop": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-16)),
+    "rmsprop_momentum": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-16, momentum=0.9)),
+    "max_norm": embed.custom_optimizer(within_norm, learning_rate=0.1),
   },
   "fbgemm": {
     "sgd": embed.sgd(0.1),
@@ -45,7 +59,6 @@ SETTINGS = {
   },
   "torchrec": {
     "rowwise_adagrad": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10),
-    "rowwise_adagrad_l2": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10, l2_factor=0.1),
     "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
     "sgd": embed.sgd(0.1),
   },
@@ -54,9 +67,9 @@ SETTINGS = {
     "adagrad": embed.adagrad(0.1, 0.1 + 1e-7),
     "adam": embed.adam(embed.bias_corrected(0.01), epsilon=1e-7, sum_inside_sqrt=False),
     "ftrl": embed.ftrl(0.1),
-    "momentum": embed.momentum(0.1, 0.9),
-    "rmsprop": embed.rmsprop(0.01, rho=0.9, epsilon=1e-7),
-    "lion": embed.lion(0.01, 0.9, 0.99),
+    "momentum": embed.from_optax(optax.sgd(0.1, momentum=0.9)),
+    "rmsprop": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-7)),
+    "lion": embed.from_optax(optax.lion(0.01, weight_decay=0.0)),
   },
 }
 # With dense gradients these move, at each step, rows that were not looked up.
@@ -66,7 +79,6 @@ MOVES_UNTOUCHED = [
   ("keras", "momentum"),
   ("keras", "rmsprop"),
   ("keras", "lion"),
-  ("torchrec", "rowwise_adagrad_l2"),
 ]
 # One rule of each form that differs between peers, by ids that not every step looks up.
 FEW = {
@@ -78,9 +90,9 @@ FEW = {
 VERSIONS = {"torch", "fbgemm", "torchrec", "keras", "keras_rs"}
 
 
-def within_norm(table, norm):
-  """torch scales a row where it is looked up, the next time; ours after the update."""
-  return table * np.minimum(1, norm / np.linalg.norm(table, axis=1, keepdims=True))
+def scaled_rows(table):
+  """Rows within the norm 1: torch scales them at the next lookup, ours after the update."""
+  return table / np.maximum(1, np.linalg.norm(table, axis=1, keepdims=True))
 
 
 def run(kind, optimizers, steps, combiner):
@@ -92,9 +104,8 @@ def run(kind, optimizers, steps, combiner):
   features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
   layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
   start = problem.table()
-  layer.load_tables(
-    {name: within_norm(start, x.max_norm or np.inf) for name, x in optimizers.items()}
-  )
+  is_scaled = lambda name: name == "torch/max_norm"
+  layer.load_tables({name: scaled_rows(start) if is_scaled(name) else start for name in tables})
 
   @nnx.jit
   def train(layer, ids, weights, cotangents, number):
@@ -127,7 +138,7 @@ def assert_ours_is_theirs(kind, names):
   def check(peer, name):
     expected = theirs(peer)[f"{name}/{kind}"]
     if (peer, name) == ("torch", "max_norm"):
-      expected = within_norm(expected, 1.0)
+      expected = scaled_rows(expected)
     assert np.abs(expected - problem.table()).max() > 0.05  # trained
     close(found[f"{peer}/{name}"], expected)
 

