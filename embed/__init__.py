@@ -14,7 +14,7 @@ from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
 from embed.layer import Residual, SparseEmbed
-from embed.optimizer import Optimizer, jit_step
+from embed.model_optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
   Slot,

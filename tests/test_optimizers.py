@@ -52,14 +52,6 @@ EQUATIONS = {
     embed.adagrad_momentum(momentum=0.5, epsilon=2.0), [3.0], [1.0], MOMENTUM, 0.5,
     [0.125], {"accumulators": 14.0, "momenta": 1.75},
   ),
-  "adagrad momentum, nesterov": (
-    embed.adagrad_momentum(momentum=0.5, use_nesterov=True, epsilon=2.0), [3.0], [1.0], MOMENTUM,
-    0.5, [0.1875], {"accumulators": 14.0, "momenta": 1.75},
-  ),
-  "adagrad momentum, exponent": (
-    embed.adagrad_momentum(momentum=0.5, exponent=3.0, beta2=0.75, epsilon=1.0), [4.0], [1.0],
-    {"accumulators": 4.0, "momenta": 2.0}, 0.5, [-0.5], {"accumulators": 7.0, "momenta": 3.0},
-  ),
   "ftrl": (
     embed.ftrl(l1_regularization_strength=1.0, l2_regularization_strength=0.25, beta=1.0),
     [3.0], [0.5], FTRL, 0.5, [-0.16], {"accumulators": 25.0, "linears": 3.0},
@@ -70,10 +62,6 @@ EQUATIONS = {
       multiply_linear_by_learning_rate=True,
     ),
     [3.0], [0.5], FTRL, 0.5, [-0.24], {"accumulators": 25.0, "linears": 2.0},
-  ),
-  "ftrl, power": (
-    embed.ftrl(learning_rate_power=-1.0, l1_regularization_strength=1.0), [3.0], [0.5], FTRL, 0.5,
-    [0.08], {"accumulators": 25.0, "linears": -5.0},
   ),
   "adam": (
     embed.adam(beta_1=0.5, beta_2=0.75, epsilon=3.0), [2.0], [1.0], ADAM, 5.0,
@@ -159,16 +147,13 @@ def gradient(seed, *shape):
 
 def test_sgd_by_hand():
   """Rows are stepped by the sum of their gradients, and decay once, however often they occur."""
-  layer = one_table(embed.sgd(0.5))
+  layer = one_table(embed.sgd(0.5, weight_decay_factor=0.5))
   grads = np.array([[1, 0, 0], [1, 2, 0], [0, 0, 4]], np.float32)
   step(layer, np.array([2, 2, 4]), grads)
   wanted = layers.ROWS.copy()
-  wanted[2] -= [1, 1, 0]
-  wanted[4] -= [0, 0, 2]
+  wanted[2] = wanted[2] / 2 - [1, 1, 0]
+  wanted[4] = wanted[4] / 2 - [0, 0, 2]
   np.testing.assert_array_equal(layer.tables["t"], wanted)
-  layer = one_table(embed.sgd(1.0, weight_decay_factor=0.5))
-  step(layer, np.array([3, 3, 3]), np.ones((3, D), np.float32))
-  np.testing.assert_array_equal(layer.tables["t"][3], layers.ROWS[3] / 2 - 3)
 
 
 def test_equal_hyperparameters_are_equal_optimizers():
@@ -187,26 +172,16 @@ def test_equal_hyperparameters_are_equal_optimizers():
 @functools.partial(jax.jit, static_argnums=0)
 def optax_step(tx, g, state, w):
   updates, state = tx.update(g, state, w)
-  return optax.apply_updates(w, updates), state
+  return w + updates, state
 
 
-@pytest.mark.ci
-def test_from_optax_keeps_a_state_in_its_own_order():
-  """That of rprop is not in alphabetical order."""
-  tx = optax.rprop(0.1)
-  layer = one_table(embed.from_optax(tx))
-  table = jnp.asarray(layers.ROWS)
-  state = tx.init(table)
-  for i in range(3):
-    g = gradient(i, V, D)
-    table, state = optax_step(tx, g, state, table)
-    step(layer, np.arange(V), g, i)
-    np.testing.assert_allclose(layer.tables["t"], table, rtol=1e-5, atol=1e-6)
+@pytest.mark.programs(30, "a state of optax, its probe and a layer")
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.rprop(0.1)], ids=["adam", "rprop"])
+def test_from_optax_is_lazy_row_by_row(tx):
+  """A row touched at steps 0 and 2 is where optax is after those two gradients alone.
 
-
-def test_from_optax_is_lazy_row_by_row():
-  """A row touched at steps 0 and 2 is where optax is after those two gradients alone."""
-  tx = optax.adam(0.1)
+  The state of rprop is not in alphabetical order.
+  """
   layer = one_table(embed.from_optax(tx))
   row = layers.ROWS[1]
   state = jax.jit(tx.init)(row)
@@ -218,9 +193,10 @@ def test_from_optax_is_lazy_row_by_row():
   after = np.asarray(layer.tables["t"])
   np.testing.assert_allclose(after[1], row, rtol=1e-5)
   np.testing.assert_array_equal(after[[0, 2, 5]], layers.ROWS[[0, 2, 5]])
-  counts = layer.variables["t"]["0.count"]
-  assert counts.tolist() == [0, 2, 0, 2, 1, *[0] * (V - 5)]
-  assert counts.dtype == jnp.int32
+  if "0.count" in layer.variables["t"]:
+    counts = layer.variables["t"]["0.count"]
+    assert counts.tolist() == [0, 2, 0, 2, 1, *[0] * (V - 5)]
+    assert counts.dtype == jnp.int32
 
 
 def test_from_optax_refuses_what_is_not_per_row():
@@ -239,9 +215,6 @@ def test_from_optax_refuses_what_is_not_per_row():
 
 # Made when they are used: arguments of optax may be arrays.
 ELEMENTWISE = {
-  "adam": lambda: optax.adam(0.1),
-  "rprop": lambda: optax.rprop(0.1),
-  "noise": lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)),
   "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 100)),
   "clip": lambda: optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), optax.adam(0.1)),
   "a flag of the whole table that no update reads": lambda: optax.chain(
@@ -249,16 +222,17 @@ ELEMENTWISE = {
   ),
 }
 TOGETHER = {
-  "a global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+  "a global norm": lambda: optax.chain(optax.clip_by_global_norm(1e9), optax.adam(0.1)),
   "in a flat copy": lambda: optax.flatten(optax.clip_by_global_norm(1.0)),
-  "lamb": lambda: optax.lamb(0.1),
-  "adafactor": lambda: optax.adafactor(0.1),
+  "in every second step": lambda: optax.MultiSteps(optax.clip_by_global_norm(1.0), 2),
+  "where all are finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
 }
-OTHERS = (
+OF_OPTAX = (
   "adabelief", "adadelta", "adan", "adagrad", "adamax", "adamaxw", "adamw", "amsgrad", "lion",
-  "nadam", "nadamw", "optimistic_adam_v2", "radam", "rmsprop", "sgd", "sign_sgd", "signum", "yogi",
+  "nadam", "nadamw", "optimistic_adam_v2", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum",
+  "yogi",
 )  # fmt: skip
-TOGETHER_TOO = ("lars", "novograd", "fromage", "sm3")
+OF_OPTAX_TOGETHER = ("adafactor", "fromage", "lamb", "lars", "novograd", "sm3")
 
 
 def takes(make):
@@ -270,20 +244,12 @@ def refuses(make):
     embed.from_optax(make())
 
 
-@pytest.mark.programs(40, "each transformation is probed by a program of its own")
-def test_from_optax_takes_what_is_elementwise_alone():
-  cases.each({name: (make,) for name, make in ELEMENTWISE.items()}, takes)
-  cases.each({name: (make,) for name, make in TOGETHER.items()}, refuses)
-
-
 @pytest.mark.ci
-def test_from_optax_takes_all_of_optax_that_is_elementwise():
-  of_optax = lambda name: lambda: getattr(optax, name)(0.1)
-  cases.each({name: (of_optax(name),) for name in OTHERS}, takes)
-  takes(lambda: optax.MultiSteps(optax.adam(0.1), 2))
-  cases.each({name: (of_optax(name),) for name in TOGETHER_TOO}, refuses)
-  refuses(lambda: optax.MultiSteps(optax.clip_by_global_norm(1.0), 2))
-  refuses(lambda: optax.apply_if_finite(optax.sgd(0.1), 3))
+def test_from_optax_takes_what_steps_each_row_alone():
+  of_optax = lambda names: {name: lambda name=name: getattr(optax, name)(0.1) for name in names}
+  of = lambda makes: {name: (make,) for name, make in makes.items()}
+  cases.each(of(ELEMENTWISE | of_optax(OF_OPTAX)), takes)
+  cases.each(of(TOGETHER | of_optax(OF_OPTAX_TOGETHER)), refuses)
 
 
 def test_custom_rows_that_meet_are_refused():
@@ -324,7 +290,7 @@ def test_frozen_tables_do_not_move_but_show_their_gradients():
 def test_slots_start_where_slot_init_says():
   layer = one_table(embed.adagrad(slot_init={"accumulators": jax.nn.initializers.constant(3.0)}))
   assert (layer.variables["t"]["accumulators"] == 3).all()
-  with pytest.raises(ValueError, match="its slots are"):
+  with pytest.raises(ValueError, match="the slots are"):
     embed.adagrad(slot_init={"momenta": jax.nn.initializers.zeros})
 
 
@@ -340,15 +306,48 @@ def test_a_schedule_sees_the_step_from_zero():
   assert int(optimizer.step[...]) == 3
 
 
+NAN = float("nan")
+REFUSED = {  # by optimizer: arguments and values that it does not take
+  "sgd": {
+    "learning_rate": ("2", True, -1.0, np.ones(3), NAN, lambda: 0.1),
+    "clipvalue": (True, -1, NAN, "1", (1, -1), (NAN, 1), [0, None, 1]),
+    "weight_decay_factor": ("0.1", -0.1, True),
+    "multiply_weight_decay_factor_by_learning_rate": (1,),
+    "clip_weight_min": ("1", True),
+    "slot_init": ({"a": 3}, {"momenta": jnp.zeros}),
+  },
+  "adagrad": {"epsilon": (-1.0, "0"), "initial_accumulator_value": (0.0, -0.1)},
+  "rowwise_adagrad": {"initial_accumulator_value": (0.0,), "half_life": (0, "1")},
+  "adagrad_momentum": {"epsilon": (0.0,), "exponent": (-2.0,), "beta2": (2,), "use_nesterov": (1,)},
+  "ftrl": {
+    "initial_accumulator_value": (0.0,), "learning_rate_power": (0.5,),
+    "l2_regularization_strength": (-1.0,),
+  },
+  "adam": {"beta_1": (1.0, -0.1, "0.9"), "beta_2": (1,), "epsilon": (0.0,), "rowwise": (0,)},
+  "bias_corrected": {"beta_1": (1.0,), "learning_rate": (-1.0,)},
+}  # fmt: skip
+
+
+def check_refused(name, argument, value):
+  with pytest.raises(ValueError, match=rf"(Argument `|: ){argument}.* must be .*Got "):
+    getattr(embed, name)(**{argument: value})
+
+
+def test_a_wrong_argument_says_what_it_must_be():
+  table = {
+    f"{name}({argument}={value!r})": (name, argument, value)
+    for name, arguments in REFUSED.items()
+    for argument, values in arguments.items()
+    for value in values
+  }
+  cases.each(table, check_refused)
+  with pytest.raises(ValueError, match="clip_weight_min` must be at most clip_weight_max=-1"):
+    embed.sgd(clip_weight_min=1.0, clip_weight_max=-1.0)
+
+
 def test_a_rate_is_a_number_or_a_schedule():
-  make_with = lambda x: embed.sgd(learning_rate=x)
-  assert make_with(2) == make_with(2.0) != embed.sgd()
-  with pytest.raises(ValueError, match=r"learning_rate must be .*lambda step"):
-    make_with(lambda: 0.1)
-  for wrong in ("2", True, np.ones(3)):
-    with pytest.raises(ValueError, match="learning_rate must be"):
-      make_with(wrong)
-  layer = one_table(make_with(lambda step: 1.0))
+  assert embed.sgd(2) == embed.sgd(2.0) != embed.sgd()
+  layer = one_table(embed.sgd(lambda step: 1.0))
   with pytest.raises(ValueError, match=r"has a schedule.*step="):
     nnx.eval_shape(step, layer, np.array([0]), np.ones((1, D), np.float32), None)
 
@@ -369,6 +368,15 @@ def test_adam_with_bias_correction_is_the_papers():
     step(layer, np.arange(4), g[:4], np.int32(i))
   np.testing.assert_allclose(layer.tables["t"], w, rtol=1e-5, atol=1e-6)
   assert layer.variables["t"]["steps"].tolist() == [4] * 4 + [0] * (V - 4)
+
+
+def test_equal_schedules_of_bias_correction_are_equal():
+  rate = nnx.Variable(0.1)
+  for given in (0.1, rate, np.float32(0.1), optax.constant_schedule(0.1)):
+    of = lambda rate: embed.adam(embed.bias_corrected(rate))
+    assert (of(given) == of(given), hash(of(given)) == hash(of(given))) == (True, True)
+  assert embed.bias_corrected(0.1) != embed.bias_corrected(0.2)
+  assert embed.bias_corrected(rate) != embed.bias_corrected(nnx.Variable(0.1))
 
 
 def test_a_bias_corrected_rate_is_that_of_the_step():
@@ -482,37 +490,32 @@ def test_an_optimizer_keeps_its_arguments():
   cases.each({name: (name,) for name in optimizers.OPTIMIZERS}, check_arguments)
 
 
-SCALARS = (jnp.float32, jnp.bfloat16, np.float32, np.float64)
-SETTINGS = {
-  "learning rate": lambda x: embed.sgd(x),
-  "decay": lambda x: embed.sgd(weight_decay_factor=x),
-  "clip": lambda x: embed.sgd(clipvalue=(-x, x), clip_weight_max=x),
-  "beta": lambda x: embed.adam(beta_1=x, epsilon=x),
-  "accumulator": lambda x: embed.adagrad(initial_accumulator_value=x),
-  "slot": lambda x: embed.custom_optimizer(same, {"s": x}, 0.1),
-  "a Slot": lambda x: embed.custom_optimizer(same, {"s": embed.Slot(x)}, 0.1),
-}
-
-
 def same(g, w, slots, lr):
   return w - lr * g, slots
+
+
+SETTINGS = (
+  lambda x: embed.sgd(x),
+  lambda x: embed.sgd(weight_decay_factor=x, clipvalue=(-x, x), clip_weight_max=x),
+  lambda x: embed.adam(beta_1=x, epsilon=x),
+  lambda x: embed.custom_optimizer(same, {"a": x, "b": embed.Slot(x)}, 0.1),
+)
 
 
 def check_setting(make):
   """A scalar array is equal to its float, and hashed like it; nothing else is a setting."""
   wanted = make(0.25)
-  for scalar in SCALARS:
+  for scalar in (jnp.float32, jnp.bfloat16, np.float32, np.float64):
     optimizer = make(scalar(0.25))
     assert (optimizer, hash(optimizer)) == (wanted, hash(wanted))
     assert pickle.loads(pickle.dumps(optimizer)) == wanted
-  with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
-    make(np.ones(2))
-  with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
-    jax.eval_shape(lambda x: make(x) and x, 0.25)
+  for wrong in (lambda: make(np.ones(2)), lambda: jax.eval_shape(lambda x: make(x) and x, 0.25)):
+    with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
+      wrong()
 
 
 def test_a_setting_is_one_number_that_is_known():
-  cases.each({name: (make,) for name, make in SETTINGS.items()}, check_setting)
+  cases.each([(make,) for make in SETTINGS], check_setting)
 
 
 @pytest.mark.ci

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,35 +41,6 @@ def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
     return x
   with jax.named_scope("exchange"):
     return jax.lax.all_to_all(x, axes, 0, 0)
-
-
-class Columns(NamedTuple):
-  """Columns over mesh axes, as many on each device: D of them, filled up with zeros.
-
-  Both functions are for use inside `jax.shard_map`; without axes they change nothing.
-  """
-
-  axes: tuple[str, ...]
-  dim: int
-
-  def own(self, x: jax.Array) -> jax.Array:
-    """This device's columns of `[..., D]`."""
-    if not self.axes:
-      return x
-    count, last = jax.lax.axis_size(self.axes), x.ndim - 1
-    width = -(-self.dim // count)
-    x = jnp.pad(x, [(0, 0)] * last + [(0, width * count - self.dim)])
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * width, width, last)
-
-  def whole(self, x: jax.Array) -> jax.Array:
-    """`[..., D]` from every device's own columns."""
-    if not self.axes:
-      return x
-    x = jax.lax.all_gather(x, self.axes, axis=x.ndim - 1, tiled=True)
-    return jax.lax.slice_in_dim(x, 0, self.dim, axis=x.ndim - 1)
-
-
-WHOLE_ROWS = Columns((), 0)
 
 
 # --- axes and their types ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,15 +19,17 @@ INITIALIZERS = {
   "truncated_normal": jax.nn.initializers.truncated_normal,
   "uniform": jax.nn.initializers.uniform,
 }
-_FEATURE_KEYS = (
-  "table_id", "max_sequence_length", "weight_key",  # TensorFlow's
-  "validate_weights_and_indices", "output_shape",
-)  # fmt: skip
-_TABLE_KEYS = (
-  "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
-  "learning_rate_fn", "optimization_parameters", "layout",  # TensorFlow's
-  "dim", "optimizer", "dtype", "stochastic_rounding",
-)  # fmt: skip
+_KEYS = {  # of an entry, TensorFlow's first
+  "feature": (
+    "table_id", "max_sequence_length", "weight_key", "validate_weights_and_indices", "output_shape",
+  ),
+  "table": (
+    "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication",
+    "learning_rate", "learning_rate_fn", "optimization_parameters", "layout",
+    "dim", "optimizer", "dtype", "stochastic_rounding",
+  ),
+}  # fmt: skip
+_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True in every optimizer
 
 
 class EmbeddingConfigSpec:
@@ -40,15 +42,13 @@ class EmbeddingConfigSpec:
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
       may have `max_sequence_length`, `weight_key` (the column with the weights of its ids),
-      `validate_weights_and_indices` and `output_shape`, as in
-      `FeatureConfig`.
+      `validate_weights_and_indices` and `output_shape`, as in `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the common one, `dtype`,
-      `stochastic_rounding`, and either `learning_rate` or `learning_rate_fn`, a function of the
-      step, instead of the optimizer's own rate. TensorFlow's `hot_id_replication` and `layout` have
-      no effect.
+      `optimizer`) instead of the common one, `dtype`, `stochastic_rounding`, and `learning_rate` or
+      `learning_rate_fn`, a function of the step, instead of the optimizer's own rate. TensorFlow's
+      `hot_id_replication` and `layout` have no effect: they place rows on TPUs.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
       `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
     clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
@@ -94,8 +94,8 @@ class EmbeddingConfigSpec:
   ):
     if partition_strategy not in ("div", "mod"):
       raise ValueError(
-        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. To split a "
-        "table by columns, or to replicate it, use embed.plan."
+        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. To replicate a "
+        "table, use embed.plan."
       )
     if clipping_limit is not None and not clipping_limit > 0:
       raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
@@ -104,57 +104,47 @@ class EmbeddingConfigSpec:
         "gradient_multiplier_fn has no counterpart. Write grads = grads.map(lambda g: f(step) * g) "
         "between embed.value_and_grad and optimizer.update."
       )
-    common = {"clipvalue": clipping_limit}
-    self.optimizer = _optimizer("optimization_parameters", optimization_parameters, common)
-    self.tables = {
-      name: _table(name, _mapping(f"Table {name!r}", entry), self.optimizer, common)
-      for name, entry in _mapping("table_to_config_dict", table_to_config_dict).items()
-    }
-    entries = {
-      name: _mapping(f"Feature {name!r}", entry)
-      for name, entry in _mapping("feature_to_config_dict", feature_to_config_dict).items()
-    }
-    self.features = {
-      name: _feature(f"Feature {name!r}", entry, self.tables) for name, entry in entries.items()
-    }
-    keys = {name: entry.get("weight_key") for name, entry in entries.items()}
-    self.weight_keys = {name: key for name, key in keys.items() if key is not None}
-    _check_columns(self.features, self.tables, self.weight_keys)
     self.pipeline_execution_with_tensor_core = pipeline_execution_with_tensor_core
     self.partition_strategy = partition_strategy
+    self.optimizer = _optimizer("optimization_parameters", optimization_parameters, clipping_limit)
+    self.tables = {
+      name: _table(name, entry, self.optimizer, clipping_limit)
+      for name, entry in _entries("table", table_to_config_dict).items()
+    }
+    self.features, self.weight_keys = {}, {}
+    for name, entry in _entries("feature", feature_to_config_dict).items():
+      weight_key = entry.pop("weight_key", None)
+      if weight_key is not None:
+        self.weight_keys[name] = weight_key
+      self.features[name] = _feature(name, entry, self.tables)
+    self._check_columns()
+
+  def _check_columns(self) -> None:
+    """Raises for a table without features, and for weights that no column can hold."""
+    used = [feature.table for feature in self.features.values()]
+    for name, table in self.tables.items():
+      if table not in used:
+        raise ValueError(f"Table {name!r} is used by no feature; remove it.")
+    for name, key in self.weight_keys.items():
+      if not isinstance(key, str):
+        raise TypeError(f"Feature {name!r}: weight_key must be a string. Got {key!r}.")
+      if key in self.features:
+        raise ValueError(f"Feature {name!r}: its weight_key {key!r} is a feature, which has ids.")
 
   def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
-    """Makes the layer, with tables split by `partition_strategy`.
-
-    Args:
-      rngs: as in `SparseEmbed`.
-      mesh: as in `SparseEmbed`.
-      axis: as in `SparseEmbed`.
-
-    Raises:
-      ValueError: as in `SparseEmbed`.
-    """
-    return SparseEmbed(
-      self.features,
-      self.optimizer,
-      rngs=rngs,
-      mesh=mesh,
-      axis=axis,
-      sharding=self.partition_strategy,
-    )
+    """Makes the layer, with tables split by `partition_strategy`; arguments as in `SparseEmbed`."""
+    where = {"mesh": mesh, "axis": axis, "sharding": self.partition_strategy}
+    return SparseEmbed(self.features, self.optimizer, rngs=rngs, **where)
 
   def inputs(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The layer's arguments, from a batch by column: `layer(*spec.inputs(batch))`.
 
     Args:
       columns: the ids of each feature and, under its `weight_key`, the weights, in the same kind of
-        input. Other columns, such as labels, are ignored.
+        input. Other columns, such as labels, are ignored. A missing one raises ValueError.
 
     Returns:
       `(features, weights)`, weights being None if no feature has any.
-
-    Raises:
-      ValueError: for a missing column.
 
     >>> spec = embed.EmbeddingConfigSpec(
     ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
@@ -168,6 +158,9 @@ class EmbeddingConfigSpec:
     return {name: columns[name] for name in self.features}, weights or None
 
 
+# --- entries -------------------------------------------------------------------------------------
+
+
 def _mapping(what: str, value: Any) -> dict[str, Any]:
   """A dict with string keys, from a dict or an `ml_collections.ConfigDict` (not a `Mapping`)."""
   if not hasattr(value, "items"):
@@ -179,19 +172,25 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
   return mapping
 
 
-def _check_keys(what: str, keys: Iterable[str], known: tuple[str, ...]) -> None:
-  for key in keys:
-    if key not in known:
-      close = difflib.get_close_matches(key, known, 1)
-      hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
-      raise ValueError(f"{what}: unknown key {key!r}. {hint}")
+def _entries(kind: str, value: Any) -> dict[str, dict[str, Any]]:
+  """The entries of tables or of features by name, with known keys."""
+  known, entries = _KEYS[kind], {}
+  for name, given in _mapping(f"{kind}_to_config_dict", value).items():
+    what = f"{kind.capitalize()} {name!r}"
+    entries[name] = _mapping(what, given)
+    for key in entries[name]:
+      if key not in known:
+        close = difflib.get_close_matches(key, known, 1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
+        raise ValueError(f"{what}: unknown key {key!r}. {hint}")
+  return entries
 
 
 def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
   """Calls the function that `{"name": "adagrad", **arguments}` names."""
   arguments = _mapping(what, value)
   name = arguments.pop("name", None)
-  for key in ("use_gradient_accumulation", "lazy_adam"):
+  for key in _ALWAYS:
     if not arguments.pop(key, True):
       raise ValueError(f"{what}: {key}=False has no counterpart. Leave it out.")
   if name not in functions:
@@ -203,8 +202,8 @@ def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
     raise ValueError(f"{what}: {name}: {error}. It takes {takes}.") from None
 
 
-def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer | None:
-  """An optimizer with those of the common arguments that it does not set itself."""
+def _optimizer(what: str, value: Any, clipping_limit: float | None) -> RowOptimizer | None:
+  """An optimizer, clipped to the limit if it trains and has no `clipvalue` of its own."""
   if value is None:
     return None
   optimizer = _call_named(what, value, named()) if hasattr(value, "items") else value
@@ -213,18 +212,16 @@ def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer
       f'{what} must be an optimizer such as embed.adagrad(0.1), or {{"name": "adagrad", '
       f'"learning_rate": 0.1}}. Got {value!r}.'
     )
-  if optimizer.equation is None:  # frozen: nothing to clip
+  if optimizer.equation is None or optimizer.clipvalue is not None:
     return optimizer
-  unset = {key: value for key, value in common.items() if optimizer.arguments[key] is None}
-  return optimizer.replace(**unset)
+  return optimizer.replace(clipvalue=clipping_limit)
 
 
 def _table(
-  name: str, entry: dict[str, Any], default: RowOptimizer | None, common: Mapping[str, Any]
+  name: str, entry: dict[str, Any], default: RowOptimizer | None, clipping_limit: float | None
 ) -> TableConfig:
   """Makes the config of a table, with its own optimizer or rate, or with the default optimizer."""
   what = f"Table {name!r}"
-  _check_keys(what, entry, _TABLE_KEYS)
   for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
     if alias in entry:
       if key in entry:
@@ -233,18 +230,18 @@ def _table(
   for key in ("vocabulary_size", "dim"):
     if key not in entry:
       raise ValueError(f"{what} has no {key!r}.")
-  rates = {
-    k: v for k in ("learning_rate", "learning_rate_fn") if (v := entry.pop(k, None)) is not None
-  }
-  if len(rates) > 1:
-    raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
-  for key in ("hot_id_replication", "layout"):  # the placement on TPUs; no effect here
+  for key in ("hot_id_replication", "layout"):
     entry.pop(key, None)
-  optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), common) or default
-  if rates:
+  optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), clipping_limit)
+  optimizer = optimizer or default
+  rate, schedule = (entry.pop(key, None) for key in ("learning_rate", "learning_rate_fn"))
+  if rate is not None and schedule is not None:
+    raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
+  rate = schedule if rate is None else rate
+  if rate is not None:
     if optimizer is None or optimizer.equation is None:
       raise ValueError(f"{what} has a learning rate, but no optimizer that takes one.")
-    optimizer = optimizer.replace(learning_rate=next(iter(rates.values())))
+    optimizer = optimizer.replace(learning_rate=rate)
   initializer = entry.pop("initializer", None)
   if hasattr(initializer, "items"):
     initializer = _call_named(f"{what}: initializer", initializer, INITIALIZERS)
@@ -255,32 +252,14 @@ def _table(
     raise ValueError(f"{what}: {error}") from None
 
 
-def _feature(what: str, entry: dict[str, Any], tables: Mapping[str, TableConfig]) -> FeatureConfig:
-  _check_keys(what, entry, _FEATURE_KEYS)
-  name: Any = entry.get("table_id")
-  if name not in tables:
+def _feature(name: str, entry: dict[str, Any], tables: Mapping[str, TableConfig]) -> FeatureConfig:
+  table: Any = entry.pop("table_id", None)
+  if table not in tables:
     raise ValueError(
-      f"{what} has table_id {name!r}, which is not in table_to_config_dict: {sorted(tables)}."
+      f"Feature {name!r} has table_id {table!r}, which is not in table_to_config_dict: "
+      f"{sorted(tables)}."
     )
-  arguments = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
   try:
-    return FeatureConfig(tables[name], **arguments)
+    return FeatureConfig(tables[table], **entry)
   except (TypeError, ValueError) as error:
-    raise type(error)(f"{what}: {error}") from None
-
-
-def _check_columns(
-  features: Mapping[str, FeatureConfig],
-  tables: Mapping[str, TableConfig],
-  weight_keys: Mapping[str, str],
-) -> None:
-  """Raises for a table without features, and for weights that no column can hold."""
-  used = [feature.table for feature in features.values()]
-  for name, table in tables.items():
-    if table not in used:
-      raise ValueError(f"Table {name!r} is used by no feature; remove it.")
-  for name, key in weight_keys.items():
-    if not isinstance(key, str):
-      raise TypeError(f"Feature {name!r}: weight_key must be a string. Got {key!r}.")
-    if key in features:
-      raise ValueError(f"Feature {name!r}: its weight_key {key!r} is a feature, which has ids.")
+    raise type(error)(f"Feature {name!r}: {error}") from None

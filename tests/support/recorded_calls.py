@@ -73,6 +73,9 @@ DIFFERS = {
   # TensorFlow's newer classes stopped checking what its older ones did.
   "E.FTRL(learning_rate_power=0.5)": ValueError,
   "E.FTRL(l1_regularization_strength=-1.)": ValueError,
+  # A negative rate climbs, and a negative decay grows.
+  "E.SGD(learning_rate=-1.)": ValueError,
+  "E.SGD(weight_decay_factor=-1.)": ValueError,
   # An empty range would set every touched weight to one of its ends.
   "E.SGD(clip_weight_min=1., clip_weight_max=-1.)": ValueError,
   # TensorFlow matches by path here, but training checks the type of every sequence.

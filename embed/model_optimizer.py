@@ -14,7 +14,7 @@ from flax import nnx
 
 from embed import autodiff
 from embed.engine.taps import Owner
-from embed.gradients import Grads, Rows, by_stack
+from embed.gradients import Grads, RowGrads, Rows, by_stack
 from embed.layer import SparseEmbed, moving, step_stacks
 from embed.optimizers import RowOptimizer
 from embed.variables import changing, check_alive
@@ -70,7 +70,7 @@ class Optimizer(nnx.Module):
     rates = dict(_rates(autodiff.row_keys(model)).values())
     for rate in rates.values():
       rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
-    self.rates = nnx.Dict(rates)
+    self.rates = nnx.data(rates)  # no nnx.Dict, whose keys are attributes: a table may be "items"
 
   @property
   def step(self) -> nnx.Variable:
@@ -92,12 +92,6 @@ class Optimizer(nnx.Module):
       TypeError: if `grads` are not `embed.Grads`, such as the result of `nnx.value_and_grad`, with
         which rows would silently stay untrained.
       ValueError: if the entry of a table is missing or unknown, or a table has no optimizer.
-
-    >>> movie = embed.TableConfig(100, 4, optimizer=embed.sgd(0.1), name="movie")
-    >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> optimizer = embed.Optimizer(model, optax.sgd(0.1))
-    >>> loss, grads = embed.value_and_grad(lambda m, x: m(x).sum())(model, np.array([3]))
-    >>> optimizer.update(model, embed.clip_by_global_norm(grads, 1.0))
     """
     if not isinstance(grads, Grads):
       raise TypeError(
@@ -112,30 +106,33 @@ class Optimizer(nnx.Module):
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
-    rate_of = {key: self.rates[of].get_value() for key, (of, _) in _rates(tables).items()}
-    layers: list[tuple[SparseEmbed, Mapping[str, Any], dict[str, Any]]] = []
-    for path, module in autodiff.sparse_embeds(model).items():
-      own = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
-      of_layer: Mapping[str, Any]  # without what was not looked up and has no optimizer
-      if isinstance(grads.rows, Rows) and own.items() <= grads.rows.stacks.items():
-        by_owner = grads.rows.grads
-        of_layer = {
-          k.name: by_owner[k] for k, stack in own.items() if by_owner[k] or stack.optimizer
-        }
-      else:
-        optimizers = module.spec.optimizers
-        rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
-        rows = {name: r for name, r in rows.items() if r.ids.size or optimizers[name] is not None}
-        of_layer = by_stack(module.spec.stack_of, rows)
-      keys = {name: Owner(path, stack.tables[0]).key for name, stack in module.spec.stacks.items()}
-      rates = {name: rate_of[key] for name, key in keys.items() if key in rate_of}
-      moving(module, of_layer, step, rates)  # raises before any layer has stepped
-      layers.append((module, of_layer, rates))
+    rate_of = {key: self.rates[first].get_value() for key, (first, _) in _rates(tables).items()}
+    steps = []
+    for path, layer in autodiff.sparse_embeds(model).items():
+      rates = {
+        name: rate_of[key]
+        for name, stack in layer.spec.stacks.items()
+        if (key := Owner(path, stack.tables[0]).key) in rate_of
+      }
+      steps.append((layer, _by_stack(layer, path, grads.rows), step, rates))
+      moving(*steps[-1])  # raises before any layer has stepped
     # Optax's arithmetic relies on the standard promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):
-      self.dense.update(model, nnx.filter_state(grads.dense, nnx.Param), **kwargs)
-    for module, of_layer, rates in layers:
-      step_stacks(module, of_layer, step, rates)
+      self.dense.update(model, grads.dense, **kwargs)
+    for of_layer in steps:
+      step_stacks(*of_layer)
+
+
+def _by_stack(layer: SparseEmbed, path: Any, rows: Mapping[str, RowGrads]) -> Mapping[str, Any]:
+  """A layer's gradients by stack, without those of no ids and no optimizer."""
+  stacks = {Owner(path, name): stack for name, stack in layer.spec.stacks.items()}
+  if isinstance(rows, Rows) and stacks.items() <= rows.stacks.items():
+    grads = {owner.name: rows.grads[owner] for owner in stacks}
+    return {name: g for name, g in grads.items() if g or layer.spec.stacks[name].optimizer}
+  of_tables = {name: rows[Owner(path, name).key] for name in layer.spec.tables}
+  optimizers = layer.spec.optimizers
+  used = {name: r for name, r in of_tables.items() if r.ids.size or optimizers[name] is not None}
+  return by_stack(layer.spec.stack_of, used)
 
 
 def _rates(
