@@ -386,8 +386,8 @@ def stepped(
   w = slots.pop("parameters") * (1 - (optimizer.weight_decay_factor or 0.0))
   assert optimizer.equation is not None
   w, slots = optimizer.equation(jnp.asarray(g, jnp.float32), w, slots, jnp.float32(rate))
-  w = _clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
-  for key, x in {"parameters": w, **slots}.items():
+  clipped = _clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
+  for key, x in {"parameters": clipped, **slots}.items():
     variables[key][touched] = x
   return variables
 
