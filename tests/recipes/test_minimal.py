@@ -96,7 +96,7 @@ def test_empty_cells_and_new_values_have_ids(clicks, tmp_path):
   transforms = minimal.fit_transforms(minimal.read_rows(clicks))
   batch = minimal.make_batch(minimal.read_rows(tmp_path / "own.csv"), transforms)
   assert batch["label"].tolist() == [0, 1]
-  ids, _ = batch["inputs"]
+  ids = batch["inputs"]
   assert ids["tags"].values.shape == (2, 4)
   assert (ids["tags"].values[0] == -1).all()
   assert (ids["tags"].values[1] >= 0).all()
