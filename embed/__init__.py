@@ -9,6 +9,7 @@ from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
 from embed.export import Exported, export
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
 from embed.layer import Residual, SparseEmbed
@@ -30,7 +31,6 @@ from embed.optimizers import (
 from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving_lookup import serving_lookup
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
-from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 from embed.value_and_grad import value_and_grad
 from embed.variables import Report, SlotVariable, Table
 

@@ -16,13 +16,13 @@ import layers
 import numpy as np
 import optax
 import pytest
+import reference
 from conformance import LOOKUPS, lookup_config, lookup_inputs
 from flax import nnx
 
 import embed
 from embed import structure
 from embed.engine import update
-from embed.tools import reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict"),

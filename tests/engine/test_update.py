@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 import embed
 from embed.engine import grads as grads_lib
@@ -13,7 +14,6 @@ from embed.engine import update
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import Layout, StackSpec
-from embed.tools import reference
 
 # --- distinct ids ---------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import pathlib
 
 import jax
 import numpy as np
+import reference
 
 import embed
-from embed.tools import check, reference
 
 _DATA = pathlib.Path(__file__).parents[1] / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}
@@ -116,6 +116,6 @@ def lookup_config(case, prefix=""):
 
 def lookup_inputs(case, prefix=""):
   pairs = {
-    prefix + name: check.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
+    prefix + name: reference.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
   }
   return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}

@@ -10,12 +10,12 @@ from sparse_cores import emulated
 from stored_tables import TwoTables, fetched, wave
 
 import embed
+from embed import check
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels.sparse_core import kernels
-from embed.tools import check
 
 V, D = 61, 128
 

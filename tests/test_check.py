@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import reference
 
 import embed
-from embed import optimizers
+from embed import check
+from embed.engine import update
 from embed.engine.bags import Bags
-from embed.tools import check, reference
 
 
 @pytest.fixture
@@ -19,9 +20,9 @@ def one_device(monkeypatch):
 @pytest.fixture
 def small(one_device, monkeypatch):
   """A single kind of lookup, and two optimizers."""
-  inputs = check.lookup_inputs
-  some = lambda draw, brief: {"mean, weights": inputs(draw, brief)["mean, weights"]}
-  monkeypatch.setattr(check, "lookup_inputs", some)
+  lookups = check.lookups
+  some = lambda draw, brief: {"mean, weights": lookups(draw, brief)["mean, weights"]}
+  monkeypatch.setattr(check, "lookups", some)
   cases = check.optimizers
   monkeypatch.setattr(
     check, "optimizers", lambda: {name: cases()[name] for name in ("sgd", "adagrad")}
@@ -40,9 +41,9 @@ def test_an_error_is_relative_to_the_largest_value():
 def test_nothing_is_left_out():
   assert {kind for kind, _ in check.optimizers().values()} == set(reference.RULES)
   assert set(check.OTHER_WAYS) < set(check.optimizers())
-  kinds = check.lookup_inputs(np.random.default_rng(0), False)
+  cases = check.lookups(np.random.default_rng(0), False)
   named = {"padded", "ragged", "max_valency", "sparse", "dense"}
-  assert {kind for given in kinds.values() for kind in given} == named
+  assert {kind for case in cases.values() for kind in case.kinds} == named
   assert {"one device", "8 devices, mod", "8 devices, div", "8 devices, replicated"} <= set(
     check.places()
   )
@@ -87,14 +88,15 @@ def failing(capsys):
 
 
 @pytest.mark.ci
-def test_a_wrong_optimizer_fails(small, monkeypatch, capsys):
-  right = embed.adagrad
-  wrong = lambda **kwargs: right(initial_accumulator_value=0.1001, **kwargs)
-  monkeypatch.setitem(optimizers.OPTIMIZERS, "adagrad", wrong)
+def test_a_wrong_update_fails(small, monkeypatch, capsys):
+  right = update.step_rows
+  wrong = lambda o, g, w, s, rate, step=None: right(o, g, w, s, 1.001 * rate, step)
+  monkeypatch.setattr(update, "step_rows", wrong)
+  monkeypatch.setattr(check, "optimizers", lambda: {"adagrad": ("adagrad", {})})
   line, last = failing(capsys)
   assert line.startswith("adagrad  ")
   assert check.TOLERANCE["float32"] < float(line.split()[3]) < 1e-2
-  assert last.startswith("1 of 4 checks FAILED")
+  assert last.startswith("1 of 3 checks FAILED")
 
 
 def test_variables_are_compared():
