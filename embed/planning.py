@@ -100,7 +100,7 @@ class StackCost:
     slots: bytes of the optimizer's state.
     buffers: bytes of the exchange's buffers.
     moved: bytes that the device receives per step.
-    keys: bytes of the raw ids, scores and sightings of tables with a `DynamicVocabulary`.
+    keys: bytes of the raw ids and scores of tables with a `DynamicVocabulary`.
 
   >>> plan = embed.plan(embed.FeatureConfig(embed.TableConfig(1000, 8)), None, np.zeros(64, int))
   >>> plan.costs()[0].rows  # 1000 rows of 8 columns of 4 bytes

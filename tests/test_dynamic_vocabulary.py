@@ -310,10 +310,10 @@ def test_a_resumed_run_is_the_same_to_the_bit():
 
 @pytest.mark.ci
 def test_a_checkpoint_moves_to_a_mesh_and_back():
-  model, _ = trained(table(60, sightings=2))  # 15 buckets
+  model, _ = trained(table(64))
   saved = copied(embed.checkpoint.to_tree(model=model))
   with jax.set_mesh(on(8, explicit=True)):
-    other, _ = make({"id": embed.FeatureConfig(table(60, sightings=2))})
+    other, _ = make({"id": embed.FeatureConfig(table(64))})
     embed.checkpoint.from_tree(saved, model=other)
     assert_equal(embed.checkpoint.to_tree(model=other)["model"], saved["model"])
 
@@ -380,10 +380,10 @@ def test_rows_of_a_static_table_are_imported_by_raw_id():
 
 
 def test_a_plan_counts_raw_ids_and_scores():
-  config = table(1024, sightings=2)
+  config = table(1024, eviction="lfu")
   plan = embed.plan(
     {"id": embed.FeatureConfig(config)}, None, {"id": np.arange(8)}, embed.sgd(0.1), 1 << 30
   )
   (of_stack,) = plan.costs()
-  assert (of_stack.rows, of_stack.keys) == (1024 * DIM * 4, 1024 * (12 + 16))
+  assert (of_stack.rows, of_stack.keys) == (1024 * DIM * 4, 1024 * 16)
   assert plan.bytes_per_device == of_stack.rows + of_stack.buffers + of_stack.keys
