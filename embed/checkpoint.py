@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from embed.dynamic_vocabulary import Vocabulary
+from embed.engine import admission
 from embed.layer import SparseEmbed, row_keys, sparse_embeds
-from embed.storage import owners
 from embed.storage import tables as stored_tables
 from embed.variables import SlotVariable, Table
 
@@ -100,7 +100,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   for name, node in nodes.items():
     for key, (layer, table) in row_keys(node).items():
       vocabulary, saved = layer.spec.tables[table].vocabulary, tree[name]["tables"][key]
-      if vocabulary is not None and not owners.fits(vocabulary, saved["raw_ids"]):
+      if vocabulary is not None and not admission.fits(vocabulary, saved["raw_ids"]):
         raise ValueError(
           f"{name}/tables/{key} was saved with another bucket_width. Make its DynamicVocabulary as "
           "it was, or move the rows by `rows_by_raw_id` and `load_rows`."

@@ -7,7 +7,6 @@ names and defaults follow ``tf.tpu.experimental.embedding``.
 import contextlib
 import dataclasses
 import logging
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,20 +74,15 @@ class DynamicVocabulary:
   that the policy values least. Two raw ids never share a row. What happens is the same on every
   mesh, and follows from the batches alone.
 
-  Keys and scores take 12 bytes a row, 16 with "lfu"; with `sightings` above 1, 16 more.
+  Keys and scores take 12 bytes a row, 16 with "lfu". On a mesh they are split over the devices that
+  split the rows if the number of buckets divides by them; otherwise every device has them all.
 
   Args:
     capacity: the number of rows, a multiple of `bucket_width`.
     eviction: "lru" takes the row whose last use is longest ago, "lfu" the one used least often.
-    half_life: the number of batches after which counts, of "lfu" and of `sightings`, halve. None
-      never forgets.
-    time_to_live: a row that so many batches have not used is free, and its id forgotten. None keeps
-      rows until they are needed.
-    sightings: an id gets a row when it has been seen so often, 1 at once. Counts are kept in a
-      count-min sketch, which may count an id too high but never too low.
-    probability: with which an id without a row gets one in a batch, drawn from the seed, the raw id
-      and the number of the batch.
-    seed: of these draws.
+    half_life: the number of batches after which the counts of "lfu" halve. None never forgets.
+    time_to_live: rows unused for this many batches are freed. None keeps rows until they are
+      needed.
     trains_unknown: whether ids without a row are looked up in a row of their own, the last one,
       which is trained; otherwise they are padding: they give zeros and do not count in a "mean".
     bucket_width: the rows of a bucket. More come closer to the exact policy, and cost more.
@@ -106,26 +100,23 @@ class DynamicVocabulary:
   eviction: str = "lru"
   half_life: int | None = None
   time_to_live: int | None = None
-  sightings: int = 1
-  probability: float = 1.0
-  seed: int = 0
   trains_unknown: bool = False
   bucket_width: int = 16
 
   def __post_init__(self):
-    set_ = lambda name, value: object.__setattr__(self, name, value)
-    for name, least in (("bucket_width", 1), ("capacity", 1), ("sightings", 1), ("seed", 0)):
-      set_(name, integer(name, getattr(self, name), least, MAX_VOCABULARY_SIZE))
-    for name in ("half_life", "time_to_live"):
-      if getattr(self, name) is not None:
-        set_(name, integer(name, getattr(self, name), 1, MAX_VOCABULARY_SIZE))
-    check("eviction", self.eviction, self.eviction in EVICTIONS, f"one of {EVICTIONS}")
-    set_("probability", setting("probability", self.probability))
-    is_number = isinstance(self.probability, numbers.Real) and 0 < self.probability <= 1
-    check("probability", self.probability, is_number, "a number above 0 and at most 1")
-    check("sightings", self.sightings, self.sightings < 2**20, f"below {2**20}")
-    check("bucket_width", self.bucket_width, self.bucket_width <= 256, "at most 256")
-    check("trains_unknown", self.trains_unknown, isinstance(self.trains_unknown, bool), "a bool")
+    limits = {"capacity": MAX_VOCABULARY_SIZE, "bucket_width": 256}
+    optional = {"half_life": MAX_VOCABULARY_SIZE, "time_to_live": MAX_VOCABULARY_SIZE}
+    for name, most in {**limits, **optional}.items():
+      value = getattr(self, name)
+      if name in limits or value is not None:
+        object.__setattr__(self, name, integer(name, value, 1, most))
+    is_lfu, half_life = self.eviction == "lfu", self.half_life
+    for name, is_valid, expected in (
+      ("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}"),
+      ("half_life", half_life is None or is_lfu, 'None, or go with eviction="lfu"'),
+      ("trains_unknown", isinstance(self.trains_unknown, bool), "a bool"),
+    ):
+      check(name, getattr(self, name), is_valid, expected)
     if self.capacity % self.bucket_width:
       most = -(-self.capacity // self.bucket_width) * self.bucket_width
       raise ValueError(

@@ -28,12 +28,11 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from embed import checkpoint, planning
-from embed.engine import cost
+from embed.engine import admission, cost
 from embed.engine.stack import Layout
 from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
 from embed.storage import changes as changes_lib
 from embed.storage import files
-from embed.storage import owners as owners_lib
 from embed.storage.changes import TableRows
 from embed.variables import replace
 
@@ -162,7 +161,7 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
     for key, (layer, table) in row_keys(node).items():
       digests[name][key] = of_layers[id(layer)][table]
       if arrays := owned(layer, table):
-        owners[name][key] = {k: x for k, x in arrays.items() if k in owners_lib.BY_ROW}
+        owners[name][key] = arrays
   layouts = {name: _layouts(node) for name, node in nodes.items()}
   return Fingerprints(step, lanes, layouts, digests, owners)
 
@@ -338,7 +337,7 @@ def _put(layer: Any, table: str, rows: TableRows, owners: Owners | None) -> None
     for key, x in owners.changed.values.items():
       arrays[key][owners.changed.ids] = x
     vocabulary = layer.spec.tables[table].vocabulary
-    if not owners_lib.fits(vocabulary, arrays["raw_ids"]):
+    if not admission.fits(vocabulary, arrays["raw_ids"]):
       raise ValueError(f"The delta has another capacity or bucket_width for table {table!r}.")
     dynamic_table(layer, table).set_owners(arrays)
 

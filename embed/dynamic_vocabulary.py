@@ -1,4 +1,4 @@
-"""Tables with a `DynamicVocabulary`: which raw id owns which row."""
+"""Tables with a `DynamicVocabulary`: their Variables, and the raw ids that own their rows."""
 
 import dataclasses
 import functools
@@ -19,19 +19,17 @@ from embed.engine import mesh as mesh_lib
 from embed.engine.stack import Arrays, StackSpec
 from embed.inputs import RawInput
 from embed.inputs import raw_ids as to_raw_ids
-from embed.storage import changes, initial, owners
+from embed.storage import changes, initial
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 from embed.variables import changing, check_array, replace
-
-_OWNERS = ("buckets", "filled", "sightings")  # of an admission's state, what a `Vocabulary` holds
 
 
 class Vocabulary(nnx.Variable):
   """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
 
-  An `nnx.Variable` type, for filters. What it holds is the storage, by buckets;
-  `SparseEmbed.variables` has the raw ids by row.
+  An `nnx.Variable` type, for filters. It holds the storage by buckets; `SparseEmbed.variables` has
+  the raw ids by row.
 
   >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
@@ -49,19 +47,19 @@ def make_variables(
 ) -> nnx.Dict:
   """The Variables of a dynamic table: "owners" and "admissions"."""
   state = admission.empty(vocabulary, placement)
-  held = {name: state.pop(name) for name in _OWNERS if name in state}
+  owners = {name: state.pop(name) for name in ("buckets", "filled")}
   state["key"] = jax.random.key_data(initializers.threefry(key[None])[0])
-  return nnx.Dict(owners=Vocabulary(held), admissions=Admissions(state))
+  return nnx.Dict(owners=Vocabulary(owners), admissions=Admissions(state))
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTable:
-  """A dynamic table of a layer; `SparseEmbed` explains the methods that it has too.
+  """A dynamic table of a layer; `SparseEmbed` documents the methods that it has too.
 
   Attributes:
-    name: of the table.
-    config: of the table.
-    stack: where its rows are stored.
+    name: the table's name.
+    config: its config.
+    stack: the stack that stores its rows.
     held: its Variables, the `nnx.Dict` of `make_variables`.
     arrays: the Variables of the stack.
   """
@@ -94,7 +92,7 @@ class DynamicTable:
 
   @property
   def _new_rows(self) -> tuple[Any, ...]:
-    """What decides the initial value of a row: static arguments of `_reset` and `_admit`."""
+    """The static arguments of `_reset` and `_admit` that decide the initial value of a row."""
     made = self.config.initializer or initializers.truncated_normal_rows
     return self.stack, self.name, initializers.row_wise(made)
 
@@ -137,12 +135,12 @@ class DynamicTable:
     split = lambda rows: [
       part.reshape(shape) for part, shape in zip(jnp.split(rows, ends), shapes, strict=True)
     ]
-    of_inputs = placement.prepare(split, rows, like=rows)
-    return {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, of_inputs, strict=True)}
+    by_input = placement.prepare(split, rows, like=rows)
+    return {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, by_input, strict=True)}
 
   def raw_ids(self, rows: jax.Array) -> jax.Array:
     buckets = self.state["buckets"]
-    return admission.owners(self.vocabulary, self.stack.placement, buckets, jnp.asarray(rows))
+    return admission.raw_ids(self.vocabulary, self.stack.placement, buckets, jnp.asarray(rows))
 
   def report(self) -> dict[str, jax.Array]:
     """An entry of `SparseEmbed.vocabulary_report`."""
@@ -157,70 +155,89 @@ class DynamicTable:
   # --- the owners by row ------------------------------------------------------------------------
 
   def owners(self) -> dict[str, Any]:
-    """The owners of the rows, arrays by name as `storage.owners` describes them."""
-    placement, held = self.stack.placement, self.held["owners"].get_value()
-    arrays = mesh_lib.settled(owners.read(self.vocabulary, placement, held))
-    return {key: arrays[key] for key in owners.names(self.vocabulary)}
+    """The owners of the rows, arrays by name as in `admission.read_owners`."""
+    buckets = self.state["buckets"]
+    arrays = admission.read_owners(self.vocabulary, self.stack.placement, buckets)
+    arrays = mesh_lib.settled(arrays)
+    return {name: arrays[name] for name in admission.owner_names(self.vocabulary)}
 
   def set_owners(self, arrays: Mapping[str, Any]) -> None:
     """Replaces the owners of all rows, by arrays in the form of `owners`."""
-    given = {key: arrays[key] for key in owners.names(self.vocabulary)}
-    self._set(owners.store(self.vocabulary, self.stack.placement, given))
+    self._set(_state_of(self.vocabulary, self.stack.placement, arrays))
 
   def store_apart(self) -> None:
     """Stores the owners as on one device."""
     on_host = lambda tree: jax.tree.map(np.asarray, tree)
-    kept = owners.store(self.vocabulary, mesh_lib.LOCAL, on_host(self.owners()))
-    self.held["owners"] = Vocabulary(kept)
+    owners = _state_of(self.vocabulary, mesh_lib.LOCAL, on_host(self.owners()))
+    self.held["owners"] = Vocabulary(owners)
     self.held["admissions"] = Admissions(on_host(self.held["admissions"].get_value()))
 
   # --- rows by raw id, on the host --------------------------------------------------------------
 
   def rows_by_raw_id(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    rows = self._by_value(variables)
+    arrays = {key: np.asarray(x) for key, x in variables.items()}
+    last = arrays["last_used"]
+    latest = np.argsort(-last, kind="stable")
+    rows = {key: x[latest[last[latest] > 0]] for key, x in arrays.items()}
     high, low = rows["raw_ids"].astype(np.uint64).T
     return {**rows, "raw_ids": (high << np.uint64(32)) | low}
 
-  def _by_value(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The owned rows of arrays as in `SparseEmbed.variables`, the most valuable first."""
-    arrays = {key: np.asarray(x) for key, x in variables.items() if key != "sightings"}
-    best = owners.order(self.vocabulary, arrays, int(self.state["step"]))
-    return {key: x[best] for key, x in arrays.items()}
-
-  def load_rows(
-    self, raw_ids: Any, variables: Mapping[str, Any], scores: Mapping[str, Any]
-  ) -> np.ndarray:
-    """As in the layer, with "last_used" and "uses" `[N]` by name, or those of the current batch."""
+  def load_rows(self, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
     stack, vocabulary, state, stored = self.stack, self.vocabulary, self.state, self._stored
     ids = np.asarray(raw_ids)
     ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
-    count = len(ids)
-    of_rows = {
-      key: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+    shapes = {
+      key: jax.ShapeDtypeStruct((len(ids), *x.shape[1:]), x.dtype)
       for key, x in stored_tables.shapes(stack, stored, self.name).items()
     }
     for key, value in variables.items():
-      check_array(self.name, key, value, of_rows)
-    if len(np.unique(ids, axis=0)) < count or (ids == admission.EMPTY).all(axis=1).any():
+      check_array(self.name, key, value, shapes)
+    if len(np.unique(ids, axis=0)) < len(ids) or (ids == admission.EMPTY).all(axis=1).any():
       raise ValueError(f"Table {self.name!r}: raw ids must be distinct, and none of them padding.")
-    rows = owners.rows_for(vocabulary, ids)
+    rows = _rows_for(vocabulary, ids)
     kept = rows >= 0
-    step = max(int(state["step"]), 1)
-    of_owners = owners.shapes(vocabulary, stack.placement)
-    new = {key: np.zeros(x.shape, x.dtype) for key, x in of_owners.items()}
-    new["raw_ids"][:] = admission.EMPTY
-    new["raw_ids"][rows[kept]] = ids[kept]
-    for key, default in (("last_used", step), ("uses", 1)):
-      if key in new:
-        new[key][rows[kept]] = np.broadcast_to(scores.get(key, default), count)[kept]
+    step = max(int(state["step"]), 1)  # the rows count as used once, in the current batch
+    new_owners = {"raw_ids": ids[kept], "last_used": step, "uses": 1}
+    owners = {
+      key: np.full(x.shape, admission.EMPTY if key == "raw_ids" else 0, x.dtype)
+      for key, x in admission.owner_shapes(vocabulary, mesh_lib.LOCAL).items()
+    }
+    for key, x in owners.items():
+      x[rows[kept]] = new_owners[key]
     initial_rows = _reset(*self._new_rows, stored, state["key"], rows[kept], ids[kept])
-    values = {key: np.asarray(x, of_rows[key].dtype)[kept] for key, x in variables.items()}
+    values = {key: np.asarray(x, shapes[key].dtype)[kept] for key, x in variables.items()}
     given = changes.TableRows(rows[kept].astype(np.int32), values)
     with changing("Loading rows"):
       replace(self.arrays, changes.put(stack, mesh_lib.settled(initial_rows), self.name, given))
-      self.set_owners(new)
+      self.set_owners(owners)
       self._set({"step": mesh_lib.like(jnp.full_like(state["step"], step), state["step"])})
     return rows
+
+
+def _state_of(
+  vocabulary: DynamicVocabulary, placement: mesh_lib.Placement, owners: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The part of a state that holds owners, from arrays by row."""
+  arrays = {name: owners[name] for name in admission.owner_names(vocabulary)}
+  if placement.is_local:
+    placed = {name: jnp.asarray(x) for name, x in arrays.items()}
+  else:
+    spec = admission.owners_spec(vocabulary, placement)
+    place = lambda x: stored_tables.place_whole(placement, x, stored_tables.dtype_of(x), spec)
+    placed = {name: place(x) for name, x in arrays.items()}
+  return mesh_lib.settled(admission.from_owners(vocabulary, placement, placed))
+
+
+def _rows_for(vocabulary: DynamicVocabulary, ids: np.ndarray) -> np.ndarray:
+  """Rows of distinct raw ids uint32 `[N, 2]`, int64 `[N]`, the first ids first; -1 for no room."""
+  bucket = np.asarray(admission.bucket_of(vocabulary, jnp.asarray(ids))).astype(np.int64)
+  by_bucket = np.argsort(bucket, kind="stable")
+  ordered = bucket[by_bucket]
+  lane = np.empty(len(bucket), np.int64)
+  lane[by_bucket] = np.arange(len(bucket)) - np.searchsorted(ordered, ordered)
+  room = np.full(vocabulary.buckets, vocabulary.bucket_width)
+  room[-1] -= vocabulary.trains_unknown  # the last row of the last bucket
+  return np.where(lane < room[bucket], bucket * vocabulary.bucket_width + lane, -1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -241,7 +258,7 @@ def _translate(vocabulary, placement, state, ids):
 
 
 def _or_unknown(vocabulary: DynamicVocabulary, rows: jax.Array, ids: jax.Array) -> jax.Array:
-  """Rows of ids, that of the unknown where an id has none and the unknown is trained."""
+  """The rows of ids; the row of the unknown, if that is trained, for ids without one."""
   if not vocabulary.trains_unknown:
     return rows
   is_id = (ids != admission.EMPTY).any(axis=1)

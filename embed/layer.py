@@ -16,8 +16,8 @@ from embed import config as config_lib
 from embed import dynamic_vocabulary, planning, structure
 from embed.config import TableConfig
 from embed.dynamic_vocabulary import DynamicTable
+from embed.engine import admission, exchange, update, xla
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
@@ -25,7 +25,6 @@ from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import Owner
 from embed.inputs import Input, RawInput, check, matched, read, read_raw, to_bags
 from embed.optimizers import RowOptimizer
-from embed.storage import owners
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 from embed.variables import (
@@ -608,7 +607,7 @@ class SparseEmbed(nnx.Module):
       table_config(self, name)
       for key, value in replaced.items():
         check_array(name, key, value, shapes[name])
-      of_owners = [key for key in shapes[name] if key in (*owners.BY_ROW, "sightings")]
+      of_owners = [key for key in shapes[name] if key in admission.OWNERS]
       if missing := [
         key for key in of_owners if key not in replaced and set(of_owners) & {*replaced}
       ]:
@@ -634,8 +633,7 @@ class SparseEmbed(nnx.Module):
   def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
     """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
 
-    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
-    back, in a table of another capacity or policy too.
+    The rows that were used last come first.
 
     Returns:
       "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters"
@@ -652,12 +650,11 @@ class SparseEmbed(nnx.Module):
     """
     return dynamic_table(self, table_name).rows_by_raw_id(self.variables[table_name])
 
-  def load_rows(
-    self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
-  ) -> np.ndarray:
+  def load_rows(self, table_name: str, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
     """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
 
-    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
+    For rows of a static table, of another vocabulary, or of a file. Runs on the host. The rows
+    count as used in the current batch.
 
     Args:
       table_name: the table.
@@ -665,7 +662,6 @@ class SparseEmbed(nnx.Module):
         each bucket keeps the first that fit.
       variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
         missing start from initial values.
-      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
 
     Returns:
       The row of each id, int64 `[N]`, -1 for those that found no room.
@@ -680,8 +676,7 @@ class SparseEmbed(nnx.Module):
     >>> layer(layer.translate(np.array([2**40, 8]))).tolist()
     [[0.0, 1.0], [0.0, 0.0]]
     """
-    scores = {} if last_used is None else {"last_used": np.asarray(last_used)}
-    return dynamic_table(self, table_name).load_rows(raw_ids, variables, scores)
+    return dynamic_table(self, table_name).load_rows(raw_ids, variables)
 
 
 # --- the layers of a model ------------------------------------------------------------------------
@@ -928,7 +923,9 @@ def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStr
   def of(name, stack):
     shapes = stored_tables.shapes(stack, _arrays(layer, stack), name)
     vocabulary = layer.spec.tables[name].vocabulary
-    return shapes | ({} if vocabulary is None else owners.shapes(vocabulary, stack.placement))
+    if vocabulary is None:
+      return shapes
+    return shapes | admission.owner_shapes(vocabulary, stack.placement)
 
   return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 

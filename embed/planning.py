@@ -16,7 +16,7 @@ from flax import nnx
 
 from embed import config as config_lib
 from embed import inputs, structure
-from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
+from embed.config import MAX_VOCABULARY_SIZE, TableConfig
 from embed.engine import admission, backends, cost, exchange
 from embed.engine import mesh as mesh_lib
 from embed.engine import stack as stack_lib
@@ -38,13 +38,11 @@ REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
 class TablePlan:
   """Storage and exchange of one table. Set the fields before the layer is built.
 
-  Tables with equal settings (and width, dtype and optimizer) are stored together.
-
   Args:
     strategy: "mod", "div" or "replicated".
     axis: the mesh axes that the table is split over, a name or several.
-    exchange: "all_to_all" or "gather". None lets each batch choose the one that moves less. It
-      applies where rows are split.
+    exchange: "all_to_all" or "gather", for a table whose rows are split. None lets each batch
+      choose the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
       it for each batch. A number that is too small costs rounds, but never drops an id.
     storage: how rows lie in memory, which changes nothing else:
@@ -61,13 +59,8 @@ class TablePlan:
       as by "auto".
 
   Raises:
-    ValueError: for a value that a field does not accept.
+    ValueError: naming the invalid argument.
     AttributeError: for an unknown field.
-
-  >>> entry = embed.TablePlan(strategy="div")
-  >>> entry.capacity = 512
-  >>> entry
-  TablePlan(strategy='div', axis=(), exchange=None, capacity=512, storage='auto')
   """
 
   strategy: str = "mod"
@@ -77,14 +70,14 @@ class TablePlan:
   storage: str = "auto"
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if name in ("packed", "sparse_core"):
-      raise AttributeError(f"TablePlan has no {name}: write storage= one of {STORAGES}.")
     choices = {"strategy": STRATEGIES, "exchange": (*EXCHANGES, None), "storage": STORAGES}
-    if name in choices and value not in choices[name]:
-      raise ValueError(f"{name} must be one of {choices[name]}. Got {value!r}.")
-    if name == "capacity" and value is not None:
+    if name in choices:
+      config_lib.check(name, value, value in choices[name], f"one of {choices[name]}")
+    elif name == "capacity" and value is not None:
       value = config_lib.integer("capacity", value, 1)
-    object.__setattr__(self, name, as_names(value) if name == "axis" else value)
+    elif name == "axis":
+      value = as_names(value)
+    object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +93,7 @@ class StackCost:
     slots: bytes of the optimizer's state.
     buffers: bytes of the exchange's buffers.
     moved: bytes that the device receives per step.
-    keys: bytes of the raw ids, scores and sightings of tables with a `DynamicVocabulary`.
-
-  >>> plan = embed.plan(embed.FeatureConfig(embed.TableConfig(1000, 8)), None, np.zeros(64, int))
-  >>> plan.costs()[0].rows  # 1000 rows of 8 columns of 4 bytes
-  32000
+    keys: bytes of the raw ids and scores of tables with a `DynamicVocabulary`.
   """
 
   stack: str
@@ -115,189 +104,83 @@ class StackCost:
   slots: int
   buffers: int
   moved: int
-  keys: int = 0
-
-
-def place(
-  mesh: Any,
-  strategy: str,
-  axis: str | Sequence[str] | None,
-  batch_axis: str | Sequence[str] | None = None,
-) -> Placement:
-  """The placement of a strategy.
-
-  Args:
-    mesh: a mesh of devices.
-    strategy: one of `STRATEGIES`.
-    axis: the axes that the strategy splits over.
-    batch_axis: the axes of the batch; None is `axis`.
-  """
-  if strategy not in STRATEGIES:
-    raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
-  axes = as_names(axis)
-  batch = axes if batch_axis is None else as_names(batch_axis)
-  for name in (*axes, *batch):
-    if name not in mesh.axis_names:
-      raise ValueError(
-        f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
-      )
-  if strategy == "replicated":
-    axes = ()
-  if not (axes or batch):
-    raise ValueError("No mesh axis to split the batch over: pass axis=... or batch_axis=...")
-  return Placement(mesh, axes, batch)
-
-
-# --- costs ---------------------------------------------------------------------------------------
+  keys: int
 
 
 def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
   """The bags of each feature of a batch, as shapes."""
-  by_feature: dict[structure.Path, Bags] = {}
-  batch = inputs.with_stand_ins(features, batch)
-  for path, feature, x, _ in inputs.matched(features, batch):
-    looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
-    structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
-    by_feature[path] = jax.eval_shape(looked_up, structs)
-  return by_feature
+
+  def bags_of(path, feature, x):
+    given = inputs.check((), structure.feature_name(path, feature), feature, x)
+    return inputs.to_bags([given], None, [given.parts])[0][0]
+
+  is_array = lambda x: isinstance(x, (list, tuple))  # nested lists are arrays too
+  return {
+    path: jax.eval_shape(
+      functools.partial(bags_of, path, feature), jax.tree.map(_shape_of, x, is_leaf=is_array)
+    )
+    for path, feature, x, _ in inputs.matched(features, inputs.with_stand_ins(features, batch))
+  }
 
 
-def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
-  """The bags that a lookup of a feature takes."""
-  unweighted = inputs.check((), name, feature, x)
-  return inputs.to_bags([unweighted], None, [unweighted.parts])[0][0]
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+  x = x if hasattr(x, "dtype") else np.asarray(x)
+  return jax.ShapeDtypeStruct(x.shape, np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype)
 
 
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return x
-  x = np.asarray(x) if not hasattr(x, "dtype") else x
-  dtype = np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype
-  return jax.ShapeDtypeStruct(x.shape, dtype)
-
-
-def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCost:
-  """The bytes of a stack on a device, for the bags of a batch by table."""
-  tables = [name for name in stack.tables for _ in bags[name]]
-  demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
-  chosen = cost.choose_exchange(stack, demand)
-  return StackCost(
-    stack.name,
-    stack.tables,
-    chosen.kind,
-    chosen.capacity,
-    *stored_tables.stored_bytes(stack),
-    cost.buffer_bytes(stack, demand, chosen),
-    cost.moved_bytes(stack, demand, chosen),
-  )
-
-
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
   """Decisions about how the tables of a feature config are spread over a mesh.
 
   `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
   can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
-  batch. Tables of equal width, dtype, optimizer and settings are stacked: stored in
-  one array and exchanged together.
+  batch. Tables of equal width, dtype, optimizer and `TablePlan` are stacked: stored in one array
+  and exchanged together.
 
   Attributes:
     features: the feature config.
     optimizer: the optimizer of tables that have none of their own.
     mesh: the devices, or None.
-    tables: `{table name: TableConfig}`.
-    optimizers: `{table name: RowOptimizer or None}`.
     batch_axis: the mesh axes that the batch is split over.
     hbm_bytes: the memory of a device, or None.
-
-  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-  >>> plan["movie"].strategy = "mod"
-  >>> list(plan), len(plan), plan["movie"].axis
-  (['movie'], 1, ('data',))
-  >>> plan.costs()[0].rows, plan.bytes_per_device < plan.hbm_bytes, plan.fits
-  (4000, True, True)
-  >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
-  >>> again["movie"].strategy
-  'mod'
+    example: the bags of the example batch by table, as shapes, or None; internal.
+    tables: `{table name: TableConfig}`.
+    optimizers: `{table name: RowOptimizer or None}`.
+    entries: `{table name: TablePlan}`.
   """
 
-  def __init__(
-    self,
-    features: Any,
-    optimizer: RowOptimizer | None = None,
-    mesh: Any = None,
-    batch_axis: Sequence[str] | None = None,
-  ):
-    self.features = structure.own(features)
-    self.optimizer, self.mesh, self.batch_axis = optimizer, mesh, batch_axis
-    self.tables: dict[str, TableConfig] = structure.name_tables(self.features)
-    self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
-    self.entries = {name: TablePlan() for name in self.tables}
-    self.hbm_bytes: int | None = None
-    # The example batch: shapes by feature, None for one that is left out of it.
-    self._bags: dict[structure.Path, Bags | None] = {}
+  features: Any
+  optimizer: RowOptimizer | None = None
+  mesh: Any = None
+  batch_axis: tuple[str, ...] | None = None
+  hbm_bytes: int | None = None
+  example: Mapping[str, Sequence[Bags]] | None = None
+  tables: dict[str, TableConfig] = dataclasses.field(init=False)
+  optimizers: dict[str, RowOptimizer | None] = dataclasses.field(init=False)
+  entries: dict[str, TablePlan] = dataclasses.field(init=False)
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    if name != "hbm_bytes" and "_bags" in vars(self) and not name.startswith("_"):  # once made
-      raise AttributeError(
-        f"The attribute {name!r} of a plan is fixed. Make a plan with embed.plan(...); what it "
-        'decides of a table can be changed, as in plan["movie"].strategy = "div".'
-      )
-    super().__setattr__(name, value)
+  def __post_init__(self):
+    set_ = lambda name, value: object.__setattr__(self, name, value)
+    set_("features", structure.own(self.features))
+    set_("tables", structure.name_tables(self.features))
+    resolved = {name: _resolve(name, x, self.optimizer) for name, x in self.tables.items()}
+    set_("optimizers", resolved)
+    set_("entries", {name: TablePlan() for name in self.tables})
 
   @classmethod
   def uniform(cls, features, optimizer, mesh, axis, strategy: str) -> "Plan":
     """A plan with one strategy for all tables, for a `SparseEmbed` without a plan."""
-    mesh = mesh if mesh is not None else mesh_lib.current_mesh()
-    axes = mesh_lib.as_names(axis)
-    result = cls(features, optimizer, mesh, axes)
+    axes = as_names(axis)
+    result = cls(features, optimizer, mesh_lib.current_mesh() if mesh is None else mesh, axes)
     for entry in result.entries.values():
       entry.strategy, entry.axis = strategy, axes
     return result
 
   def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
-    """The same decisions for another feature config of the same tables.
-
-    Costs are computed for the new features, and are unavailable if it has a feature that the
-    example batch does not have, or that looks up in another way.
-    """
-    result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
+    """The same decisions for another feature config of the same tables, without an example."""
+    result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis, self.hbm_bytes)
     result._decide({name: dataclasses.replace(entry) for name, entry in self.entries.items()})
-    result.hbm_bytes = self.hbm_bytes
-    result._bags = {
-      path: self._bags[path]
-      for path, facts in result._facts.items()
-      if path in self._bags and self._facts[path] == facts
-    }
     return result
-
-  @functools.cached_property
-  def _facts(self) -> dict[structure.Path, tuple[Any, ...]]:
-    """By feature its table, and the settings that determine its bags, besides its inputs."""
-    names = {id(table): name for name, table in self.tables.items()}
-    form = lambda x: (x.max_sequence_length, x.output_shape)
-    return {
-      path: (names[id(x.table)], x.table.combiner, *form(x))
-      for path, x in structure.flatten_features(self.features)
-    }
-
-  @property
-  def _unknown(self) -> list[str]:
-    """The features whose inputs the example batch does not tell; without a batch all of them."""
-    features = structure.flatten_features(self.features)
-    return [structure.feature_name(path, x) for path, x in features if path not in self._bags]
-
-  def _example(self) -> dict[str, list[Bags]]:
-    """The bags of the example batch by table."""
-    if unknown := self._unknown:
-      what = f"inputs of {unknown}" if self._bags else "batch"
-      raise ValueError(f"this plan has no example {what} to cost: make one with embed.plan(...)")
-    by_table: dict[str, list[Bags]] = {name: [] for name in self.tables}
-    for path, (table, *_) in self._facts.items():
-      if (bags := self._bags[path]) is not None:
-        by_table[table].append(bags)
-    return by_table
 
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
@@ -314,24 +197,37 @@ class Plan:
 
   def stacks(self) -> dict[str, StackSpec]:
     """The stacks by name, in the order of their first tables."""
-    return self._stacks(list(self.tables), self.entries)
+    return self._stacks(self.entries)
 
-  def _kind(self, name: str) -> Any:
-    """A key that is equal for tables that can be stacked; a table that cannot has its own name."""
+  def _bytes(self, name: str) -> int:
     table = self.tables[name]
-    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
+    return table.vocabulary_size * table.dim * table.dtype.itemsize
+
+  def _stacking_key(self, name: str) -> Any:
+    """Stacking key: equal for tables that may share a stack."""
+    if self.mesh is None and self._bytes(name) > ALONE:
       return name
-    rows = (table.dim, table.dtype, table.stochastic_rounding)
-    return (*rows, self.optimizers[name])
+    table = self.tables[name]
+    return (table.dim, table.dtype, table.stochastic_rounding, self.optimizers[name])
 
   def _placement(self, entry: TablePlan) -> Placement:
-    """The placement of a table that its entry decides."""
-    if self.mesh is None:
+    """The devices that hold the rows of a table."""
+    mesh, strategy, axes = self.mesh, entry.strategy, as_names(entry.axis)
+    if mesh is None:
       return LOCAL
-    return place(self.mesh, entry.strategy, entry.axis, self.batch_axis)
+    batch = axes if self.batch_axis is None else self.batch_axis
+    for name in (*axes, *batch):
+      if name not in mesh.axis_names:
+        raise ValueError(
+          f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
+        )
+    axes = () if strategy == "replicated" else axes
+    if not (axes or batch):
+      raise ValueError("No mesh axis to split the batch over: pass axis=...")
+    return Placement(mesh, axes, batch)
 
   def _stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
-    """The stack of these tables, with the settings of an entry."""
+    """The stack of some tables, with the settings of an entry."""
     table, placement = self.tables[names[0]], self._placement(entry)
     sizes = tuple(self.tables[name].vocabulary_size for name in names)
     storage, width = self._storage(names[0], entry), table.dim
@@ -373,12 +269,12 @@ class Plan:
       return None
     return sparse_core.unsupported_reason(placement.device_kind, width, self.tables[name].dtype)
 
-  def _stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
-    """The stacks of these tables by name, in the order of their first tables."""
+  def _stacks(self, entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
+    """The stacks of the tables of some entries by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
-    for name in names:
-      decided = dataclasses.replace(entries[name], storage=self._storage(name, entries[name]))
-      groups.setdefault((self._kind(name), dataclasses.astuple(decided)), []).append(name)
+    for name, entry in entries.items():
+      decided = dataclasses.replace(entry, storage=self._storage(name, entry))
+      groups.setdefault((self._stacking_key(name), dataclasses.astuple(decided)), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
       entry = entries[group[0]]
@@ -415,24 +311,37 @@ class Plan:
     """The cost of each stack on a device for the example batch, a list of `embed.StackCost`.
 
     Raises:
-      ValueError: if the plan has no example batch, as after `from_json`, or a feature that the
-        batch does not have, as with other `features` than the plan was made for.
+      ValueError: if the plan has no example batch, as after `from_json`.
     """
-    bags = self._example()
-    return [
-      dataclasses.replace(stack_cost(stack, bags), keys=self._key_bytes(stack))
-      for stack in self.stacks().values()
-    ]
+    return [self._cost(stack) for stack in self.stacks().values()]
+
+  def _cost(self, stack: StackSpec) -> StackCost:
+    if self.example is None:
+      raise ValueError("this plan has no example batch to cost: make one with embed.plan(...)")
+    bags = [(x, name) for name in stack.tables for x in self.example[name]]
+    demand = cost.batch_demand(stack, [x for x, _ in bags], [name for _, name in bags])
+    chosen = cost.choose_exchange(stack, demand)
+    rows, slots = stored_tables.stored_bytes(stack)
+    return StackCost(
+      stack.name,
+      stack.tables,
+      chosen.kind,
+      chosen.capacity,
+      rows,
+      slots,
+      buffers=cost.buffer_bytes(stack, demand, chosen),
+      moved=cost.moved_bytes(stack, demand, chosen),
+      keys=self._key_bytes(stack),
+    )
 
   def _key_bytes(self, stack: StackSpec) -> int:
-    """The bytes on a device of who owns the rows of a stack's dynamic tables."""
+    """The bytes of the owners of a stack's dynamic tables, on a device."""
     vocabularies = [self.tables[name].vocabulary for name in stack.tables]
-    known = [vocabulary for vocabulary in vocabularies if vocabulary is not None]
-    return sum(admission.bytes_on_device(vocabulary, stack.placement) for vocabulary in known)
+    return sum(admission.bytes_on_device(x, stack.placement) for x in vocabularies if x is not None)
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes of rows, slots and buffers on each device, for the example batch."""
+    """Bytes of rows, slots, buffers and keys on each device, for the example batch."""
     return sum(c.rows + c.slots + c.buffers + c.keys for c in self.costs())
 
   @property
@@ -441,33 +350,30 @@ class Plan:
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
-    if unknown := self._unknown:
-      note = f", no example inputs of {unknown}" if self._bags else ""
-      return f"Plan({self.entries}{note})"
+    if self.example is None:
+      return f"Plan({self.entries})"
     lines: list[tuple[str, ...]] = [_HEADER]
-    every = self.costs()
-    for of_stack in every:
-      capacity = "" if of_stack.capacity is None else str(of_stack.capacity)
-      numbers = map(
-        cost.readable, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved)
-      )
-      for i, name in enumerate(of_stack.tables):  # the last table's line has the stack's costs
-        table, strategy = self.tables[name], self.entries[name].strategy
-        last = i == len(of_stack.tables) - 1
-        costs = (of_stack.exchange, capacity, *numbers) if last else ("",) * 6
+    costs = self.costs()
+    for x in costs:
+      numbers = map(cost.readable, (x.rows, x.slots, x.buffers, x.moved))
+      of_stack = (x.exchange, "" if x.capacity is None else str(x.capacity), *numbers)
+      for name in x.tables:  # the last table's line has the stack's costs
+        table, is_last = self.tables[name], name == x.tables[-1]
         size = (str(table.vocabulary_size), str(table.dim))
-        lines.append((name, *size, strategy, of_stack.stack, *costs))
+        shown = of_stack if is_last else ("",) * len(of_stack)
+        lines.append((name, *size, self[name].strategy, x.stack, *shown))
     devices = 1 if self.mesh is None else self.mesh.size
     total = f"{cost.readable(self.bytes_per_device)} on each of {devices} devices"
-    moved = f"{cost.readable(sum(c.moved for c in every))} received by each in a step"
-    fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-    limit = "" if self.hbm_bytes is None else f"{fits} {cost.readable(self.hbm_bytes)}"
-    notes = self._about_storage() + self._warning()
-    return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
+    moved = f"{cost.readable(sum(x.moved for x in costs))} received by each in a step"
+    limit = ""
+    if self.hbm_bytes is not None:
+      limit = f"; {'fits' if self.fits else 'does not fit'} {cost.readable(self.hbm_bytes)}"
+    notes = "\n".join(self._notes())
+    return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}\n{notes}".rstrip()
 
-  def _about_storage(self) -> str:
-    """Lines on the tables that are packed or on SparseCores, or why not."""
-    lines = ""
+  def _notes(self) -> Iterator[str]:
+    """Lines on how tables are stored and why, and a warning of tables that are saved whole."""
+    whole: list[str] = []
     for stack in self.stacks().values():
       notes = []
       if keys := self._key_bytes(stack):
@@ -476,69 +382,48 @@ class Plan:
         notes.append(stack_lib.describe_packing(stack.dim))
       if stack.sparse_core:
         notes.append("on SparseCores")
-      for name in stack.tables:
-        wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
-        reason = wanted and self._unsupported_reason(name, self[name], self[name].storage)
-        if reason:
-          notes.append(f"not {wanted}: {reason}")
-          break  # the tables of a stack are alike
+      reasons = (self._unsupported_reason(x, self[x], self[x].storage) for x in stack.tables)
+      if reason := next(filter(None, reasons), None):  # the same for all of the stack's tables
+        wanted = "on SparseCores" if self[stack.tables[0]].storage == "sparse_core" else "packed"
+        notes.append(f"not {wanted}: {reason}")
       if notes:
-        lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
-    return lines
-
-  def _warning(self) -> str:
-    """A warning about tables that are whole on every device while saved or restored, or ""."""
-    whole = [
-      name
-      for stack in self.stacks().values()
-      if stack.is_split
-      for name in stack.tables
-      if stored_tables.view(stack, name, 2).kind == "whole"
-    ]
-    number = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
-    if number <= ALONE:
-      return ""
-    return (
-      f"\nWhole on every device while saved or restored: {', '.join(whole)} "
-      f"({cost.readable(number)} and their slots), because neither rows nor columns divide by the "
-      "shards. Round vocabulary_size up."
-    )
+        yield f"{', '.join(stack.tables)}: {'; '.join(notes)}"
+      if stack.is_split:
+        whole += [x for x in stack.tables if stored_tables.view(stack, x, 2).kind == "whole"]
+    if (number := sum(self._bytes(name) for name in whole)) > ALONE:
+      yield (
+        f"Whole on every device while saved or restored: {', '.join(whole)} "
+        f"({cost.readable(number)} and their slots), because neither rows nor columns divide by "
+        "the shards. Round vocabulary_size up."
+      )
 
   # --- what `embed.plan` decides -----------------------------------------------------------------
 
   def _choose_strategies(self) -> None:
-    """Sets the strategies with which the resulting stacks move the fewest bytes.
-
-    A candidate splits the rows of all tables of a group that can be stacked, except for a number
-    of its smallest tables, which it replicates.
-    """
-    bags = self._example()
+    """Sets the strategies with which the resulting stacks move the fewest bytes."""
 
     def moved(strategies):
       tried = {n: dataclasses.replace(self[n], strategy=s) for n, s in strategies.items()}
-      return sum(stack_cost(x, bags).moved for x in self._stacks(list(tried), tried).values())
+      return sum(self._cost(stack).moved for stack in self._stacks(tried).values())
 
     groups: dict[Any, list[str]] = {}
     for name in self.tables:
-      groups.setdefault(self._kind(name), []).append(name)
+      groups.setdefault(self._stacking_key(name), []).append(name)
     for names in groups.values():  # one does not change what another moves
       for name, strategy in min(self._candidates(names), key=moved).items():
         self[name].strategy = strategy
 
   def _candidates(self, names: Sequence[str]) -> list[dict[str, str]]:
-    table = self.tables[names[0]]
-    bytes_of = lambda name: self.tables[name].vocabulary_size * table.dim * table.dtype.itemsize
-    small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
-    tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
-    return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in tried]
+    """Strategies by table: "replicated" for a number of the smallest tables, "mod" for the rest."""
+    small = [name for name in names if self._bytes(name) <= REPLICATED]
+    small.sort(key=self._bytes)
+    counts = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
+    return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in counts]
 
   # --- as text -----------------------------------------------------------------------------------
 
   def to_json(self) -> str:
-    """The decisions as JSON, for `from_json`.
-
-    The feature config and the mesh are left out.
-    """
+    """The decisions as JSON, for `from_json`, without the feature config and the mesh."""
     tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
     return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
 
@@ -558,10 +443,10 @@ class Plan:
       ValueError: if the tables differ.
     """
     read = json.loads(text)
-    mesh = mesh if mesh is not None else mesh_lib.current_mesh()
-    axis = read["batch_axis"]
-    result = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
-    result._decide({name: TablePlan(**decided) for name, decided in read["tables"].items()})
+    axis = None if read["batch_axis"] is None else tuple(read["batch_axis"])
+    mesh = mesh_lib.current_mesh() if mesh is None else mesh
+    result = cls(features, optimizer, mesh, axis)
+    result._decide({name: TablePlan(**entry) for name, entry in read["tables"].items()})
     return result
 
   def _decide(self, entries: Mapping[str, TablePlan]) -> None:
@@ -618,13 +503,20 @@ def plan(
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
   ('mod', 32000000, 32000000)
+  >>> plan["movie"].strategy = "div"
+  >>> kept = plan.to_json()
+  >>> embed.Plan.from_json(kept, plan.features, mesh, embed.adagrad(0.1))["movie"].strategy
+  'div'
   """
   mesh = mesh_lib.current_mesh() if mesh is None else mesh
-  axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
-  result = Plan(features, optimizer, mesh, axes)
-  result.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  paths = [path for path, _ in structure.flatten_features(features)]
-  result._bags = dict.fromkeys(paths) | example_bags(features, batch)  # noqa: SLF001
+  axes = as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
+  hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
+  names = {id(table): name for name, table in structure.name_tables(features).items()}
+  example: dict[str, list[Bags]] = {name: [] for name in names.values()}
+  by_path = dict(structure.flatten_features(features))
+  for path, bags in example_bags(features, batch).items():
+    example[names[id(by_path[path].table)]].append(bags)
+  result = Plan(features, optimizer, mesh, axes, hbm_bytes, example)
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:

@@ -4,20 +4,17 @@ A **raw id** is two uint32, the high and the low half; all ones is padding. Rows
 of `bucket_width` neighbours. A raw id hashes to one bucket, where it is compared with the owner of
 each row. A newcomer takes the row of the lowest rank in its bucket: an empty or expired one, else
 the row that eviction ranks first. Rows of this batch are never taken; a newcomer that finds none is
-turned away. The rest follows from buckets: what happens in one depends on nothing outside, so that
-devices that own different buckets decide alike, whatever the mesh.
+turned away. Buckets do not depend on each other, so the result is the same on every mesh.
 
-The order of the newcomers of a bucket is that of a hash of their raw ids, which no order of the
-batch and no device changes. Everything is in integers, exact on every backend.
+The newcomers of a bucket are served in the order of a hash of their raw ids, which no order of the
+batch changes. Everything is in integers, exact on every backend.
 
 The state of a table:
 
 - `buckets`: uint32 `[buckets, words * bucket_width]`. For each row of a bucket the high half of its
-  raw id, then for each the low half, the number of the batch that used it last (0: empty) and, if
-  eviction is by frequency, its count.
-- `sightings`: uint32 `[buckets, 4 * bucket_width]`, a count-min sketch of ids without rows: two
-  hashes into as many cells each as two buckets' rows. A cell is 8 bits of an epoch and 24 of a
-  count. Absent if ids are admitted at once.
+  raw id, then for each the low half, the number of the batch that used it last (0: empty) and, with
+  "lfu", its count. Buckets are split over the devices that split rows if their number divides by
+  them; otherwise each device has them all and makes the same changes.
 - `step`: int32, the number of batches admitted.
 - `filled`: int32, the number of rows with an owner.
 - `batch`: int32 `[5]`, the counts of `COUNTS` in the last batch.
@@ -34,22 +31,24 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.config import DynamicVocabulary
-from embed.engine.mesh import Placement, device_index
+from embed.engine.mesh import Names, Placement, device_index
+from embed.engine.stack import Arrays
 
 State = dict[str, Any]
 
 EMPTY = np.uint32(2**32 - 1)  # both halves: no raw id
 COUNTS = ("ids", "hits", "admissions", "evictions", "turned_away")
+OWNERS = ("raw_ids", "last_used", "uses")  # who owns a row; "uses" with "lfu" only
 
 _HIGH, _LOW, _LAST, _COUNT = range(4)  # words of a row
 _SALTS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 _NEVER = np.uint32(2**32 - 1)  # the rank of a row that is not taken
-_MOST = 2**20  # a count of sightings or uses is at most this
+_MOST = 2**20  # the largest count of uses
 _PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
 
 
 class Admitted(NamedTuple):
-  """What a batch of N raw ids gets: everything is whole on every device.
+  """What a batch of N raw ids gets, whole on every device.
 
   Attributes:
     rows: int32 `[N]`, -1 for padding and for ids without a row.
@@ -63,7 +62,7 @@ class Admitted(NamedTuple):
 # --- hashes --------------------------------------------------------------------------------------
 
 
-def finalize(h: jax.Array) -> jax.Array:
+def _finalize(h: jax.Array) -> jax.Array:
   """The finalizer of MurmurHash3, a bijection of uint32."""
   h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -73,7 +72,7 @@ def finalize(h: jax.Array) -> jax.Array:
 def mixed(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A bijection of 64 bits as two uint32: a Feistel network of four rounds."""
   for salt in _SALTS:
-    high, low = low, high ^ finalize(low ^ jnp.uint32(salt))
+    high, low = low, high ^ _finalize(low ^ jnp.uint32(salt))
   return high, low
 
 
@@ -85,56 +84,121 @@ def scaled_to(h: jax.Array, size: int) -> jax.Array:
   return (a * c + ((b * c) >> 16) + (middle >> 16)).astype(jnp.int32)
 
 
+def bucket_of(vocabulary: DynamicVocabulary, ids: jax.Array) -> jax.Array:
+  """The buckets int32 `[N]` of raw ids uint32 `[N, 2]`."""
+  return scaled_to(mixed(ids[:, 0], ids[:, 1])[0], vocabulary.buckets)
+
+
 # --- state ---------------------------------------------------------------------------------------
 
 
-def words(vocabulary: DynamicVocabulary) -> int:
-  """The uint32 that a row takes in `buckets`."""
-  return 4 if vocabulary.eviction == "lfu" else 3
+def owner_names(vocabulary: DynamicVocabulary) -> tuple[str, ...]:
+  """The arrays of `read_owners`."""
+  return OWNERS if vocabulary.eviction == "lfu" else OWNERS[:-1]
 
 
-def specs(vocabulary: DynamicVocabulary, placement: Placement) -> dict[str, P]:
-  """How each array of a state is split: by buckets, over the axes that split rows."""
-  by_buckets = P(placement.row_axes or None)
-  split = {"buckets": by_buckets}
-  if vocabulary.sightings > 1:
-    split["sightings"] = by_buckets
+def _words(vocabulary: DynamicVocabulary) -> int:
+  """The uint32 that a row takes in `buckets`: two of its raw id, and a score each."""
+  return 1 + len(owner_names(vocabulary))
+
+
+def _axes(vocabulary: DynamicVocabulary, placement: Placement) -> Names:
+  """The mesh axes that split the buckets."""
+  return placement.row_axes if vocabulary.buckets % placement.shards == 0 else ()
+
+
+def _specs(vocabulary: DynamicVocabulary, placement: Placement) -> dict[str, P]:
+  split = {"buckets": owners_spec(vocabulary, placement)}
   return split | dict.fromkeys(("step", "filled", "batch", "totals"), P())
 
 
-def padded_buckets(vocabulary: DynamicVocabulary, placement: Placement) -> int:
-  """The buckets of all shards, each with as many: the last ones may be unused."""
-  return -(-vocabulary.buckets // placement.shards) * placement.shards
-
-
 def bytes_on_device(vocabulary: DynamicVocabulary, placement: Placement) -> int:
-  """The bytes of the buckets and sightings that a device has."""
-  columns = words(vocabulary) + 4 * (vocabulary.sightings > 1)
-  local = padded_buckets(vocabulary, placement) // placement.shards
-  return 4 * columns * vocabulary.bucket_width * local
+  """The bytes of the buckets that a device has."""
+  shards = placement.shards if _axes(vocabulary, placement) else 1
+  return 4 * _words(vocabulary) * vocabulary.capacity // shards
 
 
 def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
   """The state of a table without a raw id, each device's part made by it."""
-  width, local = vocabulary.bucket_width, padded_buckets(vocabulary, placement) // placement.shards
+  width = vocabulary.bucket_width
+  local = vocabulary.buckets // (placement.shards if _axes(vocabulary, placement) else 1)
 
   def make():
     keys = jnp.full((local, 2 * width), EMPTY)
-    others = jnp.zeros((local, (words(vocabulary) - 2) * width), jnp.uint32)
+    others = jnp.zeros((local, (_words(vocabulary) - 2) * width), jnp.uint32)
     state = {"buckets": jnp.concatenate([keys, others], axis=1)}
-    if vocabulary.sightings > 1:
-      state["sightings"] = jnp.zeros((local, 4 * width), jnp.uint32)
     zeros = {"step": (), "filled": (), "batch": (len(COUNTS),)}
     state |= {name: jnp.zeros(shape, jnp.int32) for name, shape in zeros.items()}
     return state | {"totals": jnp.zeros((len(COUNTS), 2), jnp.uint32)}
 
-  return jax.jit(placement.run(make, (), specs(vocabulary, placement)))()
+  return jax.jit(placement.run(make, (), _specs(vocabulary, placement)))()
+
+
+# --- owners by row, as users and checkpoints see them --------------------------------------------
+
+
+def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
+  """How the arrays of `read_owners` are split, and the buckets."""
+  return P(_axes(vocabulary, placement) or None)
+
+
+def owner_shapes(
+  vocabulary: DynamicVocabulary, placement: Placement
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """The arrays of `read_owners`, as shapes with shardings."""
+  where = None if placement.is_local else placement.sharding(owners_spec(vocabulary, placement))
+  ids = jax.ShapeDtypeStruct((vocabulary.capacity, 2), jnp.uint32, sharding=where)
+  scores = jax.ShapeDtypeStruct((vocabulary.capacity,), jnp.int32, sharding=where)
+  return {name: ids if name == "raw_ids" else scores for name in owner_names(vocabulary)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def read_owners(vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array) -> Arrays:
+  """The owners of the rows, in their order, which do not depend on the mesh.
+
+  Returns:
+    "raw_ids" uint32 `[V, 2]`, all ones without an owner; "last_used" int32 `[V]`, the number of a
+    batch, 0 without an owner; with "lfu" also "uses", int32 `[V]`.
+  """
+
+  def per_device(buckets):
+    word = lambda number: _word(buckets, number, vocabulary.bucket_width).reshape(-1)
+    scores = {"last_used": _LAST, "uses": _COUNT}
+    return {
+      name: word(scores[name]).astype(jnp.int32)
+      if name in scores
+      else jnp.stack([word(_HIGH), word(_LOW)], axis=1)
+      for name in owner_names(vocabulary)
+    }
+
+  spec = owners_spec(vocabulary, placement)
+  return placement.run(per_device, (spec,), spec)(buckets)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def from_owners(vocabulary: DynamicVocabulary, placement: Placement, arrays: Arrays) -> State:
+  """The "buckets" and "filled" of a state, from arrays as `read_owners` returns them."""
+  axes, spec = _axes(vocabulary, placement), owners_spec(vocabulary, placement)
+
+  def per_device(arrays):
+    scores = [arrays[name] for name in owner_names(vocabulary) if name != "raw_ids"]
+    words = [arrays["raw_ids"][:, 0], arrays["raw_ids"][:, 1], *scores]
+    words = [x.reshape(-1, vocabulary.bucket_width).astype(jnp.uint32) for x in words]
+    filled = jnp.sum(arrays["last_used"] > 0, dtype=jnp.int32)
+    return jnp.concatenate(words, axis=1), lax.psum(filled, axes) if axes else filled
+
+  run = placement.run(per_device, (dict.fromkeys(arrays, spec),), (spec, P()))
+  return dict(zip(("buckets", "filled"), run(arrays), strict=True))
+
+
+def fits(vocabulary: DynamicVocabulary, raw_ids: Any) -> bool:
+  """Whether each raw id, uint32 `[V, 2]` by row, is in a row of its bucket."""
+  ids = jnp.asarray(raw_ids)
+  bucket = jnp.arange(len(ids), dtype=jnp.int32) // vocabulary.bucket_width
+  return bool(jnp.all(_is_empty(ids) | (bucket_of(vocabulary, ids) == bucket)))
 
 
 # --- finding -------------------------------------------------------------------------------------
-
-
-_NOT_HERE = np.int32(-(2**31))  # padding, or an id of another device's bucket
 
 
 class _Found(NamedTuple):
@@ -145,9 +209,9 @@ class _Found(NamedTuple):
   is_hit: jax.Array
   lane: jax.Array  # the row in the bucket, of a hit
 
-  def word(self, buckets: jax.Array, number: int, width: int) -> jax.Array:
-    """A word of each id's row."""
-    return buckets.at[self.bucket, number * width + self.lane].get(mode="promise_in_bounds")
+
+def _is_empty(ids: jax.Array) -> jax.Array:
+  return (ids[:, 0] == EMPTY) & (ids[:, 1] == EMPTY)
 
 
 def _word(bucket_words: jax.Array, number: int, width: int) -> jax.Array:
@@ -162,93 +226,67 @@ def _is_live(vocabulary: DynamicVocabulary, last: jax.Array, step: jax.Array) ->
   return live
 
 
-def find_rows(
-  vocabulary: DynamicVocabulary, ids: jax.Array, buckets: jax.Array, numbers: jax.Array
-) -> jax.Array:
-  """The local row of each raw id: int32 `[N]`.
-
-  -1 - b for an id that is not in its bucket b, and -2**31 for padding and for ids whose bucket is
-  not here.
-
-  Args:
-    vocabulary: the policy.
-    ids: raw ids, uint32 `[N, 2]`.
-    buckets: of this device.
-    numbers: int32 `[5]`, the number of the batch, the time to live or -1, the width and the number
-      of all buckets, and the first one here.
-  """
-  width, (high, low) = vocabulary.bucket_width, (ids[:, 0], ids[:, 1])
-  bucket = scaled_to(mixed(high, low)[0], vocabulary.buckets) - numbers[4]
-  is_own = ~((high == EMPTY) & (low == EMPTY)) & (bucket >= 0) & (bucket < buckets.shape[0])
+def _find(
+  vocabulary: DynamicVocabulary, axes: Names, buckets: jax.Array, ids: jax.Array, step: jax.Array
+) -> _Found:
+  width = vocabulary.bucket_width
+  bucket = bucket_of(vocabulary, ids) - device_index(axes) * buckets.shape[0]
+  is_own = ~_is_empty(ids) & (bucket >= 0) & (bucket < buckets.shape[0])
   bucket = jnp.where(is_own, bucket, 0)
   # Only the words that are compared: an empty row has no id's, an expired one may.
   read = (3 if vocabulary.time_to_live is not None else 2) * width
-  dimensions = lax.GatherDimensionNumbers((1,), (0,), (0,))
-  there = lax.gather(buckets, bucket[:, None], dimensions, (1, read), mode="promise_in_bounds")
-  same = (_word(there, _HIGH, width) == high[:, None]) & (_word(there, _LOW, width) == low[:, None])
+  there = buckets.at[bucket, :read].get(mode="promise_in_bounds")
+  same = (_word(there, _HIGH, width) == ids[:, :1]) & (_word(there, _LOW, width) == ids[:, 1:])
   if vocabulary.time_to_live is not None:
-    same &= _is_live(vocabulary, _word(there, _LAST, width), numbers[0])
+    same &= _is_live(vocabulary, _word(there, _LAST, width), step)
   # One at most is the same, and one reduction finds it.
   lane = jnp.max(jnp.where(same, jnp.arange(width, dtype=jnp.int32)[None], -1), axis=1)
-  row = jnp.where(lane < 0, -1 - bucket, bucket * width + lane)
-  return jnp.where(is_own, row, _NOT_HERE)
+  is_hit = is_own & (lane >= 0)
+  return _Found(is_own, bucket, is_hit, jnp.where(is_hit, lane, 0))
 
 
-def _find(
-  vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array, ids: jax.Array, step: Any
-) -> _Found:
-  width, ttl = vocabulary.bucket_width, vocabulary.time_to_live
-  first = device_index(placement.row_axes) * buckets.shape[0]
-  known = (-1 if ttl is None else ttl, width, vocabulary.buckets)
-  numbers = jnp.stack([step, *(jnp.int32(x) for x in known), first])
-  row = find_rows(vocabulary, ids, buckets, numbers)
-  is_own, is_hit = row != _NOT_HERE, row >= 0
-  bucket = jnp.where(is_hit, row // width, -1 - row)
-  return _Found(is_own, jnp.where(is_own, bucket, 0), is_hit, jnp.where(is_hit, row % width, 0))
+def _global_rows(vocabulary: DynamicVocabulary, axes: Names, buckets: Any, found: _Found):
+  """The rows of the hits of a device, -1 for all others."""
+  first = device_index(axes) * buckets.shape[0]
+  rows = (found.bucket + first) * vocabulary.bucket_width + found.lane
+  return jnp.where(found.is_hit, rows, -1)
+
+
+def _merged(x: jax.Array, axes: Names) -> jax.Array:
+  """The largest of each device's values: one device knows a row, the others have -1."""
+  return lax.pmax(x, axes) if axes else x
 
 
 def translate(
   vocabulary: DynamicVocabulary, placement: Placement, state: State, ids: jax.Array
 ) -> jax.Array:
   """The rows int32 `[N]` of raw ids uint32 `[N, 2]`, -1 for none; changes nothing."""
+  axes = _axes(vocabulary, placement)
 
   def per_device(buckets, step, ids):
-    found = _find(vocabulary, placement, buckets, ids, step)
-    return _whole(placement, _global_row(vocabulary, placement, buckets, found))
+    found = _find(vocabulary, axes, buckets, ids, step)
+    return _merged(_global_rows(vocabulary, axes, buckets, found), axes)
 
-  split = specs(vocabulary, placement)
-  run = placement.run(per_device, (split["buckets"], P(), P()), P())
+  run = placement.run(per_device, (owners_spec(vocabulary, placement), P(), P()), P())
   return run(state["buckets"], state["step"], ids)
 
 
-def owners(
+def raw_ids(
   vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array, rows: jax.Array
 ) -> jax.Array:
   """The raw ids uint32 `[..., 2]` that own rows int32 `[...]`; all ones without an owner."""
-  width = vocabulary.bucket_width
+  axes, width = _axes(vocabulary, placement), vocabulary.bucket_width
 
   def per_device(buckets, rows):
-    bucket = rows // width - device_index(placement.row_axes) * buckets.shape[0]
+    bucket = rows // width - device_index(axes) * buckets.shape[0]
     is_own = (rows >= 0) & (rows < vocabulary.capacity) & (bucket >= 0)
     bucket = jnp.where(is_own, bucket, buckets.shape[0])
     columns = jnp.stack([rows % width, rows % width + width], axis=-1)
     ids = buckets.at[bucket[..., None], columns].get(mode="fill", fill_value=EMPTY)
-    return lax.pmin(ids, placement.row_axes) if placement.row_axes else ids
+    return lax.pmin(ids, axes) if axes else ids
 
-  spec = specs(vocabulary, placement)["buckets"]
+  spec = owners_spec(vocabulary, placement)
   return placement.run(per_device, (spec, P()), P())(buckets, rows)
-
-
-def _global_row(vocabulary, placement, buckets, found: _Found) -> jax.Array:
-  """The row of each hit plus 1, 0 for all others."""
-  first = device_index(placement.row_axes) * buckets.shape[0]
-  row = (found.bucket + first) * vocabulary.bucket_width + found.lane
-  return jnp.where(found.is_hit, row + 1, 0)
-
-
-def _whole(placement: Placement, rows: jax.Array) -> jax.Array:
-  """Rows of which one device at most knows each, plus 1, on all devices; -1 for none."""
-  return (lax.psum(rows, placement.row_axes) if placement.row_axes else rows) - 1
 
 
 # --- admitting -----------------------------------------------------------------------------------
@@ -273,23 +311,23 @@ def admit(
   n = ids.shape[0]
   if not n:  # nothing of no elements is scattered
     ids = jnp.full((1, 2), EMPTY)
-  split = specs(vocabulary, placement)
-  f = functools.partial(_admit_on_device, vocabulary, placement, keeps_previous)
-  admitted, state = placement.run(f, (split, P()), (P(), split))(state, ids)
+  specs = _specs(vocabulary, placement)
+  axes = _axes(vocabulary, placement)
+  f = functools.partial(_admit_on_device, vocabulary, axes, keeps_previous)
+  admitted, state = placement.run(f, (specs, P()), (P(), specs))(state, ids)
   return (Admitted(admitted.rows[:n], admitted.is_new[:n]) if not n else admitted), state
 
 
-def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
+def _admit_on_device(vocabulary, axes: Names, keeps_previous: bool, state: State, ids: jax.Array):
   step = state["step"] + 1
-  found = _find(vocabulary, placement, state["buckets"], ids, step)
+  found = _find(vocabulary, axes, state["buckets"], ids, step)
   buckets = _touch(vocabulary, state["buckets"], found, step)
+  hits = _global_rows(vocabulary, axes, buckets, found)
   is_miss = found.is_own & ~found.is_hit
-  new = dict(state, buckets=buckets)
-  arrays = {key: new[key] for key in ("buckets", "sightings") if key in new}
-  settle = functools.partial(_settle, vocabulary, placement, keeps_previous)
-  # Loops of one round or none: a conditional would copy the arrays.
+  settle = functools.partial(_settle, vocabulary, axes, keeps_previous)
+  # Loops of one round or none: a conditional would copy the buckets.
   count, least, n = jnp.sum(is_miss, dtype=jnp.int32), 0, ids.shape[0]
-  carry = (arrays, jnp.zeros(n, jnp.int32), jnp.zeros(n, bool), jnp.int32(0))
+  carry = (buckets, jnp.full(n, -1, jnp.int32), jnp.zeros(n, bool), jnp.int32(0))
   for size in sorted({-(-n // part) for part in _PARTS}):
     rounds = ((count > least) & (count <= size)).astype(jnp.int32)
 
@@ -298,26 +336,18 @@ def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
       return settle(size, carry[0], ids, found, is_miss & (i < rounds), step)
 
     carry, least = lax.fori_loop(0, rounds, body, carry), size
-  arrays, rows, is_new, evictions = carry
-  rows = jnp.where(found.is_hit, _global_row(vocabulary, placement, buckets, found), rows)
-  masks = (found.is_own, found.is_hit, is_new, found.is_own & (rows == 0))
+  buckets, given, is_new, evictions = carry
+  rows = jnp.maximum(hits, given)
+  masks = (found.is_own, found.is_hit, is_new, found.is_own & (rows < 0))
   *counts, turned_away = (jnp.sum(mask, dtype=jnp.int32) for mask in masks)
-  counts += [evictions, turned_away]
-  batch = jnp.stack(counts)
-  if placement.row_axes:
-    batch, is_new = lax.psum((batch, is_new.astype(jnp.int32)), placement.row_axes)
-    is_new = is_new > 0
-  new |= {"step": step, "batch": batch, "totals": _added(state["totals"], batch)}
-  new |= {str(key): x for key, x in arrays.items()}
-  new["filled"] = state["filled"] + batch[2] - batch[3]
-  return Admitted(_whole(placement, rows), is_new), new
-
-
-def _added(totals: jax.Array, counts: jax.Array) -> jax.Array:
-  """64-bit sums as halves, plus counts."""
-  low = totals[:, 1] + counts.astype(jnp.uint32)
-  high = totals[:, 0] + (low < totals[:, 1]).astype(jnp.uint32)
-  return jnp.stack([high, low], axis=1)
+  batch = jnp.stack([*counts, evictions, turned_away])
+  batch = lax.psum(batch, axes) if axes else batch
+  low = state["totals"][:, 1] + batch.astype(jnp.uint32)
+  high = state["totals"][:, 0] + (low < state["totals"][:, 1]).astype(jnp.uint32)
+  new = {"buckets": buckets, "step": step, "filled": state["filled"] + batch[2] - batch[3]}
+  new |= {"batch": batch, "totals": jnp.stack([high, low], axis=1)}
+  is_new = _merged(is_new.astype(jnp.int32), axes) > 0
+  return Admitted(_merged(rows, axes), is_new), new
 
 
 def _faded(vocabulary: DynamicVocabulary, counts: jax.Array, last: jax.Array, step: Any):
@@ -334,22 +364,22 @@ def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> ja
   bucket = jnp.where(found.is_hit, found.bucket, buckets.shape[0])
   column = lambda word: buckets.at[bucket, word * width + found.lane]
   if vocabulary.eviction == "lfu":
-    of_row = lambda word: found.word(buckets, word, width)
-    count = _faded(vocabulary, of_row(_COUNT), of_row(_LAST), step)
+    old = lambda word: column(word).get(mode="fill", fill_value=0)
+    count = _faded(vocabulary, old(_COUNT), old(_LAST), step)
     buckets = column(_COUNT).set(jnp.minimum(count, _MOST), mode="drop")
     buckets = column(_COUNT).add(jnp.uint32(1), mode="drop")
   return column(_LAST).set(step.astype(jnp.uint32), mode="drop")
 
 
-def _settle(vocabulary, placement, keeps_previous, size, arrays, ids, found, is_miss, step):
+def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss, step):
   """Gives newcomers rows, at most `size` occurrences of them.
 
   Returns:
-    The new arrays; of each id of the batch the row that a newcomer was given, plus 1, and whether
+    The new buckets; for each id of the batch the row that a newcomer was given, or -1, and whether
     it is the occurrence that stands for its id; and the number of evictions.
   """
   n = is_miss.shape[0]
-  width, local = vocabulary.bucket_width, arrays["buckets"].shape[0]
+  width, local = vocabulary.bucket_width, buckets.shape[0]
   # Distinct newcomers, the first of each run, in the order of their hashes and so of their buckets.
   slot = jnp.where(is_miss, jnp.cumsum(is_miss, dtype=jnp.int32) - 1, size)
   index = jnp.full(size, n, jnp.int32).at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
@@ -361,19 +391,8 @@ def _settle(vocabulary, placement, keeps_previous, size, arrays, ids, found, is_
   differs = lambda x: jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
   is_first = differs(h1) | differs(h2)
   run = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-  occurrences = jnp.zeros(size, jnp.uint32).at[run].add(is_used.astype(jnp.uint32))
-  occurrences = occurrences.at[run].get(mode="promise_in_bounds")
   is_asking = is_first & is_used
   bucket = jnp.where(is_used, of(found.bucket, 0), local)
-
-  buckets, new = arrays["buckets"], dict(arrays)
-  if vocabulary.sightings > 1:
-    where = jnp.where(is_asking, bucket, local)
-    new["sightings"], seen = _see(vocabulary, arrays["sightings"], where, h2, occurrences, step)
-    is_asking &= seen >= vocabulary.sightings
-  if vocabulary.probability < 1:
-    draw = finalize(h1 ^ finalize(h2 ^ finalize(step.astype(jnp.uint32) ^ _seed(vocabulary))))
-    is_asking &= draw < jnp.uint32(round(vocabulary.probability * 2**32))
 
   # The r-th newcomer of a bucket takes the row of the r-th lowest rank, if that is to be had.
   before = jnp.cumsum(is_asking, dtype=jnp.int32) - is_asking
@@ -381,64 +400,41 @@ def _settle(vocabulary, placement, keeps_previous, size, arrays, ids, found, is_
   there = buckets.at[bucket].get(mode="fill", fill_value=0)
   ranks = _ranks(vocabulary, there, step, keeps_previous)
   if vocabulary.trains_unknown:
-    last_row = vocabulary.buckets - 1 - device_index(placement.row_axes) * local
-    is_reserved = (bucket == last_row)[:, None] & (jnp.arange(width) == width - 1)[None]
+    last_bucket = vocabulary.buckets - 1 - device_index(axes) * local
+    is_reserved = (bucket == last_bucket)[:, None] & (jnp.arange(width) == width - 1)[None]
     ranks = tuple(jnp.where(is_reserved, _NEVER, x) for x in ranks)
   lane, is_free = _nth_lowest(ranks, rank)
   is_given = is_asking & is_free
   old = jnp.take_along_axis(_word(there, _LAST, width), lane[:, None], 1)[:, 0]
   evictions = jnp.sum(is_given & (old > 0), dtype=jnp.int32)
 
-  to = jnp.where(is_given, bucket, local)
   values = [of(ids[:, 0], EMPTY), of(ids[:, 1], EMPTY), jnp.full(size, step, jnp.uint32)]
-  values += [occurrences] if vocabulary.eviction == "lfu" else []
+  if vocabulary.eviction == "lfu":
+    occurrences = jnp.zeros(size, jnp.uint32).at[run].add(is_used.astype(jnp.uint32))
+    values.append(occurrences.at[run].get(mode="promise_in_bounds"))
+  to = jnp.where(is_given, bucket, local)
   for word, value in enumerate(values):
     buckets = buckets.at[to, word * width + lane].set(value, mode="drop")
-  new["buckets"] = buckets
 
-  first_bucket = device_index(placement.row_axes) * local
-  row = jnp.where(is_given, (bucket + first_bucket) * width + lane + 1, 0)
-  of_run = jnp.zeros(size, jnp.int32).at[run].max(row)
+  row = jnp.where(is_given, (bucket + device_index(axes) * local) * width + lane, -1)
+  of_run = jnp.full(size, -1, jnp.int32).at[run].max(row)
   rows = of_run.at[run].get(mode="promise_in_bounds")
-  rows = jnp.zeros(n, jnp.int32).at[index].set(rows, mode="drop")
+  rows = jnp.full(n, -1, jnp.int32).at[index].set(rows, mode="drop")
   is_new = jnp.zeros(n, bool).at[index].set(is_given, mode="drop")
-  return new, rows, is_new, evictions
+  return buckets, rows, is_new, evictions
 
 
-def _seed(vocabulary: DynamicVocabulary) -> jax.Array:
-  return jnp.uint32((vocabulary.seed * _SALTS[0]) % 2**32)
-
-
-def _see(vocabulary, sketch, bucket, h2, occurrences, step):
-  """Counts ids without rows in a sketch; returns it and how often each has been seen, at least."""
-  cells = 2 * vocabulary.bucket_width
-  second = finalize(h2 ^ jnp.uint32(_SALTS[1]))
-  columns = jnp.stack([scaled_to(finalize(h2), cells), cells + scaled_to(second, cells)], axis=1)
-  bucket = bucket[:, None]
-  epoch = jnp.uint32(0)
-  if vocabulary.half_life is not None:
-    epoch = ((step // vocabulary.half_life) & 0xFF).astype(jnp.uint32)
-  old = sketch.at[bucket, columns].get(mode="fill", fill_value=0)
-  halvings = jnp.minimum((epoch - (old >> 24)) & jnp.uint32(0xFF), 31)
-  count = jnp.minimum((old & jnp.uint32(0xFFFFFF)) >> halvings, _MOST)
-  sketch = sketch.at[bucket, columns].set((epoch << 24) | count, mode="drop")
-  sketch = sketch.at[bucket, columns].add(occurrences[:, None], mode="drop")
-  now = sketch.at[bucket, columns].get(mode="fill", fill_value=0) & jnp.uint32(0xFFFFFF)
-  return sketch, now.min(axis=1)
-
-
-def _ranks(vocabulary, there: jax.Array, step, keeps_previous: bool):
+def _ranks(vocabulary, there: jax.Array, step: jax.Array, keeps_previous: bool):
   """The order in which rows of buckets are taken: uint32 `[n, W]` twice, the second for ties."""
   width = vocabulary.bucket_width
   last = _word(there, _LAST, width)
   is_live = _is_live(vocabulary, last, step)
   is_kept = (last.astype(jnp.int32) >= step - int(keeps_previous)) & (last > 0)
-  ranks = [last]
+  major, minor = last, jnp.zeros_like(last)
   if vocabulary.eviction == "lfu":
     count = _faded(vocabulary, _word(there, _COUNT, width), last, step)
-    ranks = [count + 1, last]  # a count may have faded to 0, which is for free rows
-  ranks = [jnp.where(is_kept, _NEVER, jnp.where(is_live, x, 0)) for x in ranks]
-  return (*ranks, jnp.zeros_like(last))[:2]
+    major, minor = count + 1, last  # a count may have faded to 0, which is for free rows
+  return tuple(jnp.where(is_kept, _NEVER, jnp.where(is_live, x, 0)) for x in (major, minor))
 
 
 def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -23,7 +23,7 @@ def pairs(raws):
 def assert_same(state, vocabulary, reference):
   """The same owners, last uses and counts, row by row."""
   width = vocabulary.bucket_width
-  buckets = np.asarray(state["buckets"])[: vocabulary.buckets].astype(np.uint64)
+  buckets = np.asarray(state["buckets"]).astype(np.uint64)
   words = buckets.reshape(len(buckets), -1, width)
   for bucket, rows in enumerate(reference.buckets):
     count = len(rows)
@@ -55,20 +55,18 @@ def check(vocabulary, batches, placement=LOCAL, keeps_previous=False, every=1):
   return state, reference
 
 
-def stream(name, steps, size=64, seed=0):
+def stream(name, steps, size=64):
   """Batches of raw ids, by what makes them hard."""
-  draw = np.random.default_rng(seed)
+  draw = np.random.default_rng(0)
   spread = lambda x: (np.asarray(x, np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
   power = lambda: draw.zipf(1.2, size) % 5000
-  if name == "one_bucket":
-    bucket = Reference(embed.DynamicVocabulary(64, bucket_width=4)).bucket
-    alike = np.array([x for x in range(5000) if bucket(x) == 3][:200], np.uint64)
+  bucket = Reference(embed.DynamicVocabulary(64, bucket_width=4)).bucket
   batch = {
     "random": lambda step: draw.integers(0, 2**64 - 1, size, np.uint64),
-    "power_law": lambda step: spread(power()),
     "drifting": lambda step: spread(power() + 20 * step),
-    "all_new": lambda step: spread(np.arange(size) + step * size),
-    "one_bucket": lambda step: draw.choice(alike, size),
+    "one_bucket": lambda step: draw.choice(
+      [np.uint64(x) for x in range(800) if bucket(x) == 3], size
+    ),
     "padding": lambda step: np.where(draw.random(size) < 0.5, np.uint64(EMPTY), spread(power())),
   }[name]
   return [batch(step) for step in range(steps)]
@@ -98,32 +96,15 @@ def test_two_buckets_by_hand():
   assert counts == {"ids": 8, "hits": 3, "admissions": 4, "evictions": 1, "turned_away": 0}
 
 
-def test_a_row_is_for_ids_that_were_seen_often_enough():
-  vocabulary = embed.DynamicVocabulary(4, sightings=3, bucket_width=2)
-  state, found = admission.empty(vocabulary, LOCAL), []
-  for _ in range(4):
-    (rows, _), state = ADMIT(vocabulary, LOCAL, state, pairs([7]), False)
-    found.append(int(rows[0]) >= 0)
-  assert found == [False, False, True, True]
-
-
 def of_policy(policy, rows=64):
   return embed.DynamicVocabulary(rows, bucket_width=4, **POLICIES[policy])
 
 
 @pytest.mark.parametrize(
-  ("way", "policy"),
-  [
-    ("rows", "lru"),
-    ("rows", "everything"),
-    *[
-      pytest.param(*case, marks=pytest.mark.ci)
-      for case in (("rows", "fading"), ("rows", "expiring"))
-    ],
-  ],
-  indirect=["way"],
+  "policy",
+  ["lru", "everything", *(pytest.param(x, marks=pytest.mark.ci) for x in ("fading", "expiring"))],
 )
-def test_a_drifting_stream(way, policy):
+def test_a_drifting_stream(policy):
   check(of_policy(policy), stream("drifting", 15), every=5)
 
 
@@ -131,11 +112,7 @@ def test_a_drifting_stream(way, policy):
   ("policy", "hard"),
   [
     pytest.param("everything", "padding", marks=pytest.mark.ci),
-    *[pytest.param(policy, "one_bucket", marks=pytest.mark.weekly) for policy in POLICIES],
-    *[
-      pytest.param("everything", hard, marks=pytest.mark.weekly)
-      for hard in ("random", "power_law", "drifting", "all_new")
-    ],
+    pytest.param("lfu", "one_bucket", marks=pytest.mark.weekly),
   ],
 )
 def test_sixty_batches(policy, hard):
@@ -169,7 +146,8 @@ def test_on_meshes(policy, devices, kind):
   placement = Placement(mesh, ("data",), ("data",))
   for hard in ("drifting", "padding"):
     with jax.set_mesh(mesh):
-      check(of_policy(policy, 60), stream(hard, 12), placement, every=10)  # 15 buckets
+      for rows in (60, 64):  # 15 buckets are whole on every device, 16 are split
+        check(of_policy(policy, rows), stream(hard, 12), placement, every=10)
 
 
 def random_case(number):
@@ -177,10 +155,11 @@ def random_case(number):
   draw = np.random.default_rng(number)
   pick = lambda *choices: choices[draw.integers(len(choices))]
   width = int(pick(1, 2, 3, 4, 16))
+  eviction, half_life = pick(("lru", None), *[("lfu", half_life) for half_life in (None, 1, 2, 5)])
   vocabulary = embed.DynamicVocabulary(
     width * int(pick(1, 2, 5, 8)),
-    eviction=pick("lru", "lfu"),
-    half_life=pick(None, 1, 2, 5),
+    eviction=eviction,
+    half_life=half_life,
     time_to_live=pick(None, None, 1, 3),
     trains_unknown=bool(pick(False, True)),
     bucket_width=width,

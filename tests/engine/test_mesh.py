@@ -76,7 +76,7 @@ def test_unknown_axes_and_strategies_are_named():
   features = embed.FeatureConfig(embed.TableConfig(V, D, optimizer=embed.sgd(), name="t"))
   with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \('data',\)"):
     harness.Model(features, mesh=mesh, axis="model")
-  with pytest.raises(ValueError, match=r"strategy must be one of .*'mod'.* Got 'rows'"):
+  with pytest.raises(ValueError, match=r"`strategy` must be one of .*'mod'.* Got 'rows'"):
     harness.Model(features, mesh=mesh, sharding="rows")
   with pytest.raises(ValueError, match="split the batch"):
     harness.Model(features, mesh=mesh, axis=None)
