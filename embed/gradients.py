@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from embed.config import integer
 from embed.engine import mesh, update
 from embed.engine.bags import UNUSED, Bags, LookupRecord, narrow
-from embed.engine.compat import is_traced
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, sum_per_row
 from embed.engine.stack import StackSpec
 from embed.engine.update import StackGrads
+from embed.engine.xla import is_traced
 
 # --- rows as users see them -----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from embed import config as config_lib
 from embed import structure
 from embed.engine import admission
 from embed.engine.bags import Bags, Form, Parts, from_input, narrow
-from embed.engine.compat import is_traced
+from embed.engine.xla import is_traced
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 

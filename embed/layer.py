@@ -44,17 +44,14 @@ from embed.variables import (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Spec:
-  """What a `SparseEmbed` is, decided at construction and never traced.
-
-  Static metadata of the layer: layers with the same config objects and equal stacks share their
-  compiled programs.
+  """Static facts of a `SparseEmbed`: layers with equal ones share their compiled programs.
 
   Attributes:
     features: the feature config.
     tables: the `TableConfig` of each table by name.
     optimizers: the `RowOptimizer` of each table by name, the layer's where a table has none, or
       None.
-    stacks: how tables are stored, by stack name; internal.
+    stacks: the storage of tables, by stack name; internal.
     table_of: the table of each feature.
     stack_of: the stack of each table.
   """
@@ -68,7 +65,7 @@ class Spec:
 
   @classmethod
   def of(cls, plan: planning.Plan) -> "Spec":
-    """What a plan decides."""
+    """Takes over the decisions of a plan."""
     names, stacks = {id(table): name for name, table in plan.tables.items()}, plan.stacks()
     flat = structure.flatten_features(plan.features)
     table_of = {path: names[id(feature.table)] for path, feature in flat}
@@ -91,9 +88,9 @@ class Spec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Residual:
-  """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
+  """Ids that `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree.
 
-  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange.
+  It may hold arrays of the batch and, on a mesh, the route of the exchange.
   """
 
   records: dict[str, LookupRecord]  # by stack name
@@ -115,16 +112,13 @@ class SparseEmbed(nnx.Module):
       Outside of `jax.set_mesh` the axes of the mesh count as Auto axes, so that the compiler shards
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
-    sharding: the strategy: "mod" (row r on shard r % n), "div" (consecutive rows) or
-      "replicated".
-    plan: an `embed.plan`, which replaces `mesh`, `axis` and `sharding`. It has `features` and
-      `optimizer` too; pass them as well to use other features of the same tables, or another
-      optimizer.
+    sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
+    plan: an `embed.plan`, in place of `mesh`, `axis` and `sharding`. Pass `features` or `optimizer`
+      as well to use other features of the same tables, or another optimizer.
 
   Attributes:
-    spec: the configuration, fixed at construction: `features`, the feature config; `tables`, the
-      `TableConfig` of each table by name; and `optimizers`, the `RowOptimizer` of each table by
-      name, the layer's where a table has none, or None.
+    spec: fixed at construction: `features`, the feature config; `tables`, the `TableConfig` of each
+      table by name; and `optimizers`, the `RowOptimizer` of each table by name, or None.
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
 
   Raises:
@@ -132,12 +126,13 @@ class SparseEmbed(nnx.Module):
       an initializer that returns another shape, or with Flax's hijax Variables.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
-  >>> features = {"watched": embed.FeatureConfig(movie)}
+  >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
   >>> layer = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=nnx.Rngs(0))
-  >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape
-  (2, 4)
-  >>> layer.tables["movie"].shape, layer.spec.optimizers["movie"] == embed.adagrad(0.1)
-  ((100, 4), True)
+  >>> batch = {"watched": embed.Padded([[3, 7], [5, -1]]), "next": np.array([9, 1])}
+  >>> {name: x.shape for name, x in layer(batch).items()}
+  {'watched': (2, 4), 'next': (2, 4)}
+  >>> layer.tables["movie"].shape
+  (100, 4)
   """
 
   tape: Tape | None  # inside of a loss that `value_and_grad` differentiates; None: constant
@@ -198,30 +193,22 @@ class SparseEmbed(nnx.Module):
   # --- lookup ------------------------------------------------------------------------------------
 
   def __call__(self, features: Any, weights: Any = None) -> Any:
-    """Activations of a batch, in the structure of its features.
+    """Looks up a batch, in the structure of its features.
 
     Args:
-      features: inputs in the structure of the feature config; a dict may hold any subset. Each is
-        a dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
+      features: inputs in the structure of the feature config; a dict may hold any subset. Each is a
+        dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
       weights: weights of the ids in the same structure, or None; an entry may be None. They are
         constants and get no gradient.
 
     Returns:
-      Arrays of the table's dtype in the structure of `features`, `[..., dim]` for a dense array or
-      bags, `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
+      float32 activations in the structure of `features`: `[..., dim]` for a dense array or bags,
+      `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
 
     Raises:
       ValueError: as `embed.validate`, in eager calls. Under jit, ids out of range are dropped and
         counted in `report`; types, dtypes and shapes are always checked.
       TypeError: as `embed.validate`.
-
-    >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
-    >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
-    >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-    >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape  # bags of ids
-    (2, 4)
-    >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
-    (3, 4)
     """
     return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
@@ -231,16 +218,8 @@ class SparseEmbed(nnx.Module):
     For custom training loops: differentiate the loss with respect to the activations, then pass
     their gradients to `apply_gradients`.
 
-    Args:
-      features: inputs, as for `__call__`.
-      weights: weights, as for `__call__`.
-
     Returns:
       `(activations, residual)`. The residual is an `embed.Residual`, a pytree.
-
-    Raises:
-      ValueError: as `__call__`.
-      TypeError: as `__call__`.
 
     >>> movie = embed.TableConfig(
     ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
@@ -253,7 +232,10 @@ class SparseEmbed(nnx.Module):
     return self._look_up(features, weights)
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
-    """Scores of queries against rows: the table serves as an output layer (tied weights).
+    """Scores queries against rows: the table serves as an output layer (tied weights).
+
+    Inside `embed.value_and_grad` gradients reach the query and the rows: those of the candidates,
+    or all rows of the table.
 
     Args:
       query: floats `[..., dim]`.
@@ -262,18 +244,10 @@ class SparseEmbed(nnx.Module):
         padding and score 0. None scores against every row.
 
     Returns:
-      The dot products, `[..., K]` or `[..., vocabulary_size]`. Inside `embed.value_and_grad`
-      gradients reach the query and the rows: the rows of the candidates, or all rows of the table.
+      The dot products, `[..., K]` or `[..., vocabulary_size]`.
 
     Raises:
       ValueError: for an unknown table, a query of another size, or ids out of range (eagerly).
-
-    >>> movie = embed.TableConfig(3, 2, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_tables({"movie": np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])})
-    >>> query = jnp.array([[1.0, 3.0]])
-    >>> layer.attend(query, "movie").tolist(), layer.attend(query, "movie", np.array([2])).tolist()
-    ([[1.0, 3.0, 8.0]], [[8.0]])
     """
     table = table_config(self, table_name)
     if query.shape[-1] != table.dim:
@@ -283,7 +257,7 @@ class SparseEmbed(nnx.Module):
     stack = self.spec.stack_of[table_name]
     if candidates is None:
       stored = _stored_rows(self, stack)
-      rows = stored_tables.read_whole(stack, stored, table_name)
+      rows = stored_tables.read_whole(stack, stored, table_name).astype(jnp.float32)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       (rows,) = self._tap([rows], LookupRecord((every,), (table_name,)))
       return jnp.einsum("...d,vd->...v", query, rows)
@@ -388,16 +362,16 @@ class SparseEmbed(nnx.Module):
   def admit(self, features: Any, *, ahead: bool = False) -> Any:
     """Gives the raw ids of a batch rows, in tables with a `DynamicVocabulary`.
 
-    For training, before the loss. An id without a row may take that of another one, as the policy
-    says; then the row and its slots start from initial values, which depend on the seed, the table
-    and the raw id alone. One call is one batch: rows that it uses are not taken during the call.
+    For training, before the loss. An id without a row may take the row of another one, as the
+    policy says; the row and its slots then start from initial values, which depend on the seed, the
+    table and the raw id alone. One call is one batch: rows that it uses are not taken during the
+    call.
 
     Args:
       features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
         NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be among
         them and stay as they are.
-      ahead: whether an update of the batch before is still to come, as with `embed.look_ahead`; the
-        rows of that batch are not taken either.
+      ahead: whether an update of the batch before is still to come; its rows are not taken either.
 
     Returns:
       The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1, or
@@ -420,15 +394,8 @@ class SparseEmbed(nnx.Module):
   def translate(self, features: Any) -> Any:
     """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
 
-    Args:
-      features: as for `admit`.
-
-    Returns:
-      The batch with int32 rows in place of raw ids. An id without a row is -1, which gives zeros,
-      or the last row if the vocabulary `trains_unknown`.
-
-    Raises:
-      ValueError: as `admit`.
+    Takes and returns what `admit` does. An id without a row is -1, which gives zeros, or the last
+    row if the vocabulary `trains_unknown`.
     """
     return self._with_rows(features, DynamicTable.translate)
 
@@ -448,39 +415,25 @@ class SparseEmbed(nnx.Module):
     return structure.pack(self.spec.features, features, flat)
 
   def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
-    """The raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
+    """Finds the raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
 
     All ones for rows without an owner and for rows outside the table. `raw_ids(name, grads.ids)`
     gives row gradients by raw id.
 
     Raises:
       ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
-    [[1, 7]]
     """
     return dynamic_table(self, table_name).raw_ids(rows)
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
-    """What `admit` did, by table with a `DynamicVocabulary`: scalars, also under jit.
+    """Counts of `admit`, by table with a `DynamicVocabulary`: scalars, also under jit.
 
     - `ids`, `hits`, `turned_away`: occurrences in the last batch, of all ids, of those that had a
       row before, and of those that got none.
     - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
     - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
     - `total_ids` and so on: float32, the first five since the start, counted exactly.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> for _ in range(2):
-    ...   rows = layer.admit(np.array([5, 5]))
-    >>> {key: float(x) for key, x in layer.vocabulary_report["user"].items() if float(x)}
-    ... # doctest: +NORMALIZE_WHITESPACE
-    {'ids': 2.0, 'hits': 2.0, 'total_ids': 4.0, 'total_hits': 2.0, 'total_admissions': 1.0,
-     'hit_rate': 1.0, 'fill': 0.0625}
     """
     return {name: dynamic_table(self, name).report() for name in self.vocabularies}
 
@@ -496,18 +449,10 @@ class SparseEmbed(nnx.Module):
       step: the 0-based step for learning rate schedules, a Python int or traced.
 
     Raises:
-      ValueError: for a feature that was looked up and has no entry, a gradient whose shape is not
-        the shape of the activations, a gradient that is not an array, a table without optimizer,
-        or a missing `step` where a schedule or stochastic rounding needs it.
+      ValueError: for a feature that was looked up and has no entry, a gradient of another shape or
+        kind, a table without optimizer, or a missing `step` where a schedule or stochastic rounding
+        needs it.
       TypeError: if the kind of a container differs.
-
-    >>> movie = embed.TableConfig(
-    ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
-    >>> layer = embed.SparseEmbed({"next": embed.FeatureConfig(movie)}, rngs=nnx.Rngs(0))
-    >>> activations, residual = layer.lookup({"next": np.array([3])})
-    >>> layer.apply_gradients({"next": jnp.ones((1, 4))}, residual)
-    >>> layer.tables["movie"][3].tolist()
-    [0.5, 0.5, 0.5, 0.5]
     """
     if not isinstance(residual, Residual):
       raise ValueError(
@@ -529,9 +474,8 @@ class SparseEmbed(nnx.Module):
     """The rows of each table in order, arrays `[vocabulary_size, dim]` by table name.
 
     The arrays may be the module's own, and a step that donates the module deletes them: copy them
-    to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError, because no
-    gradient would come back; use `attend` to score against a table there. On a mesh, a table whose
-    rows do not divide by the shards may be whole on every device.
+    to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError; use `attend`
+    there. On a mesh, a table whose rows do not divide by the shards may be whole on every device.
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
@@ -552,32 +496,17 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """The shapes, dtypes and shardings of `variables`, without any computation.
-
-    Each is a `jax.ShapeDtypeStruct`.
-
-    >>> movie = embed.TableConfig(100, 4, optimizer=embed.adam(1e-3), name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer.variable_shapes))  # bytes
-    4800
-    """
+    """The `jax.ShapeDtypeStruct`s of `variables`, without any computation."""
     return variable_shapes(self)
 
   def load_tables(self, tables: Mapping[str, Any]) -> None:
-    """Replaces the rows of the named tables; slots stay as they are.
+    """Replaces the rows of the named tables; slots and other tables stay as they are.
 
     Args:
-      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied. Other
-        tables stay as they are.
+      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied.
 
     Raises:
       ValueError: as `load_variables`.
-
-    >>> movie = embed.TableConfig(2, 2, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_tables({"movie": np.array([[1.0, 2.0], [3.0, 4.0]])})
-    >>> layer(np.array([1])).tolist()
-    [[3.0, 4.0]]
     """
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
@@ -591,15 +520,6 @@ class SparseEmbed(nnx.Module):
     Raises:
       ValueError: before anything is replaced, for an unknown table or slot, another shape, or
         values that are no real numbers.
-
-    >>> movie = embed.TableConfig(2, 1, optimizer=embed.adagrad(0.1), name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_variables({"movie": {"accumulators": np.array([[1.0], [2.0]])}})
-    >>> layer.variables["movie"]["accumulators"].tolist()
-    [[1.0], [2.0]]
-    >>> layer.load_variables({"movie": {"accumulator": np.array([[1.0], [2.0]])}})
-    Traceback (most recent call last):
-    ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
     refuse_in_loss("Tables are replaced")
     shapes = variable_shapes(self)
@@ -633,28 +553,22 @@ class SparseEmbed(nnx.Module):
   def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
     """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
 
-    The rows that were used last come first.
+    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
+    back, in a table of another capacity or policy too.
 
     Returns:
-      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters"
-      `[N, dim]` and the slots, `[N, dim]` or `[N]`.
+      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters" `[N,
+      dim]` and the slots, `[N, dim]` or `[N]`.
 
     Raises:
       ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> rows = layer.admit(np.array([2**40, 7]))
-    >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
-    [7, 1099511627776]
     """
     return dynamic_table(self, table_name).rows_by_raw_id(self.variables[table_name])
 
   def load_rows(self, table_name: str, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
     """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
 
-    For rows of a static table, of another vocabulary, or of a file. Runs on the host. The rows
-    count as used in the current batch.
+    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
 
     Args:
       table_name: the table.
@@ -662,6 +576,7 @@ class SparseEmbed(nnx.Module):
         each bucket keeps the first that fit.
       variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
         missing start from initial values.
+      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
 
     Returns:
       The row of each id, int64 `[N]`, -1 for those that found no room.

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from embed.engine.compat import is_traced
 from embed.engine.grads import ActivationGrads
 from embed.engine.stack import StackSpec
+from embed.engine.xla import is_traced
 from embed.gradients import Grads, Owner, Rows
 from embed.layer import SparseEmbed, layers_of, sparse_embeds
 from embed.variables import LOSSES, Tap, Tape, changing

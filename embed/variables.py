@@ -16,8 +16,8 @@ from flax import errors, nnx
 
 from embed.config import TableConfig
 from embed.engine import mesh as mesh_lib
-from embed.engine.compat import is_traced
 from embed.engine.stack import Arrays, StackSpec
+from embed.engine.xla import is_traced
 from embed.storage import initial
 from embed.storage import tables as stored_tables
 

@@ -105,6 +105,7 @@ def test_names():
   }
 
 
+@pytest.mark.programs(25, "the probe of an optax transformation compiles each of its operations")
 def test_optax_slots_come_back():
   def make(seed):
     table = embed.TableConfig(16, 8, optimizer=embed.from_optax(optax.adam(0.1)), name="movie")

@@ -1,14 +1,6 @@
-"""Names of JAX that changed between the versions of `pyproject.toml`, and what arrays are."""
+"""Names of JAX that changed between the versions of `pyproject.toml`."""
 
 import functools
-from typing import Any
-
-import jax
-
-
-def is_traced(tree: Any) -> bool:
-  """Whether any leaf of a tree has no value yet, inside a transformed or jitted function."""
-  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.engine.compat import is_traced
+from embed.engine.xla import is_traced
 
 Names = tuple[str, ...]
 

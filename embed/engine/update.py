@@ -21,10 +21,10 @@ from embed.engine import cost, exchange, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
 from embed.engine.bags import Bags
-from embed.engine.compat import is_traced
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
+from embed.engine.xla import is_traced
 
 if TYPE_CHECKING:
   from embed.optimizers import RowOptimizer, Slots
@@ -281,6 +281,8 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
     bags += record.bags
     tables += record.tables
+  if placement.is_local:
+    return padded, tuple(specs), False
   chosen = cost.choose_exchange(stack, cost.batch_demand(stack, bags, tables))
   return padded, tuple(specs), chosen.kind == "sum"
 

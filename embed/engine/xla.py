@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from embed.engine.compat import is_traced
+
+def is_traced(tree: Any) -> bool:
+  """Whether any leaf of a tree has no value yet, inside a transformed or jitted function."""
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def zero_of(token: jax.Array) -> jax.Array:
