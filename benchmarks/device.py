@@ -40,9 +40,9 @@ from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
+from embed import check
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
-from embed.tools import check
 from recipes.aot import compile as aot
 
 WAYS = {  # environment variables by name

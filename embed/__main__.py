@@ -2,7 +2,7 @@
 
 import argparse
 
-from embed.tools import check
+from embed import check
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser("python -m embed", description=__doc__)

@@ -17,7 +17,7 @@ from flax import nnx
 import embed
 from embed import optimizers
 from embed.engine import update
-from embed.tools import check, reference
+from embed.tools import reference
 
 V, D = layers.V, layers.D
 one_table, step = layers.one_table, layers.step
@@ -442,23 +442,6 @@ def test_a_new_optimizer_is_known_by_name(made_up):
     in_spec({"name": "halving", "rate": 0.1})
   with pytest.raises(ValueError, match=r"unsupported optimizer class.* ftrl, halving, "):
     embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(V, D)), "halving", rngs=nnx.Rngs(0))
-
-
-@pytest.mark.ci
-def test_a_new_optimizer_is_checked(made_up, monkeypatch):
-  """By `python -m embed check`, against its line in the reference; without one it fails."""
-  assert check.optimizers()["halving"] == ("halving", {})
-  monkeypatch.setattr(check, "optimizers", lambda: {"halving": ("halving", {})})
-  (result,) = check._check_optimizers({})
-  assert (result.what, result.ok) == ("halving", True)
-  wrong = lambda w, g, lr, scale, h: (w - lr * g / scale, 4 * scale)
-  monkeypatch.setitem(reference.RULES, "halving", reference.RULES["halving"]._replace(update=wrong))
-  (result,) = check._check_optimizers({})
-  assert not result.ok
-  monkeypatch.undo()
-  monkeypatch.setitem(optimizers.OPTIMIZERS, "halving", halving)
-  with pytest.raises(LookupError, match="halving: no line in RULES"):
-    check.optimizers()
 
 
 def test_every_optimizer_is_registered_and_in_the_reference():

@@ -8,7 +8,7 @@ import pytest
 from pages import ROOT
 
 import embed
-from embed.tools import check
+from embed import check
 
 
 @pytest.fixture
