@@ -228,7 +228,7 @@ def run() -> Iterator[Result]:
 
 
 class Place(NamedTuple):
-  """Where a layer is, and the columns of its tables."""
+  """The mesh and strategy of a layer, and the columns of its tables."""
 
   mesh: Any = None
   strategy: str = "mod"
@@ -288,7 +288,7 @@ def as_kind(kind: str, ids: np.ndarray, values: np.ndarray) -> Any:
 
 
 class Batch(NamedTuple):
-  """What a step gets of a case: as a layer takes it, and as the truth does."""
+  """The inputs of a case in a step: as a layer takes them, and as the truth does."""
 
   inputs: Any
   weights: Any

@@ -261,7 +261,7 @@ class Plan:
     return next((x for x in tried if self._unsupported_reason(name, entry, x) is None), "rows")
 
   def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
-    """Why a table cannot be stored in a way, or None."""
+    """The reason why a table cannot be stored in a way, or None."""
     placement, width = self._placement(entry), self.tables[name].dim
     if storage == "packed" and not width % stack_lib.LANES:
       return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
@@ -346,7 +346,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
+    """True if `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:

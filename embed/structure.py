@@ -15,7 +15,7 @@ Path = tuple[str, ...]
 
 
 def is_namedtuple(value: Any) -> bool:
-  """Whether a value is a named tuple."""
+  """True for a named tuple."""
   return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
