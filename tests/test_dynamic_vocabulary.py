@@ -275,7 +275,7 @@ def trained(config, steps=6):
   model, optimizer = make({"id": embed.FeatureConfig(config)})
   step = embed.jit_step(train_step, model, optimizer)
   for number in range(steps):
-    step(as_raw({"id": np.arange(30) + number * drift}))
+    step(as_raw({"id": np.arange(30) + number * 15}))
   return model, optimizer
 
 
