@@ -39,7 +39,7 @@ class Vocabulary(nnx.Variable):
 
 
 class Admissions(nnx.Variable):
-  """What `SparseEmbed.admit` counts for a table, and the key of its initial rows."""
+  """The counts of `SparseEmbed.admit` for a table, and the key of its initial rows."""
 
 
 def make_variables(

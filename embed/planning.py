@@ -250,24 +250,23 @@ class Plan:
 
   def _storage(self, name: str, entry: TablePlan) -> str:
     """Chooses the storage of a table: "rows", "packed" or "sparse_core"."""
-    if entry.storage != "auto" and self._unsupported_reason(name, entry, entry.storage) is None:
-      return entry.storage
-    tried = []
+    tried = [] if entry.storage == "auto" else [entry.storage]
     if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
       tried.append("sparse_core")
     is_tpu = self._placement(entry).device_kind.startswith("TPU")
-    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
+    if backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
       tried.append("packed")
     return next((x for x in tried if self._unsupported_reason(name, entry, x) is None), "rows")
 
   def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
-    """Why a table cannot be stored in a way, or None."""
-    placement, width = self._placement(entry), self.tables[name].dim
-    if storage == "packed" and not width % stack_lib.LANES:
-      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
-    if storage != "sparse_core":
-      return None
-    return sparse_core.unsupported_reason(placement.device_kind, width, self.tables[name].dtype)
+    """The reason why a table cannot be stored in a way, or None."""
+    table = self.tables[name]
+    if storage == "packed" and not table.dim % stack_lib.LANES:
+      return f"its rows have {table.dim} columns, a multiple of {stack_lib.LANES}"
+    if storage == "sparse_core":
+      kind = self._placement(entry).device_kind
+      return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
+    return None
 
   def _stacks(self, entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of the tables of some entries by name, in the order of their first tables."""
@@ -346,7 +345,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
+    """True if `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
