@@ -14,7 +14,7 @@ BACK_ENDS: dict[str, "BackEnd"] = {}
 
 
 class BackEnd(Protocol):
-  """What a back end does on a device, for the tables that it takes."""
+  """Compiled lookups and steps of the rows on a device, for the tables that it takes."""
 
   def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
     """Does as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""
@@ -24,7 +24,7 @@ class BackEnd(Protocol):
 
 
 def is_on(variable: str, default: bool) -> bool:
-  """Whether an environment variable is 1; the `default` where it is unset or empty."""
+  """Reads a switch, 1 or 0, from an environment variable; `default` where it is unset or empty."""
   value = os.environ.get(variable) or f"{default:d}"
   if value not in ("0", "1"):
     raise ValueError(f"The environment variable {variable} is {value!r}: write 0 or 1.")

@@ -21,10 +21,10 @@ from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_lin
 
 
 def has_lines(device_kind: str) -> bool:
-  """Whether rows are read and written as parts of lines.
+  """Tells whether rows are read and written as parts of lines.
 
   Not on CPUs and GPUs: they store rows one after another, so that lines and rows are the same
-  bytes, and what reads and writes rows runs as if nothing was packed.
+  bytes, and reads and writes run as if nothing was packed.
   """
   return device_kind.startswith("TPU")
 
@@ -137,7 +137,7 @@ Rows = jax.Array | Lines  # `[V, D]`
 # --- from what is stored to rows, and back --------------------------------------------------------
 
 
-def opened(stack: StackSpec, stored: Any) -> Any:
+def as_rows(stack: StackSpec, stored: Any) -> Any:
   """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
 
   def rows_of(x: jax.Array) -> Rows:
@@ -149,8 +149,8 @@ def opened(stack: StackSpec, stored: Any) -> Any:
   return jax.tree.map(rows_of, stored)
 
 
-def closed(stack: StackSpec, rows: Any) -> Any:
-  """The inverse of `opened`."""
+def as_stored(stack: StackSpec, rows: Any) -> Any:
+  """The inverse of `as_rows`."""
 
   def stored(x: Rows) -> jax.Array:
     if isinstance(x, Lines):
@@ -166,7 +166,7 @@ def unpacked(rows: Rows) -> jax.Array:
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Whether rows must be read and written by the functions below, and by no other formulation."""
+  """Tells whether the functions below alone can read and write rows."""
   return stack.back_end is not None or isinstance(table, Lines)
 
 

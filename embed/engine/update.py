@@ -73,7 +73,7 @@ def step_rows(
   learning_rate: Any,
   step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
-  """One step of rows: clips, decays, applies the equation, and clips the weights.
+  """Steps rows: clips gradients, decays, applies the equation, and clips weights.
 
   Args:
     optimizer: the table's.
@@ -82,9 +82,6 @@ def step_rows(
     slots: float32 `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
     step: the number of this step, for an optimizer that `uses_step`.
-
-  Returns:
-    The new rows and slots.
   """
   assert optimizer.equation is not None
   if optimizer.clipvalue is not None:
@@ -126,7 +123,7 @@ def step_stored(
 def _round_rows(
   stack: StackSpec, step: jax.Array, local_rows: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """New rows float32 `[n, D]`, stochastically rounded; the noise is that of table, step and id."""
+  """Rounds new rows float32 `[n, D]` at random, by noise of the table, the step and the id."""
   shard = mesh.device_index(stack.placement.row_axes)
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
@@ -150,8 +147,10 @@ def step(
 
   def per_device(arrays, scalars, *grads):
     body = functools.partial(step_table, stack, scalars)
-    arrays = rows_lib.opened(stack, arrays)
-    return rows_lib.closed(stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays))
+    arrays = rows_lib.as_rows(stack, arrays)
+    return rows_lib.as_stored(
+      stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays)
+    )
 
   of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
@@ -277,7 +276,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
       padded.append(x)
       specs.append(_spec(stack))
       continue
-    record, spec = exchange.spread(stack, x.record)
+    record, spec = exchange.pad_to_devices(stack, x.record)
     values = tuple(placement.pad_batch(x.grads[i], 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
@@ -305,17 +304,10 @@ def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
 def step_table(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, received: exchange.Received
 ) -> Arrays:
-  """One optimizer step of a device's rows.
+  """Steps the rows of a device that have gradients; all others keep their bits.
 
-  Args:
-    stack: whose optimizer steps.
-    scalars: of the step.
-    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.opened` returns them;
-      donated, they are updated in place.
-    received: gradients of local rows.
-
-  Returns:
-    The new table and slots. Rows that were not looked up keep their bits.
+  `arrays` are the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.as_rows` returns them; they
+  are updated in place if they are donated.
   """
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
@@ -328,10 +320,7 @@ def step_table(
 def _step_rows_of(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
 ) -> Arrays:
-  """Steps the rows of `parts`, of which there are some.
-
-  If they are summed, there is one part, in which no row occurs twice.
-  """
+  """Steps the rows of `parts`; if they are summed, there is one part, with each row once."""
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
   zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
@@ -432,7 +421,7 @@ def step_summed(
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
   A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
-  repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
+  repeat. `ids` `[N]` are the ids of `parts`, V for padding.
   """
   size, dim = arrays["parameters"].shape
   position, unique, count = grads_lib.distinct_by_hash(ids, size)
@@ -505,7 +494,7 @@ def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def rounding_key(*numbers: jax.Array | int) -> jax.Array:
-  """A key, uint32, of integers, such as those of a table and a step."""
+  """Mixes integers, such as the numbers of a table and a step, into a key, uint32."""
   key = jnp.uint32(0)
   for number in numbers:
     number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
@@ -514,14 +503,9 @@ def rounding_key(*numbers: jax.Array | int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-  """`x` as one of the two bfloat16 next to it, the farther one the less likely.
+  """Rounds float32 `x` to one of the two bfloat16 next to it, the farther one the less likely.
 
-  Args:
-    x: float32.
-    bits: random uint32 of its shape.
-
-  Returns:
-    bfloat16; what bfloat16 holds exactly, zeros, infinities and NaN among it, is not changed.
+  `bits` are random uint32. Values that bfloat16 holds, zeros, infinities and NaN do not change.
 
   >>> x = jnp.full(4, 1 + 3 / 512)  # between 1 and 1 + 4/512
   >>> to_bfloat16(x, jnp.array([0, 0x3FFF, 0x4000, 0xFFFF], jnp.uint32)).tolist()

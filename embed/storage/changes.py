@@ -97,7 +97,7 @@ def fingerprints(
 
 def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes, list[jax.Array]]:
   """Per device: the fingerprints of its rows, and the digests of all tables."""
-  words = [_words(rows_lib.unpacked(rows_lib.opened(stack, x))) for x in arrays]
+  words = [_words(rows_lib.unpacked(rows_lib.as_rows(stack, x))) for x in arrays]
   totals = [_totals(x, number) for number, x in enumerate(words)]
   axes, layout = stack.placement.row_axes, stack.layout
   shard, digests = mesh_lib.device_index(axes), []
@@ -188,7 +188,7 @@ def _take_chunk(
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    return table, ids, rows_lib.read(rows_lib.opened(stack, stored), local_rows)
+    return table, ids, rows_lib.read(rows_lib.as_rows(stack, stored), local_rows)
 
   by_rows = stack.specs[1]
   specs = (by_rows, {key: stack.specs[x.ndim] for key, x in stored.items()})
@@ -238,8 +238,8 @@ def _put_chunk(
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
     own = mesh_lib.device_index(stack.placement.row_axes)
     local_rows = jnp.where(shard == own, local_rows, stack.layout.shard_rows)
-    rows = rows_lib.write(rows_lib.opened(stack, stored), local_rows, values)
-    return rows_lib.closed(stack, rows)
+    rows = rows_lib.write(rows_lib.as_rows(stack, stored), local_rows, values)
+    return rows_lib.as_stored(stack, rows)
 
   specs = {key: stack.specs[x.ndim] for key, x in stored.items()}
   return stack.placement.run(per_device, (P(), P(), specs), specs)(ids, values, stored)
