@@ -5,11 +5,11 @@ The public API is `__all__`, with `__all__` of the four modules in it, `checkpoi
 """
 
 from embed import checkpoint, deltas, importers, transforms
-from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
 from embed.export import Exported, export
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
 from embed.layer import Residual, SparseEmbed
@@ -31,11 +31,10 @@ from embed.optimizers import (
 from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving_lookup import serving_lookup
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
-from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
+from embed.value_and_grad import value_and_grad
 from embed.variables import Report, SlotVariable, Table
 
 __all__ = [
-  "Ahead",
   "DynamicVocabulary",
   "EmbeddingConfigSpec",
   "Exported",
@@ -77,7 +76,6 @@ __all__ = [
   "import_variables",
   "importers",
   "jit_step",
-  "look_ahead",
   "plan",
   "raw_ids",
   "row_wise",

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import autodiff
 from embed.dynamic_vocabulary import Vocabulary
 from embed.engine import admission
-from embed.layer import SparseEmbed
+from embed.layer import SparseEmbed, row_keys, sparse_embeds
 from embed.storage import tables as stored_tables
 from embed.variables import SlotVariable, Table
 
@@ -68,8 +67,8 @@ def like(**nodes: Any) -> Tree:
 
 def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> Tree:
   """The values that a function returns for the tables of each layer, by key in a checkpoint."""
-  values = {id(layer): by_table(layer) for layer in autodiff.sparse_embeds(node).values()}
-  return {key: values[id(layer)][name] for key, (layer, name) in autodiff.row_keys(node).items()}
+  values = {id(layer): by_table(layer) for layer in sparse_embeds(node).values()}
+  return {key: values[id(layer)][name] for key, (layer, name) in row_keys(node).items()}
 
 
 # --- restoring ------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   """
   _check(tree, nodes)
   for name, node in nodes.items():
-    for key, (layer, table) in autodiff.row_keys(node).items():
+    for key, (layer, table) in row_keys(node).items():
       vocabulary, saved = layer.spec.tables[table].vocabulary, tree[name]["tables"][key]
       if vocabulary is not None and not admission.fits(vocabulary, saved["raw_ids"]):
         raise ValueError(
@@ -109,11 +108,11 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   for name, node in nodes.items():
     load_dense_arrays(tree[name]["state"], node)  # first: it has the numbers of batches
     of_layers: dict[int, Tree] = {}
-    for key, (layer, table) in autodiff.row_keys(node).items():
+    for key, (layer, table) in row_keys(node).items():
       saved = tree[name]["tables"][key]
       arrays = {slot: saved[slot] for slot in layer.variable_shapes[table]}
       of_layers.setdefault(id(layer), {})[table] = arrays
-    for layer in autodiff.sparse_embeds(node).values():
+    for layer in sparse_embeds(node).values():
       layer.load_variables(of_layers[id(layer)])
 
 

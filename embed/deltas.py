@@ -27,10 +27,10 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from embed import autodiff, checkpoint, planning
+from embed import checkpoint, planning
 from embed.engine import admission, cost
 from embed.engine.stack import Layout
-from embed.layer import dynamic_table, owned, stored_arrays
+from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
 from embed.storage import changes as changes_lib
 from embed.storage import files
 from embed.storage.changes import TableRows
@@ -156,9 +156,9 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   owners: dict[str, dict[str, Any]] = {name: {} for name in nodes}
   for name, node in nodes.items():
     of_layers = {}
-    for path, layer in autodiff.sparse_embeds(node).items():
+    for path, layer in sparse_embeds(node).items():
       lanes[name][path], of_layers[id(layer)] = _fingerprints(layer, slots=True)
-    for key, (layer, table) in autodiff.row_keys(node).items():
+    for key, (layer, table) in row_keys(node).items():
       digests[name][key] = of_layers[id(layer)][table]
       if arrays := owned(layer, table):
         owners[name][key] = arrays
@@ -202,11 +202,11 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
   for name, node in nodes.items():
     rows = {
       id(layer): _changed_rows(layer, since.lanes[name][path], new.lanes[name][path])
-      for path, layer in autodiff.sparse_embeds(node).items()
+      for path, layer in sparse_embeds(node).items()
     }
     state[name] = {path: _on_host(x) for path, x in checkpoint.dense_arrays(node).items()}
     tables[name], owners[name] = {}, {}
-    for key, (layer, table) in autodiff.row_keys(node).items():
+    for key, (layer, table) in row_keys(node).items():
       tables[name][key] = of_table = rows[id(layer)][table]
       if key in new.owners[name]:
         before, after = (_on_host(x.owners[name][key]) for x in (since, new))
@@ -236,7 +236,7 @@ def _integer(step: Any) -> int:
 
 
 def _layouts(node: Any) -> dict[str, list[Layout]]:
-  layers = autodiff.sparse_embeds(node)
+  layers = sparse_embeds(node)
   return {p: [stack.layout for stack in layer.spec.stacks.values()] for p, layer in layers.items()}
 
 
@@ -314,7 +314,7 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
   copies = nnx.clone(nodes)  # their Variables are new, and share the arrays
   for name, node in copies.items():
     checkpoint.load_dense_arrays(delta.state[name], node)
-    for key, (layer, table) in autodiff.row_keys(node).items():
+    for key, (layer, table) in row_keys(node).items():
       _put(layer, table, delta.tables[name][key], delta.owners[name].get(key))
   for variable, new in zip(_variables(nodes), _variables(copies), strict=True):
     variable.set_raw_value(new.get_raw_value())
@@ -361,12 +361,12 @@ def _check_fits(delta: Delta, name: str, node: Any) -> None:
   problems += checkpoint.problems({name: given}, {name: node})
   if problems:
     raise ValueError(f"The delta does not fit {name!r}: {'; '.join(problems[:10])}.")
-  layers = autodiff.sparse_embeds(node).values()
+  layers = sparse_embeds(node).values()
   digests = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
   dtype_of = lambda arrays: arrays["parameters"].dtype
   same = {  # a server may keep rows in another dtype, which is not compared
     key: digests[id(layer)][table]
-    for key, (layer, table) in autodiff.row_keys(node).items()
+    for key, (layer, table) in row_keys(node).items()
     if dtype_of(tables[key].values) == dtype_of(expected[key])
   }
   if differing := [key for key, digest in same.items() if digest != delta.before[name][key]]:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from embed import initializers
 from embed.config import DynamicVocabulary, TableConfig
-from embed.engine import admission, taps
+from embed.engine import admission
 from embed.engine import mesh as mesh_lib
 from embed.engine.stack import Arrays, StackSpec
 from embed.inputs import RawInput
@@ -102,7 +102,7 @@ class DynamicTable:
   def admit(self, inputs: Sequence[RawInput], ahead: bool) -> dict[Path, Any]:
 
     def rows_of(ids):
-      state, arrays = self.state, taps.read_tables(self._stored, "update")
+      state, arrays = self.state, self._stored
       rows, *new = _admit(*self._new_rows, self.vocabulary, ahead, state, arrays, ids)
       with changing("SparseEmbed.admit"):
         typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import autodiff, checkpoint, structure
+from embed import checkpoint, structure
 from embed import inputs as inputs_lib
 from embed.engine import mesh as sharding
-from embed.layer import store_apart
+from embed.layer import sparse_embeds, store_apart
 from embed.storage import files
 from embed.variables import Report
 
@@ -107,7 +107,7 @@ def export(
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
   copy = nnx.merge(*nnx.split(model))
-  for layer in autodiff.sparse_embeds(copy).values():
+  for layer in sparse_embeds(copy).values():
     store_apart(layer)
   # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
   graphdef, *states = nnx.split(copy, Report, ...)
@@ -179,7 +179,7 @@ def _used_inputs(jaxpr: Any, used_outputs: Sequence[bool]) -> list[bool]:
 def _names(model: Any, state: Any) -> list[str]:
   """The name of each leaf of a state: the key of a table, or a path."""
   tables = {}
-  for layer_path, layer in autodiff.sparse_embeds(model).items():
+  for layer_path, layer in sparse_embeds(model).items():
     prefix = f"{layer_path}/" if layer_path else ""
     for table in layer.spec.tables:
       tables[f"{prefix}arrays/{table}/parameters"] = f"{prefix}{table}"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +11,25 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed.config import integer
-from embed.engine import jax_internals, mesh, update
+from embed.engine import mesh, update
 from embed.engine.bags import UNUSED, Bags, LookupRecord, narrow
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, sum_per_row
 from embed.engine.stack import StackSpec
-from embed.engine.taps import Owner
 from embed.engine.update import StackGrads
+from embed.engine.xla import is_traced
 
-
-def _leaves(grads: Any) -> Any:
-  """The leaves of row gradients."""
-  if jax_internals.caller().startswith("optax."):
-    raise TypeError(
-      "optax cannot compute with the rows of embed.Grads. Write embed.global_norm(grads), "
-      "embed.clip_by_global_norm(grads, max_norm), embed.accumulate([grads, ...]) or grads.map(f); "
-      "optax takes `grads.dense`."
-    )
-  return jax_internals.hide(grads)
+# --- rows as users see them -----------------------------------------------------------------------
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False)
 class RowGrads:
-  """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
+  """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`. A pytree.
 
-  Rows are summed over duplicates, features, calls and devices, so each id occurs once, in no
-  particular order; unused entries have id `vocabulary_size` and value 0. Gradients are added in
-  float32, one occurrence after another: the sum of 100,000 equal gradients is off by 0.01 %, the
-  sum of a million by 1 %. On a mesh, each entry is on the devices that store its row.
-
-  `embed.value_and_grad` keeps the gradients of activations, which the update sums, and sums them
-  for `grads.rows[key]`. `RowGrads` made by hand may hold duplicates, which the update sums. A
-  pytree.
+  From `grads.rows[key]`, rows are summed over duplicates, features, calls and devices: each id
+  occurs once, in no particular order, and unused entries have id `vocabulary_size` and value 0. On
+  a mesh, each entry is on the devices that store its row. The update sums duplicates of `RowGrads`
+  made by hand.
 
   Args:
     ids: integers `[N]`; negative ones are unused entries.
@@ -51,12 +38,8 @@ class RowGrads:
       Without it, `global_norm` counts every entry with a non-negative id.
 
   Raises:
-    ValueError: for ids that are not integers, do not fit int32 or are above `vocabulary_size`, for
-      a `vocabulary_size` that is no int from 1 to 2**31 - 1, or for other shapes.
+    ValueError: for ids that are not integers or do not fit, or for other shapes.
 
-  >>> rows = embed.RowGrads(jnp.array([4, 2]), jnp.ones((2, 3)))
-  >>> rows.ids.tolist(), rows.values.shape
-  ([4, 2], (2, 3))
   >>> rows = embed.RowGrads(jnp.array([4, 10]), jnp.array([[3.0], [7.0]]), vocabulary_size=10)
   >>> float(rows.squared_norm())
   9.0
@@ -65,7 +48,7 @@ class RowGrads:
   ids: jax.Array  # int32 `[N]`; `vocabulary_size` marks an unused entry
   values: jax.Array  # `[N, D]`, the gradients of these rows
   size: int  # of the table, `UNUSED` if it is not known
-  stack: StackSpec | None  # in which each entry occurs once, on the devices that store its row
+  stack: StackSpec | None  # if each entry occurs once, on the devices that store its row
   trains: bool = True  # False for a frozen table
 
   def __init__(self, ids: Any, values: Any, vocabulary_size: int | None = None):
@@ -99,30 +82,21 @@ class RowGrads:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return _leaves((self.ids, self.values)), (self.size, self.stack, self.trains)
+    return (self.ids, self.values), (self.size, self.stack, self.trains)
 
   @classmethod
   def tree_unflatten(cls, static, arrays) -> "RowGrads":
-    return cls.of(*jax_internals.show(arrays), *static)
+    return cls.of(*arrays, *static)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
-    """The same rows with `f(values)`, `[N, D]` to `[N, D]`.
-
-    >>> rows = embed.RowGrads(jnp.array([4]), jnp.array([[3.0, -4.0]]))
-    >>> rows.map(lambda g: jnp.clip(g, -1, 1)).values.tolist()
-    [[1.0, -1.0]]
-    """
+    """The same rows with `f(values)`, `[N, D]` to `[N, D]`."""
     values = f(self.values)
     if self.stack is not None:  # f of an unused entry is nothing
       values = jnp.where((self.ids < self.size)[:, None], values, 0)
     return RowGrads.of(self.ids, values, self.size, self.stack, self.trains)
 
   def squared_norm(self) -> jax.Array:
-    """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
-
-    >>> float(embed.RowGrads(jnp.array([4, 4]), jnp.array([[1.0], [2.0]])).squared_norm())
-    9.0
-    """
+    """The sum of the squares of the summed rows, a float32 scalar."""
     if self.stack is not None:  # summed already
       return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
     return _squared_norm_of_pairs(self.ids, self.values, self.size)
@@ -130,17 +104,37 @@ class RowGrads:
 
 def _largest(ids: Any) -> int:
   """The largest id, -1 for none or as far as this process cannot see; also inside of jit."""
-  is_known = not jax_internals.is_traced(ids) and getattr(ids, "is_fully_addressable", True)
+  is_known = not is_traced(ids) and getattr(ids, "is_fully_addressable", True)
   return int(np.asarray(ids).max()) if is_known and ids.size else -1
 
 
-def _pairs(ids: jax.Array, values: jax.Array, table: str) -> ActivationGrads:
-  return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
+@functools.partial(jax.jit, static_argnums=2)
+def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array, size: int) -> jax.Array:
+  grads = GradRows(values.astype(jnp.float32), ids[:, None])
+  return jnp.sum(jnp.square(sum_per_row([grads], size).values))
 
 
-def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
-  """A table's `RowGrads` as gradients of a stack."""
+def by_stack(
+  stack_of: Mapping[str, StackSpec], rows: Mapping[str, RowGrads]
+) -> dict[str, list[StackGrads]]:
+  """The `RowGrads` of some tables as gradients of their stacks, by stack name.
+
+  Raises:
+    ValueError: if they do not fit a table.
+  """
+  grads: dict[str, list[StackGrads]] = {}
+  for name, stack in stack_of.items():
+    if name in rows:
+      of_stack = grads.setdefault(stack.name, [])
+      of_stack += [_for_stack(stack, name, rows[name])] if rows[name].ids.size else []
+  return grads
+
+
+def _for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
+  """A table's `RowGrads` as gradients of its stack."""
   ids, values, size = rows.ids, rows.values, stack.size(table)
+  if ids.dtype != np.int32:
+    raise ValueError(f"The row gradients of table {table!r} have ids of {ids.dtype}: {ARITHMETIC}")
   if rows.stack == stack and rows.size == size:
     return _from_table_rows(stack, ids, values, table)
   if rows.size not in (size, UNUSED):
@@ -158,55 +152,81 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
       f"The row gradients of table {table!r} have id {_largest(ids)}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."
     )
-  return _pairs(ids, values, table)
+  return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
 
 
-def by_stack(
-  stack_of: Mapping[str, StackSpec], rows: Mapping[str, RowGrads]
-) -> dict[str, list[StackGrads]]:
-  """The `RowGrads` of some tables as gradients of their stacks, by stack name.
+# --- rows as they are kept ------------------------------------------------------------------------
 
-  Raises:
-    ValueError: as `for_stack`.
-  """
-  grads: dict[str, list[StackGrads]] = {}
-  for name, stack in stack_of.items():
-    if name in rows:
-      of_stack = grads.setdefault(stack.name, [])
-      of_stack += [for_stack(stack, name, rows[name])] if rows[name].ids.size else []
-  return grads
+
+class Owner(NamedTuple):
+  """A stack or a table of a model: the path of its module, "a/b", and its own name."""
+
+  path: str
+  name: str
+
+  @property
+  def key(self) -> str:
+    return f"{self.path}/{self.name}" if self.path else self.name
+
+
+ARITHMETIC = (
+  "arithmetic such as jax.tree.map(jnp.add, g1, g2) or 2 * x has changed the ids of rows as well. "
+  "Write embed.accumulate([g1, g2]) or grads.map(lambda g: 2 * g)."
+)
+
+
+_ONE = np.int32(1)
 
 
 @jax.tree_util.register_pytree_node_class
 class Rows(Mapping[str, RowGrads]):
-  """The row gradients of a model, `{"<module path>/<table>": RowGrads}`, kept by stack.
+  """The row gradients of a model, `{"<module path>/<table>": RowGrads}`, kept by stack. A pytree.
 
-  The gradients of tables that are stored together go through one exchange in the update, as their
-  ids did in the lookup.
+  They stay gradients of activations until they are read. The gradients of tables that are stored
+  together go through one exchange in the update, as their ids did in the lookup.
+
+  One leaf, `one`, is the number 1: arithmetic on leaves, which would change ids, changes it too.
   """
 
   def __init__(
-    self, grads: Mapping[Owner, Sequence[StackGrads]], stacks: Mapping[Owner, StackSpec]
+    self,
+    grads: Mapping[Owner, Sequence[StackGrads]],
+    stacks: Mapping[Owner, StackSpec],
+    one: Any = _ONE,
   ):
     self.grads = {key: tuple(grads[key]) for key in sorted(grads)}
     self.stacks = {key: stacks[key] for key in sorted(stacks)}
+    self.one = one
+    self._sums: dict[Owner, DistinctRows] = {}
 
   def tree_flatten(self):
-    if jax_internals.is_called_by(jax_internals.OPTIMIZER):
-      raise TypeError(
-        "nnx.Optimizer.update got embed.Grads, whose rows it cannot apply. Write embed.Optimizer("
-        "model, tx) instead of nnx.Optimizer(model, tx, wrt=nnx.Param)."
-      )
-    return _leaves(tuple(self.grads.values())), tuple(self.stacks.items())
+    return (self.one, *self.grads.values()), tuple(self.stacks.items())
 
   @classmethod
-  def tree_unflatten(cls, static, grads) -> "Rows":
-    stacks = dict(static)
-    self = object.__new__(cls)
-    self.grads, self.stacks = dict(zip(stacks, jax_internals.show(grads), strict=True)), stacks
+  def tree_unflatten(cls, static, leaves) -> "Rows":
+    self, stacks = object.__new__(cls), dict(static)
+    one, *grads = leaves
+    self.grads, self.stacks = dict(zip(stacks, grads, strict=True)), stacks
+    self.one, self._sums = one, {}
     return self
 
-  def _keys(self) -> dict[str, tuple[Owner, str]]:
+  def checked(self) -> "Rows":
+    """The same gradients, or NaN if arithmetic has changed the ids in a jitted function.
+
+    Raises:
+      ValueError: if arithmetic has changed them elsewhere.
+    """
+    is_integer = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.integer)
+    ids = [bag.ids for x in self._calls() for bag in x.record.bags]
+    if not all(map(is_integer, [self.one, *ids])) or (not is_traced(self.one) and self.one != 1):
+      raise ValueError(f"These are no gradients: {ARITHMETIC}")
+    return self.scale(jnp.where(self.one == 1, 1.0, jnp.nan)) if is_traced(self.one) else self
+
+  def _calls(self) -> list[ActivationGrads]:
+    return [x for grads in self.grads.values() for x in grads if isinstance(x, ActivationGrads)]
+
+  @functools.cached_property
+  def _tables(self) -> dict[str, tuple[Owner, str]]:
     """The stack and the table of each key."""
     return {
       Owner(owner.path, table).key: (owner, table)
@@ -215,33 +235,42 @@ class Rows(Mapping[str, RowGrads]):
     }
 
   def __getitem__(self, key: str) -> RowGrads:
-    stack_key, table = self._keys()[key]
-    stack = self.stacks[stack_key]
-    ids, values = _table_rows(stack, self.grads[stack_key], table)
+    owner, table = self._tables[key]
+    stack, grads = self.stacks[owner], self.grads[owner]
+    number = update.most_rows(stack, grads, table)
+    if number:
+      ids, values = _pick(stack, self._sum(owner), table, number)
+    else:
+      ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
     return RowGrads.of(ids, values, stack.size(table), stack, not _is_frozen(stack))
 
   def __iter__(self) -> Iterator[str]:
-    return iter(self._keys())
+    return iter(self._tables)
 
   def __len__(self) -> int:
-    return len(self._keys())
+    return len(self._tables)
 
   def __repr__(self) -> str:
     return f"Rows({list(self)})"
 
+  def _sum(self, owner: Owner) -> DistinctRows:
+    """The summed gradients of a stack's rows, on the devices that store them."""
+    if owner not in self._sums:
+      self._sums[owner] = _sum_rows(self.stacks[owner], self.grads[owner])
+    return self._sums[owner]
+
   def summed(self) -> "Rows":
     """Sums the gradients of each row, on the devices that store the rows."""
-    summed: dict[Owner, Sequence[StackGrads]] = {}
-    for key, grads in self.grads.items():
-      summed[key] = [_sum_rows(self.stacks[key], grads)] if grads else grads
-    return Rows(summed, self.stacks)
+    summed = {key: [self._sum(key)] if grads else () for key, grads in self.grads.items()}
+    return Rows(summed, self.stacks, self.one)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """Applies `f` to the values of each table; `f` sees entries of other tables as unused."""
-    mapped: dict[Owner, Sequence[StackGrads]] = {}
-    for key, grads in self.summed().grads.items():
-      mapped[key] = [_map_distinct(grads[0], self.stacks[key], f)] if grads else ()
-    return Rows(mapped, self.stacks)
+    mapped = {
+      key: [_map_distinct(self._sum(key), self.stacks[key], f)] if grads else ()
+      for key, grads in self.grads.items()
+    }
+    return Rows(mapped, self.stacks, self.one)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of all rows that train."""
@@ -251,7 +280,8 @@ class Rows(Mapping[str, RowGrads]):
 
   def scale(self, factor: jax.Array) -> "Rows":
     """Multiplies all gradients by a scalar."""
-    return Rows({k: update.scaled(x, factor) for k, x in self.grads.items()}, self.stacks)
+    scaled = {key: update.scaled(grads, factor) for key, grads in self.grads.items()}
+    return Rows(scaled, self.stacks, self.one)
 
 
 def _is_frozen(stack: StackSpec) -> bool:
@@ -259,15 +289,14 @@ def _is_frozen(stack: StackSpec) -> bool:
 
 
 def _map_distinct(
-  grads: StackGrads, stack: StackSpec, f: Callable[[jax.Array], jax.Array]
+  summed: DistinctRows, stack: StackSpec, f: Callable[[jax.Array], jax.Array]
 ) -> DistinctRows:
-  assert isinstance(grads, DistinctRows)
-  total = jnp.zeros_like(grads.values)
+  total = jnp.zeros_like(summed.values)
   for table, size in zip(stack.tables, stack.layout.sizes, strict=True):
-    ids, values = _table_rows(stack, [grads], table)
+    ids, values = _pick(stack, summed, table, None)
     new = jnp.where((ids < size)[:, None], f(values), 0)
     total += _from_table_rows(stack, ids, new, table).values
-  return DistinctRows(grads.ids, total)
+  return DistinctRows(summed.ids, total)
 
 
 # Eager calls are compiled once, or their loops would be compiled at every call. Under a user's jit
@@ -277,27 +306,24 @@ def _compiled(f: Callable[..., Any], *static: int) -> Callable[..., Any]:
   return lambda *args: mesh.settled(jitted(*args))
 
 
-_table_rows = _compiled(update.table_rows, 2)
+_pick = _compiled(update.pick_table, 2, 3)
 _sum_rows = _compiled(update.sum_rows)
 _from_table_rows = _compiled(update.from_table_rows, 3)
 _squared_norm = _compiled(update.squared_norm)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array, size: int) -> jax.Array:
-  grads = GradRows(values.astype(jnp.float32), ids[:, None])
-  return jnp.sum(jnp.square(sum_per_row([grads], size).values))
+# --- all gradients of a model ---------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grads:
-  """Gradients of a model, from `embed.value_and_grad` and for `embed.Optimizer.update`.
+  """Gradients of a model, from `embed.value_and_grad` and for `embed.Optimizer.update`. A pytree.
 
-  A pytree, so it goes through jit. Its ids are leaves without arithmetic: `jax.tree.map(jnp.add,
-  g1, g2)`, `2 * x` and `optax.tree.norm` raise an error instead of changing them. Use `map`,
-  `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which change the
-  gradients of rows and never their ids.
+  Use `map`, `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which change
+  the gradients of rows and never their ids. The update refuses gradients whose ids arithmetic on
+  the leaves has changed, such as `jax.tree.map(jnp.add, g1, g2)`; in a jitted function, they are
+  NaN.
 
   Attributes:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.
@@ -322,11 +348,6 @@ class Grads:
     Args:
       f: a function that keeps the shape. It gets dense gradients as they are, and rows as
         `[N, D]`.
-
-    >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[8.0]]))}
-    >>> grads = embed.Grads({"bias": jnp.array([4.0])}, rows).map(lambda g: g / 2)
-    >>> grads.dense["bias"].tolist(), grads.rows["movie"].values.tolist()
-    ([2.0], [[4.0]])
     """
     rows = self.rows
     mapped = rows.map(f) if isinstance(rows, Rows) else {k: r.map(f) for k, r in rows.items()}
@@ -334,17 +355,11 @@ class Grads:
 
 
 def global_norm(grads: Grads) -> jax.Array:
-  """The norm of all gradients together, dense and rows.
+  """The norm of all gradients together, a float32 scalar.
 
   It is `sqrt(sum of g²)` over all dense gradients and all rows, where rows are summed over
   duplicates before they are squared. Dense gradients of the tables would have the same norm. Rows
   of `frozen` tables do not count.
-
-  Args:
-    grads: an `embed.Grads`.
-
-  Returns:
-    A float32 scalar.
 
   >>> rows = {"movie": embed.RowGrads(jnp.array([3, 3]), jnp.array([[1.0], [2.0]]))}
   >>> float(embed.global_norm(embed.Grads({"bias": jnp.array([4.0])}, rows)))  # 1 + 2 and 4
@@ -361,21 +376,15 @@ def global_norm(grads: Grads) -> jax.Array:
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   """Scales all gradients by `min(1, max_norm / global_norm(grads))`, as optax does for dense ones.
 
-  Args:
-    grads: an `embed.Grads`.
-    max_norm: a positive number, or a traced scalar.
+  NaN in any of them makes all of them NaN.
 
-  Returns:
-    The scaled `embed.Grads`. NaN in any of them makes all of them NaN.
+  Args:
+    grads: from `embed.value_and_grad`.
+    max_norm: a positive number, or a traced scalar.
 
   Raises:
     TypeError: if `grads` are no `embed.Grads`.
     ValueError: if `max_norm` is a number that is not positive.
-
-  >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[3.0]]))}
-  >>> grads = embed.clip_by_global_norm(embed.Grads({"bias": jnp.array([4.0])}, rows), 2.5)
-  >>> grads.dense["bias"].tolist(), grads.rows["movie"].values.tolist()
-  ([2.0], [[1.5]])
   """
   if not isinstance(grads, Grads):
     raise TypeError(
@@ -387,34 +396,23 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   rows = grads.rows
   if isinstance(rows, Rows) and all(s.placement.is_local for s in rows.stacks.values()):
     rows = rows.summed()  # once, for the norm and for the result
-  grads = Grads(grads.dense, rows)
-  norm = global_norm(grads)
+  norm = global_norm(Grads(grads.dense, rows))
   is_clipped = ~(norm <= max_norm)  # True for NaN
   factor = jnp.where(is_clipped, max_norm / jnp.where(is_clipped, norm, 1.0), 1.0)
   scale = lambda g: g * mesh.like(factor, g).astype(g.dtype)
   if isinstance(rows, Rows):
     return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
-  return grads.map(scale)
+  return Grads(grads.dense, rows).map(scale)
 
 
 def accumulate(grads: Sequence[Grads]) -> Grads:
   """Adds up the gradients of microbatches: the gradient of the sum of their losses.
 
-  For the mean of n losses, write `.map(lambda g: g / n)`.
-
-  Args:
-    grads: a sequence of `embed.Grads` of one model.
-
-  Returns:
-    One `embed.Grads`. An optimizer steps once from it, as from one large batch.
+  For the mean of n losses, write `.map(lambda g: g / n)`. An optimizer steps once from the result,
+  as from one large batch.
 
   Raises:
     ValueError: for an empty list, or gradients of different models.
-
-  >>> one = embed.Grads({}, {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[1.0]]))})
-  >>> rows = embed.accumulate([one, one]).rows["movie"]  # summed by the update
-  >>> rows.ids.tolist(), rows.values.tolist()
-  ([3, 3], [[1.0], [1.0]])
   """
   if not grads:
     raise ValueError("accumulate takes at least one embed.Grads.")
@@ -423,10 +421,10 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
     raise ValueError("accumulate: the gradients are of different models (their tables differ).")
   dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g.dense for g in grads))
   rows = [g.rows for g in grads]
-  whole = [r for r in rows if isinstance(r, Rows)]
-  if len(whole) == len(rows) and all(r.stacks == whole[0].stacks for r in whole):
-    together = {key: [x for r in whole for x in r.grads[key]] for key in whole[0].grads}
-    return Grads(dense, Rows(together, whole[0].stacks))
+  kept = [r.checked() for r in rows if isinstance(r, Rows)]
+  if len(kept) == len(rows) and all(r.stacks == kept[0].stacks for r in kept):
+    together = {key: [x for r in kept for x in r.grads[key]] for key in kept[0].grads}
+    return Grads(dense, Rows(together, kept[0].stacks))
   return Grads(dense, {key: _concatenate([r[key] for r in rows]) for key in first.rows})
 
 

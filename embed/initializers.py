@@ -15,9 +15,9 @@ _THREEFRY = "threefry2x32"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWise:
-  """An initializer of which every row has its own key; see `row_wise`.
+  """Draws each row from its own key; see `row_wise`.
 
-  Equal to another of the very same function, which need not be hashable.
+  Equal to another one of the very same function, which need not be hashable.
   """
 
   initializer: Callable[..., Any]
@@ -29,23 +29,22 @@ class RowWise:
     return id(self.initializer)
 
   def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
-    """A whole table `[V, D]`, or a slot `[V]` of one value per row."""
+    """Draws a whole table `[V, D]`, or a slot `[V]` of one value per row."""
     rows = _rows(self, key, (shape[0], shape[1] if len(shape) > 1 else 1), jnp.dtype(dtype))
     return rows.reshape(shape)
 
   def rows(
     self, keys: jax.Array, tables: jax.Array, ids: jax.Array, dim: int, dtype: Any
   ) -> jax.Array:
-    """The given rows of some tables, `[N, D]`.
+    """Draws the given rows of some tables, `[N, dim]`.
 
     Args:
       keys: a random key of each table, `[T]`.
       tables: the table of each row, int32 `[N]`.
       ids: the row's id in it, int32 `[N]`, or its raw id, uint32 `[N, 2]`.
-      dim: D.
+      dim: the columns of a row.
       dtype: of the rows.
     """
-
     keys = threefry(keys)
 
     def row(table, id):
@@ -62,7 +61,7 @@ class RowWise:
 
 
 def threefry(keys: jax.Array) -> jax.Array:
-  """Keys `[T]` of the kind that draws each row alone; "rbg" draws many from the first one's key."""
+  """Returns keys `[T]` that draw each row alone; "rbg" draws many from the first one's key."""
   if jax.random.key_impl(keys) == _THREEFRY:
     return keys
   seeds = [jax.random.bits(keys[i], (2,), jnp.uint32) for i in range(keys.shape[0])]
@@ -90,8 +89,6 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
 
   >>> small = embed.row_wise(jax.nn.initializers.normal(0.01))
   >>> movie = embed.TableConfig(100, 4, initializer=small, name="movie")
-  >>> small(jax.random.key(0), (2, 3)).shape
-  (2, 3)
   """
   if not callable(initializer):
     raise ValueError(f"row_wise takes an initializer f(key, shape, dtype). Got {initializer!r}.")
@@ -99,21 +96,23 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 _JAX = jax.nn.initializers
-_BY_ROW = (
-  _JAX.zeros,
-  _JAX.ones,
-  _JAX.constant(0.0),
-  _JAX.normal(),
-  _JAX.uniform(),
-  _JAX.truncated_normal(),
-)
 # `normal(0.1)` and `normal(0.2)` are closures with the same code object.
-_CODES_BY_ROW = {getattr(initializer, "__code__", initializer) for initializer in _BY_ROW}
+_CODES_BY_ROW = {
+  getattr(initializer, "__code__", initializer)
+  for initializer in (
+    _JAX.zeros,
+    _JAX.ones,
+    _JAX.constant(0.0),
+    _JAX.normal(),
+    _JAX.uniform(),
+    _JAX.truncated_normal(),
+  )
+}
 _known: dict[Any, RowWise] = {}
 
 
 def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | None:
-  """The initializer as one that draws row by row; None for one that may look at the whole table.
+  """Returns the initializer that draws row by row, or None for one that needs the whole table.
 
   Equal ones of JAX, such as two of `normal(0.1)`, are one object here and compiled once.
   """
@@ -157,25 +156,19 @@ def fill(
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   at_a_time: int = ROWS_AT_A_TIME,
 ) -> jax.Array:
-  """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
+  """Writes rows of `[M, D]` from `start` to `end`, except those that are not drawn.
 
-  A chunk of rows at a time: the random bits of a whole table would be as large as the table.
-
-  Args:
-    rows: where to.
-    start, end: the first row to write, and the one after the last.
-    draw: `f(indices) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
-    at_a_time: the rows of a chunk.
+  `draw(indices)` returns values `[N, D]` and which of them are drawn, bool `[N]` or `[N, D]`; it is
+  called for `at_a_time` rows: the random bits of a whole table would be as large as the table.
   """
   chunk = min(end - start, at_a_time)
 
   def step(i, rows):
-    # The last ones overlap the ones before, which come out the same.
+    # The last chunk overlaps the one before, whose values come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
     values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
     old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)
-    is_drawn = is_drawn if is_drawn.ndim == 2 else is_drawn[:, None]
-    new = jnp.where(is_drawn, values, old)
+    new = jnp.where(is_drawn.reshape(chunk, -1), values, old)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
   return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)

@@ -18,8 +18,9 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
-from embed.engine import admission, jax_internals
+from embed.engine import admission
 from embed.engine.bags import Bags, Form, Parts, from_input, narrow
+from embed.engine.xla import is_traced
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -94,7 +95,7 @@ class Sparse:
   dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
   def __post_init__(self):
-    if jax_internals.is_traced(self.dense_shape):
+    if is_traced(self.dense_shape):
       raise ValueError("embed.Sparse: dense_shape must be static; give a tuple of Python ints.")
     object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
 
@@ -108,7 +109,7 @@ def _kind(value: Any) -> str:
 
 def _is_concrete(*values: Any) -> bool:
   away = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
-  return not jax_internals.is_traced(values) and not any(map(away, jax.tree.leaves(values)))
+  return not is_traced(values) and not any(map(away, jax.tree.leaves(values)))
 
 
 def as_array(value: Any, name: str) -> Any:

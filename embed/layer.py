@@ -1,59 +1,57 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
+import contextlib
 import dataclasses
 import functools
-import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import dynamic_vocabulary, gradients, planning, structure
+from embed import dynamic_vocabulary, planning, structure
 from embed.config import TableConfig
 from embed.dynamic_vocabulary import DynamicTable
-from embed.engine import admission, exchange, jax_internals, taps, update, xla
+from embed.engine import admission, exchange, update, xla
 from embed.engine import bags as bags_lib
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
 from embed.engine.stack import Arrays, Layout, StackSpec
-from embed.gradients import RowGrads
+from embed.gradients import Owner
 from embed.inputs import Input, RawInput, check, matched, read, read_raw, to_bags
 from embed.optimizers import RowOptimizer
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 from embed.variables import (
+  LOSSES,
   Report,
   Table,
+  Tape,
   changing,
   check_alive,
   check_array,
   make_variables,
+  refuse_in_loss,
   replace,
-  warn_of_constant,
   warn_of_step,
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Spec:
-  """What a `SparseEmbed` is, decided at construction and never traced.
-
-  Static metadata of the layer: layers with the same config objects and equal stacks share their
-  compiled programs.
+  """Static facts of a `SparseEmbed`: layers with equal ones share their compiled programs.
 
   Attributes:
     features: the feature config.
     tables: the `TableConfig` of each table by name.
     optimizers: the `RowOptimizer` of each table by name, the layer's where a table has none, or
       None.
-    stacks: how tables are stored, by stack name; internal.
+    stacks: the storage of tables, by stack name; internal.
     table_of: the table of each feature.
     stack_of: the stack of each table.
   """
@@ -67,7 +65,7 @@ class Spec:
 
   @classmethod
   def of(cls, plan: planning.Plan) -> "Spec":
-    """What a plan decides."""
+    """Takes over the decisions of a plan."""
     names, stacks = {id(table): name for name, table in plan.tables.items()}, plan.stacks()
     flat = structure.flatten_features(plan.features)
     table_of = {path: names[id(feature.table)] for path, feature in flat}
@@ -90,9 +88,9 @@ class Spec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Residual:
-  """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
+  """Ids that `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree.
 
-  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange.
+  It may hold arrays of the batch and, on a mesh, the route of the exchange.
   """
 
   records: dict[str, LookupRecord]  # by stack name
@@ -114,16 +112,13 @@ class SparseEmbed(nnx.Module):
       Outside of `jax.set_mesh` the axes of the mesh count as Auto axes, so that the compiler shards
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
-    sharding: the strategy: "mod" (row r on shard r % n), "div" (consecutive rows) or
-      "replicated".
-    plan: an `embed.plan`, which replaces `mesh`, `axis` and `sharding`. It has `features` and
-      `optimizer` too; pass them as well to use other features of the same tables, or another
-      optimizer.
+    sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
+    plan: an `embed.plan`, in place of `mesh`, `axis` and `sharding`. Pass `features` or `optimizer`
+      as well to use other features of the same tables, or another optimizer.
 
   Attributes:
-    spec: the configuration, fixed at construction: `features`, the feature config; `tables`, the
-      `TableConfig` of each table by name; and `optimizers`, the `RowOptimizer` of each table by
-      name, the layer's where a table has none, or None.
+    spec: fixed at construction: `features`, the feature config; `tables`, the `TableConfig` of each
+      table by name; and `optimizers`, the `RowOptimizer` of each table by name, or None.
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
 
   Raises:
@@ -131,13 +126,16 @@ class SparseEmbed(nnx.Module):
       an initializer that returns another shape, or with Flax's hijax Variables.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
-  >>> features = {"watched": embed.FeatureConfig(movie)}
+  >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
   >>> layer = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=nnx.Rngs(0))
-  >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape
-  (2, 4)
-  >>> layer.tables["movie"].shape, layer.spec.optimizers["movie"] == embed.adagrad(0.1)
-  ((100, 4), True)
+  >>> batch = {"watched": embed.Padded([[3, 7], [5, -1]]), "next": np.array([9, 1])}
+  >>> {name: x.shape for name, x in layer(batch).items()}
+  {'watched': (2, 4), 'next': (2, 4)}
+  >>> layer.tables["movie"].shape
+  (100, 4)
   """
+
+  tape: Tape | None  # inside of a loss that `value_and_grad` differentiates; None: constant
 
   def __init__(
     self,
@@ -195,30 +193,22 @@ class SparseEmbed(nnx.Module):
   # --- lookup ------------------------------------------------------------------------------------
 
   def __call__(self, features: Any, weights: Any = None) -> Any:
-    """Activations of a batch, in the structure of its features.
+    """Looks up a batch, in the structure of its features.
 
     Args:
-      features: inputs in the structure of the feature config; a dict may hold any subset. Each is
-        a dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
+      features: inputs in the structure of the feature config; a dict may hold any subset. Each is a
+        dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
       weights: weights of the ids in the same structure, or None; an entry may be None. They are
         constants and get no gradient.
 
     Returns:
-      Arrays of the table's dtype in the structure of `features`, `[..., dim]` for a dense array or
-      bags, `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
+      float32 activations in the structure of `features`: `[..., dim]` for a dense array or bags,
+      `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
 
     Raises:
       ValueError: as `embed.validate`, in eager calls. Under jit, ids out of range are dropped and
         counted in `report`; types, dtypes and shapes are always checked.
       TypeError: as `embed.validate`.
-
-    >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
-    >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
-    >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-    >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape  # bags of ids
-    (2, 4)
-    >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
-    (3, 4)
     """
     return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
@@ -228,16 +218,8 @@ class SparseEmbed(nnx.Module):
     For custom training loops: differentiate the loss with respect to the activations, then pass
     their gradients to `apply_gradients`.
 
-    Args:
-      features: inputs, as for `__call__`.
-      weights: weights, as for `__call__`.
-
     Returns:
       `(activations, residual)`. The residual is an `embed.Residual`, a pytree.
-
-    Raises:
-      ValueError: as `__call__`.
-      TypeError: as `__call__`.
 
     >>> movie = embed.TableConfig(
     ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
@@ -250,7 +232,10 @@ class SparseEmbed(nnx.Module):
     return self._look_up(features, weights)
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
-    """Scores of queries against rows: the table serves as an output layer (tied weights).
+    """Scores queries against rows: the table serves as an output layer (tied weights).
+
+    Inside `embed.value_and_grad` gradients reach the query and the rows: those of the candidates,
+    or all rows of the table.
 
     Args:
       query: floats `[..., dim]`.
@@ -259,18 +244,10 @@ class SparseEmbed(nnx.Module):
         padding and score 0. None scores against every row.
 
     Returns:
-      The dot products, `[..., K]` or `[..., vocabulary_size]`. Inside `embed.value_and_grad`
-      gradients reach the query and the rows: the rows of the candidates, or all rows of the table.
+      The dot products, `[..., K]` or `[..., vocabulary_size]`.
 
     Raises:
       ValueError: for an unknown table, a query of another size, or ids out of range (eagerly).
-
-    >>> movie = embed.TableConfig(3, 2, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_tables({"movie": np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])})
-    >>> query = jnp.array([[1.0, 3.0]])
-    >>> layer.attend(query, "movie").tolist(), layer.attend(query, "movie", np.array([2])).tolist()
-    ([[1.0, 3.0, 8.0]], [[8.0]])
     """
     table = table_config(self, table_name)
     if query.shape[-1] != table.dim:
@@ -280,9 +257,9 @@ class SparseEmbed(nnx.Module):
     stack = self.spec.stack_of[table_name]
     if candidates is None:
       stored = _stored_rows(self, stack)
-      rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
+      rows = stored_tables.read_whole(stack, stored, table_name).astype(jnp.float32)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
-      (rows,) = self._tap(stack, [rows], LookupRecord((every,), (table_name,)), stored)
+      (rows,) = self._tap([rows], LookupRecord((every,), (table_name,)))
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
     if not shape or len(shape) not in (1, query.ndim):
@@ -298,7 +275,6 @@ class SparseEmbed(nnx.Module):
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
 
-  @mesh_lib.explained()
   def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
     """Activations in the structure of the features, and the residual."""
     spec = self.spec
@@ -325,32 +301,36 @@ class SparseEmbed(nnx.Module):
     inputs: Sequence[Input],
     tables: tuple[str, ...],
     combiner: str | None = None,
-  ) -> tuple[list[jax.Array], LookupRecord, jax.Array]:
+  ) -> tuple[Sequence[jax.Array], LookupRecord, jax.Array]:
     """Tapped activations of the features of a stack, what was looked up, and the dropped ids."""
     placement = stack.placement
     arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
     bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
     stored = _stored_rows(self, stack)
-    warn_of_constant(stored, bags)
-    rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
-    acts, record = mesh_lib.settled(compiled_look_up(stack, rows, bags, tables))
+    acts, record = mesh_lib.settled(compiled_look_up(stack, stored, bags, tables))
     acts = before_update(self, acts)
-    if mesh_lib.is_explicit((rows, self.report.get_value())):
+    if mesh_lib.is_explicit((stored, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
-    return self._tap(stack, acts, record, stored), record, dropped
+    return self._tap(acts, record), record, dropped
 
-  def _tap(
-    self,
-    stack: StackSpec,
-    activations: Sequence[jax.Array],
-    record: LookupRecord,
-    stored: jax.Array,
-  ) -> list[jax.Array]:
-    """Activations with the record of their lookup, for `value_and_grad`."""
-    trains = stack.optimizer is None or stack.optimizer.equation is not None
-    if trains and jax_internals.is_differentiating():
-      warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
-    return taps.tap(activations, record, stored, taps.Layer(weakref.ref(self), trains))
+  def _tap(self, activations: Sequence[jax.Array], record: LookupRecord) -> Sequence[jax.Array]:
+    """Activations with taps, inside of a loss that `value_and_grad` differentiates."""
+    if not LOSSES.get():
+      return activations
+    if not hasattr(self, "tape"):
+      optimizers = [self.spec.optimizers[table] for table in record.tables]
+      if all(optimizer is not None and optimizer.equation is None for optimizer in optimizers):
+        return activations  # frozen
+      raise ValueError(
+        f"The loss looks up table {record.tables[0]!r} in a SparseEmbed that is not in its first "
+        "argument, so that no gradient would come back. Use the layer in the model that the loss "
+        "gets. To keep the layer fixed, pass it to the loss as another argument, or give its "
+        "tables optimizer=embed.frozen()."
+      )
+    if self.tape is None:
+      return activations
+    LOSSES.set((*LOSSES.get()[:-1], LOSSES.get()[-1] + 1))
+    return self.tape.add(activations, record)
 
   def _add_to_report(self, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]) -> None:
     """Adds a call to the layer's report."""
@@ -373,33 +353,25 @@ class SparseEmbed(nnx.Module):
     self._set_report({**before, **counted})
 
   def _set_report(self, report: dict[str, jax.Array]) -> None:
-    before = self.report.get_value()
-    try:
+    # A model that a function closes over, as under jax.jit: no state comes out of it.
+    with contextlib.suppress(errors.TraceContextError):
       self.report.set_value(report)
-      is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
-      if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
-        raise ValueError(
-          "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
-          "Look up the whole batch at once, outside, and pass the activations in."
-        )
-    except jax_internals.TraceContextError:
-      pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
   # --- raw ids -----------------------------------------------------------------------------------
 
   def admit(self, features: Any, *, ahead: bool = False) -> Any:
     """Gives the raw ids of a batch rows, in tables with a `DynamicVocabulary`.
 
-    For training, before the loss. An id without a row may take that of another one, as the policy
-    says; then the row and its slots start from initial values, which depend on the seed, the table
-    and the raw id alone. One call is one batch: rows that it uses are not taken during the call.
+    For training, before the loss. An id without a row may take the row of another one, as the
+    policy says; the row and its slots then start from initial values, which depend on the seed, the
+    table and the raw id alone. One call is one batch: rows that it uses are not taken during the
+    call.
 
     Args:
       features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
         NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be among
         them and stay as they are.
-      ahead: whether an update of the batch before is still to come, as with `embed.look_ahead`; the
-        rows of that batch are not taken either.
+      ahead: whether an update of the batch before is still to come; its rows are not taken either.
 
     Returns:
       The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1, or
@@ -422,19 +394,11 @@ class SparseEmbed(nnx.Module):
   def translate(self, features: Any) -> Any:
     """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
 
-    Args:
-      features: as for `admit`.
-
-    Returns:
-      The batch with int32 rows in place of raw ids. An id without a row is -1, which gives zeros,
-      or the last row if the vocabulary `trains_unknown`.
-
-    Raises:
-      ValueError: as `admit`.
+    Takes and returns what `admit` does. An id without a row is -1, which gives zeros, or the last
+    row if the vocabulary `trains_unknown`.
     """
     return self._with_rows(features, DynamicTable.translate)
 
-  @mesh_lib.explained()
   def _with_rows(
     self, features: Any, find: Callable[[DynamicTable, Sequence[RawInput]], Mapping[Path, Any]]
   ) -> Any:
@@ -451,39 +415,25 @@ class SparseEmbed(nnx.Module):
     return structure.pack(self.spec.features, features, flat)
 
   def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
-    """The raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
+    """Finds the raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
 
     All ones for rows without an owner and for rows outside the table. `raw_ids(name, grads.ids)`
     gives row gradients by raw id.
 
     Raises:
       ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
-    [[1, 7]]
     """
     return dynamic_table(self, table_name).raw_ids(rows)
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
-    """What `admit` did, by table with a `DynamicVocabulary`: scalars, also under jit.
+    """Counts of `admit`, by table with a `DynamicVocabulary`: scalars, also under jit.
 
     - `ids`, `hits`, `turned_away`: occurrences in the last batch, of all ids, of those that had a
       row before, and of those that got none.
     - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
     - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
     - `total_ids` and so on: float32, the first five since the start, counted exactly.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> for _ in range(2):
-    ...   rows = layer.admit(np.array([5, 5]))
-    >>> {key: float(x) for key, x in layer.vocabulary_report["user"].items() if float(x)}
-    ... # doctest: +NORMALIZE_WHITESPACE
-    {'ids': 2.0, 'hits': 2.0, 'total_ids': 4.0, 'total_hits': 2.0, 'total_admissions': 1.0,
-     'hit_rate': 1.0, 'fill': 0.0625}
     """
     return {name: dynamic_table(self, name).report() for name in self.vocabularies}
 
@@ -499,18 +449,10 @@ class SparseEmbed(nnx.Module):
       step: the 0-based step for learning rate schedules, a Python int or traced.
 
     Raises:
-      ValueError: for a feature that was looked up and has no entry, a gradient whose shape is not
-        the shape of the activations, a gradient that is not an array, a table without optimizer,
-        or a missing `step` where a schedule or stochastic rounding needs it.
+      ValueError: for a feature that was looked up and has no entry, a gradient of another shape or
+        kind, a table without optimizer, or a missing `step` where a schedule or stochastic rounding
+        needs it.
       TypeError: if the kind of a container differs.
-
-    >>> movie = embed.TableConfig(
-    ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
-    >>> layer = embed.SparseEmbed({"next": embed.FeatureConfig(movie)}, rngs=nnx.Rngs(0))
-    >>> activations, residual = layer.lookup({"next": np.array([3])})
-    >>> layer.apply_gradients({"next": jnp.ones((1, 4))}, residual)
-    >>> layer.tables["movie"][3].tolist()
-    [0.5, 0.5, 0.5, 0.5]
     """
     if not isinstance(residual, Residual):
       raise ValueError(
@@ -522,33 +464,8 @@ class SparseEmbed(nnx.Module):
         "apply_gradients: activation_grads is None. Give the structure of the activations; an "
         "entry may be None for a zero gradient."
       )
+    refuse_in_loss("Rows are updated")
     step_stacks(self, by_stack(self.spec, activation_grads, residual), step, {})
-
-  def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
-    """Steps each named table once from its `RowGrads`, in place.
-
-    A table without an entry, or with an empty one, does not move, unless its optimizer moves every
-    row at every step.
-
-    Args:
-      rows: `{table name: RowGrads}`. Entries with id `vocabulary_size` are unused.
-      step: the step, as for `apply_gradients`.
-
-    Raises:
-      ValueError: for an unknown table, other columns than `dim`, an id beyond the table (eagerly),
-        a table without optimizer, or a missing `step` where a schedule or stochastic rounding needs
-        it.
-
-    >>> zeros = jax.nn.initializers.zeros
-    >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), initializer=zeros, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.apply_row_gradients({"movie": embed.RowGrads(jnp.array([1, 1]), jnp.ones((2, 2)))})
-    >>> layer.tables["movie"].tolist()
-    [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
-    """
-    for name in rows:
-      table_config(self, name)
-    step_stacks(self, gradients.by_stack(self.spec.stack_of, rows), step, {})
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -557,9 +474,8 @@ class SparseEmbed(nnx.Module):
     """The rows of each table in order, arrays `[vocabulary_size, dim]` by table name.
 
     The arrays may be the module's own, and a step that donates the module deletes them: copy them
-    to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError, because no
-    gradient would come back; use `attend` to score against a table there. On a mesh, a table whose
-    rows do not divide by the shards may be whole on every device.
+    to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError; use `attend`
+    there. On a mesh, a table whose rows do not divide by the shards may be whole on every device.
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
@@ -580,32 +496,17 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """The shapes, dtypes and shardings of `variables`, without any computation.
-
-    Each is a `jax.ShapeDtypeStruct`.
-
-    >>> movie = embed.TableConfig(100, 4, optimizer=embed.adam(1e-3), name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer.variable_shapes))  # bytes
-    4800
-    """
+    """The `jax.ShapeDtypeStruct`s of `variables`, without any computation."""
     return variable_shapes(self)
 
   def load_tables(self, tables: Mapping[str, Any]) -> None:
-    """Replaces the rows of the named tables; slots stay as they are.
+    """Replaces the rows of the named tables; slots and other tables stay as they are.
 
     Args:
-      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied. Other
-        tables stay as they are.
+      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied.
 
     Raises:
       ValueError: as `load_variables`.
-
-    >>> movie = embed.TableConfig(2, 2, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_tables({"movie": np.array([[1.0, 2.0], [3.0, 4.0]])})
-    >>> layer(np.array([1])).tolist()
-    [[3.0, 4.0]]
     """
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
@@ -619,16 +520,8 @@ class SparseEmbed(nnx.Module):
     Raises:
       ValueError: before anything is replaced, for an unknown table or slot, another shape, or
         values that are no real numbers.
-
-    >>> movie = embed.TableConfig(2, 1, optimizer=embed.adagrad(0.1), name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.load_variables({"movie": {"accumulators": np.array([[1.0], [2.0]])}})
-    >>> layer.variables["movie"]["accumulators"].tolist()
-    [[1.0], [2.0]]
-    >>> layer.load_variables({"movie": {"accumulator": np.array([[1.0], [2.0]])}})
-    Traceback (most recent call last):
-    ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
+    refuse_in_loss("Tables are replaced")
     shapes = variable_shapes(self)
     for name, replaced in variables.items():
       table_config(self, name)
@@ -660,28 +553,22 @@ class SparseEmbed(nnx.Module):
   def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
     """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
 
-    The rows that were used last come first.
+    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
+    back, in a table of another capacity or policy too.
 
     Returns:
-      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters"
-      `[N, dim]` and the slots, `[N, dim]` or `[N]`.
+      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters" `[N,
+      dim]` and the slots, `[N, dim]` or `[N]`.
 
     Raises:
       ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> rows = layer.admit(np.array([2**40, 7]))
-    >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
-    [7, 1099511627776]
     """
     return dynamic_table(self, table_name).rows_by_raw_id(self.variables[table_name])
 
   def load_rows(self, table_name: str, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
     """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
 
-    For rows of a static table, of another vocabulary, or of a file. Runs on the host. The rows
-    count as used in the current batch.
+    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
 
     Args:
       table_name: the table.
@@ -689,6 +576,7 @@ class SparseEmbed(nnx.Module):
         each bucket keeps the first that fit.
       variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
         missing start from initial values.
+      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
 
     Returns:
       The row of each id, int64 `[N]`, -1 for those that found no room.
@@ -704,6 +592,45 @@ class SparseEmbed(nnx.Module):
     [[0.0, 1.0], [0.0, 0.0]]
     """
     return dynamic_table(self, table_name).load_rows(raw_ids, variables)
+
+
+# --- the layers of a model ------------------------------------------------------------------------
+
+
+def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path."""
+  layers: dict[str, SparseEmbed] = {}
+  for path, layer in layers_of(model):
+    name = "/".join(map(str, path))
+    if name in layers:
+      raise ValueError(
+        f"Two SparseEmbed layers of the model have the path {name!r}. Rename one of the keys "
+        'that have a "/" in them.'
+      )
+    layers[name] = layer
+  return layers
+
+
+def layers_of(node: Any) -> Iterator[tuple[tuple[Any, ...], SparseEmbed]]:
+  """Every `SparseEmbed` of an NNX object, with its path."""
+  return ((path, x) for path, x in nnx.iter_modules(node) if isinstance(x, SparseEmbed))
+
+
+def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
+  """The module and table of each key of `Grads.rows` and of checkpoints."""
+  keys: dict[str, tuple[SparseEmbed, str]] = {}
+  paths: dict[str, str] = {}
+  for path, module in sparse_embeds(model).items():
+    for name in module.spec.tables:
+      key = Owner(path, name).key
+      if key in keys:
+        raise ValueError(
+          f"Two tables of the model have the key {key!r} of gradients and checkpoints: table "
+          f"{keys[key][1]!r} of the layer at {paths[key]!r}, and table {name!r} of the layer at "
+          f"{path!r}. Rename one of the tables, in its TableConfig."
+        )
+      keys[key], paths[key] = (module, name), path
+  return keys
 
 
 # --- for the methods above, and for other modules -------------------------------------------------
@@ -768,13 +695,6 @@ def before_update(layer: SparseEmbed, outputs: Any) -> Any:
 compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 
 
-_UNTRAINED = (
-  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
-  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
-  "the table optimizer=embed.frozen() to keep it fixed."
-)
-
-
 # --- update --------------------------------------------------------------------------------------
 
 
@@ -835,7 +755,7 @@ def step_stacks(
   """
   for stack in moving(layer, grads, step, rates):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
-    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
+    arrays = stored_arrays(layer, stack)
     scalars = update.StepScalars.at(stack, step, rates.get(stack.name))
     scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
@@ -895,11 +815,12 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
   """`SparseEmbed.variables`."""
+  refuse_in_loss("Tables are read")
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
     return variable_shapes(layer)  # under nnx.eval_shape
-  tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"))
+  tables = stored_tables.read_all(stacks, arrays)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
   of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
   return {name: of(name) for name in layer.spec.tables}

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from embed import autodiff
-from embed.engine.taps import Owner
-from embed.gradients import Grads, RowGrads, Rows, by_stack
-from embed.layer import SparseEmbed, moving, step_stacks
+from embed.gradients import Grads, Owner, RowGrads, Rows, by_stack
+from embed.layer import SparseEmbed, moving, row_keys, sparse_embeds, step_stacks
 from embed.optimizers import RowOptimizer
 from embed.variables import changing, check_alive
 
@@ -67,7 +65,7 @@ class Optimizer(nnx.Module):
       )
     self.dense = nnx.Optimizer(model, tx, wrt=nnx.Param)
     _refuse_holding_back(self.dense.opt_state)
-    rates = dict(_rates(autodiff.row_keys(model)).values())
+    rates = dict(_rates(row_keys(model)).values())
     for rate in rates.values():
       rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
     self.rates = nnx.data(rates)  # no nnx.Dict, whose keys are attributes: a table may be "items"
@@ -99,22 +97,23 @@ class Optimizer(nnx.Module):
         "trained. Write `loss, grads = embed.value_and_grad(loss_fn)(model, ...)` instead of "
         "nnx.value_and_grad or jax.value_and_grad."
       )
-    tables = autodiff.row_keys(model)
+    tables = row_keys(model)
     if set(tables) != set(grads.rows):
       raise ValueError(
         f"The gradients hold rows of {sorted(grads.rows)}, but the model's tables are "
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
+    rows = grads.rows.checked() if isinstance(grads.rows, Rows) else grads.rows
     step = jnp.asarray(self.step[...], jnp.int32)
     rate_of = {key: self.rates[first].get_value() for key, (first, _) in _rates(tables).items()}
     steps = []
-    for path, layer in autodiff.sparse_embeds(model).items():
+    for path, layer in sparse_embeds(model).items():
       rates = {
         name: rate_of[key]
         for name, stack in layer.spec.stacks.items()
         if (key := Owner(path, stack.tables[0]).key) in rate_of
       }
-      steps.append((layer, _by_stack(layer, path, grads.rows), step, rates))
+      steps.append((layer, _by_stack(layer, path, rows), step, rates))
       moving(*steps[-1])  # raises before any layer has stepped
     # Optax's arithmetic relies on the standard promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):

@@ -146,12 +146,7 @@ class RowOptimizer:
     >>> embed.sgd(lambda step: 0.1 / (step + 1)).learning_rate_at(1)
     0.05
     """
-    variable = self.rate_variable
-    if variable is not None and rate is None:
-      rate = variable.get_value()
-    if isinstance(self.learning_rate, BiasCorrected):
-      return self.learning_rate(step, rate)
-    return _rate_at(self.learning_rate if variable is None else rate, step)
+    return _rate_at(self.learning_rate, step, rate)
 
   @property
   def has_schedule(self) -> bool:
@@ -182,7 +177,12 @@ def _by_value(x: Any) -> Any:
   return tuple(sorted(x.items())) if isinstance(x, Mapping) else x
 
 
-def _rate_at(rate: Any, step: Any) -> Any:
+def _rate_at(rate: Rate, step: Any, value: Any = None) -> Any:
+  """The number that a rate is at a step; `value` is what its Variable holds, if it has one."""
+  if isinstance(rate, nnx.Variable):
+    return rate.get_value() if value is None else value
+  if isinstance(rate, BiasCorrected):
+    return rate(step, value)
   return rate(step) if callable(rate) else rate
 
 
@@ -289,17 +289,6 @@ def _checked(name: str, key: str, value: Any) -> Any:
   return value
 
 
-def _check_common(arguments: Mapping[str, Any]) -> None:
-  low, high = arguments["clip_weight_min"], arguments["clip_weight_max"]
-  is_range = low is None or high is None or low <= high
-  check("clip_weight_min", low, is_range, f"at most clip_weight_max={high}")
-
-
-def _check_slot_init(slot_init: SlotInit | None, names: Mapping[str, Any]) -> None:
-  is_known = set(slot_init or {}) <= set(names)
-  check("slot_init", sorted(slot_init or {}), is_known, f"by slot; the slots are {sorted(names)}")
-
-
 # --- registry ------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[..., RowOptimizer]] = {}
@@ -332,18 +321,18 @@ def register(function: Maker) -> Maker:
       raise TypeError(f"{name}() {error}") from None
     bound.apply_defaults()
     arguments = {key: _checked(name, key, x) for key, x in bound.arguments.items()}
-    _check_common(arguments)
-    arguments["slot_init"] = arguments["slot_init"] or {}
+    low, high = arguments["clip_weight_min"], arguments["clip_weight_max"]
+    is_range = low is None or high is None or low <= high
+    check("clip_weight_min", low, is_range, f"at most clip_weight_max={high}")
     clip = arguments["clipvalue"]
     if clip is not None:
       arguments["clipvalue"] = (-clip, clip) if _is_number(clip) else tuple(clip)
+    arguments["slot_init"] = arguments["slot_init"] or {}
     made = function(**arguments)
-    slots = made.slots
-    if not callable(slots):
-      _check_slot_init(arguments["slot_init"], slots)
-      by_name = _as_slots(slots)
-      slots = lambda dim: by_name
-    return dataclasses.replace(made, name=name, arguments=arguments, slots=slots)
+    if not callable(made.slots):
+      by_name = _as_slots(made.slots, arguments["slot_init"])
+      made = dataclasses.replace(made, slots=lambda dim: by_name)
+    return dataclasses.replace(made, name=name, arguments=arguments)
 
   maker.__signature__ = signature  # type: ignore[attr-defined]  # for `help`, and error texts
   if name != "sgd":
@@ -352,7 +341,12 @@ def register(function: Maker) -> Maker:
   return cast(Maker, maker)
 
 
-def _as_slots(slots: Mapping[str, Slot | float]) -> dict[str, Slot]:
+def _as_slots(slots: Mapping[str, Slot | float], slot_init: SlotInit) -> dict[str, Slot]:
+  is_known = set(slot_init) <= set(slots)
+  check("slot_init", sorted(slot_init), is_known, f"by slot; the slots are {sorted(slots)}")
+  for name, slot in slots.items():
+    is_slot = isinstance(slot, Slot) or _is_number(slot)
+    check(f"slots[{name!r}]", slot, is_slot, "a number or an embed.Slot")
   return {name: s if isinstance(s, Slot) else Slot(float(s)) for name, s in slots.items()}
 
 
@@ -693,10 +687,9 @@ class BiasCorrected:
   beta_1: float
   beta_2: float
 
-  def __call__(self, step: Any, rate: Any = None) -> jax.Array:
+  def __call__(self, step: Any, value: Any = None) -> jax.Array:
     t = jnp.asarray(step, jnp.float32) + 1
-    if not isinstance(self.learning_rate, nnx.Variable):
-      rate = _rate_at(self.learning_rate, step)
+    rate = _rate_at(self.learning_rate, step, value)
     return rate * jnp.sqrt(_correction(self.beta_2, t)) / _correction(self.beta_1, t)
 
   def _key(self) -> tuple[Any, ...]:
@@ -709,7 +702,7 @@ class BiasCorrected:
     return hash(self._key())
 
 
-# --- equations of others -------------------------------------------------------------------------
+# --- your own equations, and optax's -------------------------------------------------------------
 
 
 def _meets_others(
@@ -726,7 +719,7 @@ def _meets_others(
   w = np.linspace(0.5, 1.0, 2 * dim, dtype=np.float32).reshape(2, dim)
   gradients = np.stack([100 * w, [w[0], np.full(dim, np.nan, np.float32)], w])
   both = jax.jit(lambda w, g: (run(w, g), run(w[:1], g[:, :1])))
-  with jax.ensure_compile_time_eval():  # asked for inside a traced step too
+  with jax.ensure_compile_time_eval():  # also inside a traced step
     pair, alone = both(w, gradients)
   return not np.allclose(pair, alone, rtol=1e-4, equal_nan=True)
 
@@ -760,11 +753,7 @@ def custom_optimizer(
   >>> optimizer.equation(g, w, {"steps": jnp.zeros(1)}, 0.5)[0].tolist()
   [[-0.5, 0.5]]
   """
-  for name, slot in (slots or {}).items():
-    is_slot = isinstance(slot, Slot) or _is_number(slot)
-    check(f"slots[{name!r}]", slot, is_slot, "a number or an embed.Slot")
-  by_name = _as_slots(slots or {})
-  _check_slot_init(common.get("slot_init"), by_name)
+  by_name = _as_slots(slots or {}, common.get("slot_init") or {})
 
   @functools.cache
   def checked_slots(dim: int) -> dict[str, Slot]:
@@ -831,7 +820,7 @@ def from_optax(
 
   @functools.cache
   def slots(dim: int) -> dict[str, Slot]:
-    with jax.ensure_compile_time_eval():  # asked for inside a traced step too
+    with jax.ensure_compile_time_eval():  # also inside a traced step
       zero, one = (tx.init(jnp.full((dim,), v, jnp.float32)) for v in (0, 1))
     return {
       jax.tree_util.keystr(path, simple=True, separator="."): _slot_of(path, a, b, dim)

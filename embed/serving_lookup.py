@@ -42,7 +42,7 @@ def serving_lookup(
     feature_config: a `FeatureConfig` or any nesting of them.
 
   Returns:
-    The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
+    float32 activations in the structure of `inputs`, `[..., dim]` or
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:

@@ -1,79 +1,41 @@
 """The `nnx.Variable`s of a layer."""
 
 import contextlib
+import contextvars
+import functools
+import itertools
+import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 
 from embed.config import TableConfig
-from embed.engine import jax_internals
 from embed.engine import mesh as mesh_lib
 from embed.engine.stack import Arrays, StackSpec
+from embed.engine.xla import is_traced
 from embed.storage import initial
 from embed.storage import tables as stored_tables
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
 
-HOW_TO_PREDICT = (
-  "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
-  "the model shares a module)"
-)
-
 
 class Table(nnx.Variable):
   """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
 
-  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
-  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
-  (1, State({}))
+  An `nnx.Variable` type, for filters. It holds the storage, several tables in one array and in
+  another order where that is cheaper; `SparseEmbed.tables` has the tables.
   """
 
 
-def warn_of_step(before: Any, after: Any) -> None:
-  """Warns of a step that made a new table because nothing was donated."""
-  arrays = (before, after)
-  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
-    return
-  if before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted():
-    _warn_of_copy(before, "was copied by a step outside of a jitted function")
-
-
-def warn_of_constant(table: Any, inputs: Any) -> None:
-  """Warns of a lookup in a jitted function that closes over the model."""
-  is_constant = isinstance(table, jax.Array) and not jax_internals.is_traced(table)
-  if is_constant and table.nbytes >= _LARGE_COPY and jax_internals.is_staged(inputs):
-    _warn_of_copy(
-      table,
-      "is a constant of a jitted function that closes over its model: later steps do not change "
-      "what the function returns, and every call may copy the table",
-    )
-
-
-def _warn_of_copy(table: jax.Array, what: str) -> None:
-  warnings.warn(
-    f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
-    f"embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; {HOW_TO_PREDICT}.",
-    stacklevel=3,
-  )
-
-
 class SlotVariable(nnx.Variable):
-  """An optimizer's state per row of a table.
+  """An optimizer's state per row of a table, an `nnx.Variable` type, for filters.
 
-  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
-  `SparseEmbed.variables` has the slots.
-
-  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
-  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
-  2
+  It holds the storage as `Table` does; `SparseEmbed.variables` has the slots.
   """
 
 
@@ -129,17 +91,131 @@ def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> 
   return {"out_sharding": (short(rows), None)[:ndim], "eager_sharding": False}
 
 
+# --- inside a loss -------------------------------------------------------------------------------
+
+# The number of lookups that each `value_and_grad` which is tracing has seen, the outermost first.
+LOSSES: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("losses", default=())
+
+
+class Tap(nnx.Variable):
+  """Zeros whose gradients are those of a lookup's activations, and a zero whose gradient is a mark.
+
+  A pair: arrays of the activations' shapes, and a float32 scalar. The gradient of the scalar is the
+  mark of each use of the activations, added up.
+  """
+
+
+class Record(nnx.Variable):
+  """The `LookupRecord` of a lookup, and its mark, a float32 scalar."""
+
+
+class Tape(nnx.Module):
+  """The lookups of a layer in a loss that is differentiated.
+
+  Args:
+    lookups: the taps, and the record and mark, of each lookup, once the first pass has found them.
+    outer: the tape of a loss around this one.
+  """
+
+  def __init__(self, lookups: Sequence[tuple[Any, Any]] | None = None, outer: "Tape | None" = None):
+    self.is_first_pass, self.outer, self.calls = lookups is None, outer, 0
+    self.lookups = nnx.List(
+      [nnx.Dict(tap=Tap(tap), record=Record(record)) for tap, record in lookups or ()]
+    )
+
+  def add(self, activations: Sequence[jax.Array], record: Any) -> list[jax.Array]:
+    """Activations with the tap of the next lookup, which keeps the record.
+
+    Raises:
+      ValueError: where the gradient would be lost.
+    """
+    number, lost = self.calls, f"A lookup of table {record.tables[0]!r} is"
+    mark = float(next(_MARKS) % 2**23 + 1)  # an exact float32
+    try:
+      self.calls = number + 1
+      if self.is_first_pass:
+        zeros = ([jnp.zeros_like(x) for x in activations], jnp.float32(0))
+        self.lookups.append(nnx.Dict(tap=Tap(zeros), record=Record((record, jnp.float32(0)))))
+      elif number == len(self.lookups):
+        raise ValueError(
+          f"{lost} made in a copy of the model, or under nnx.jit(graph=False), where its row "
+          "gradient would be lost. Look up in the model that the loss gets."
+        )
+      self.lookups[number]["record"].set_value((record, jnp.float32(mark)))
+    except errors.TraceContextError:
+      raise ValueError(
+        f"{lost} under a transformation such as jax.jit, scan, vmap or a loop, where its row "
+        "gradient would be lost. Look up outside of it, and pass the activations in; nnx.jit, "
+        "nnx.remat and nnx.cond with the model as an argument are fine."
+      ) from None
+    tapped = _attach(mark, list(activations), self.lookups[number]["tap"].get_value())
+    return tapped if self.outer is None else self.outer.add(tapped, record)
+
+  def read(self) -> list[tuple[Any, Any]]:
+    """The tap, and the record and mark, of each lookup."""
+    return [(x["tap"].get_value(), x["record"].get_value()) for x in self.lookups]
+
+
+# A lookup keeps its mark, and the use of its activations returns it. They differ if a lookup in a
+# copy of the layer has used the tap as well, or if a loop has used it several times.
+_MARKS = itertools.count(random.Random(0).getrandbits(20), 0x9E3779B1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attach(mark: float, activations: list[jax.Array], tap: Any) -> list[jax.Array]:
+  """The activations; their gradient is also that of the tap, and the mark that of its scalar."""
+  del mark
+  return [x + zeros for x, zeros in zip(activations, tap[0], strict=True)]
+
+
+def _attach_forward(mark, activations, tap):
+  # The sum, so that a loss around this one can be differentiated with respect to its own taps.
+  return _attach(mark, activations, tap), None
+
+
+def _attach_backward(mark, _, grads):
+  return grads, (grads, jnp.float32(mark))
+
+
+_attach.defvjp(_attach_forward, _attach_backward)
+
+
+def refuse_in_loss(what: str) -> None:
+  """Raises ValueError inside of a loss that is differentiated."""
+  if LOSSES.get():
+    raise ValueError(
+      f"{what} inside the loss, where no gradient comes back from the tables. Write "
+      "sparse_embed.attend(query, table_name) to score against rows; read, replace and update "
+      "tables outside."
+    )
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def changing(what: str) -> Iterator[None]:
-  """Says what to write where a model has to change that a JAX transformation closes over."""
+  """Explains how to pass a model that a JAX transformation closes over."""
   try:
     yield
-  except jax_internals.TraceContextError:
+  except errors.TraceContextError:
     raise ValueError(
       f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
       "the change would be lost. Pass the model as an argument to nnx.jit: "
       "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
     ) from None
+
+
+def warn_of_step(before: Any, after: Any) -> None:
+  """Warns of a step that made a new table because nothing was donated."""
+  if is_traced((before, after)) or before is after or before.is_deleted():
+    return
+  if before.nbytes >= _LARGE_COPY:
+    warnings.warn(
+      f"A table of {before.nbytes >> 20} MiB was copied by a step outside of a jitted function. "
+      "Write `step = embed.jit_step(train_step, model, optimizer)`, then `step(batch)`.",
+      stacklevel=3,
+    )
 
 
 def check_alive(what: str, arrays: Iterable[Any]) -> None:

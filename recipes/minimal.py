@@ -115,7 +115,7 @@ class ClickModel(nnx.Module):
     self.head = nnx.Linear(64, 1, rngs=rngs)
 
   def __call__(self, inputs) -> jax.Array:
-    activations = self.embed(*inputs)  # {"user": [B, DIM], "tags": [B, DIM], ...}
+    activations = self.embed(inputs)  # {"user": [B, DIM], "tags": [B, DIM], ...}
     x = jnp.concatenate(list(activations.values()), axis=1)
     return self.head(nnx.relu(self.hidden(x)))[:, 0]
 

@@ -24,7 +24,6 @@ INTERNAL = {
   "embed.Plan": {"uniform", "with_features", "stacks"},
   "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
   "embed.transforms.Crossed": {"read"},  # as `Column.read`
-  "embed.transforms.Weighted": {"read"},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import embed
-from embed import autodiff as routing
+from embed.layer import sparse_embeds
 
 
 class Model(nnx.Module):
@@ -105,6 +105,7 @@ def test_names():
   }
 
 
+@pytest.mark.programs(25, "the probe of an optax transformation compiles each of its operations")
 def test_optax_slots_come_back():
   def make(seed):
     table = embed.TableConfig(16, 8, optimizer=embed.from_optax(optax.adam(0.1)), name="movie")
@@ -226,7 +227,7 @@ def test_two_tables_of_one_key_are_refused():
     with pytest.raises(ValueError, match=r"key 'tower/user/geo/id'.*'geo/id'.*'id'.*Rename"):
       f(model=model)
   with pytest.raises(ValueError, match=r"Two SparseEmbed layers.*'a/b'.*Rename"):
-    routing.sparse_embeds(two_layers(["a/b"], "t", ["a", "b"], "s"))
+    sparse_embeds(two_layers(["a/b"], "t", ["a", "b"], "s"))
   arrays = nnx.Dict({"a/b": nnx.Param(jnp.ones(1)), "a": nnx.Dict({"b": nnx.Param(jnp.zeros(1))})})
   with pytest.raises(ValueError, match=r"Two arrays.*'a/b/value'.*Rename"):
     embed.checkpoint.to_tree(model=arrays)

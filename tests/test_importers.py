@@ -1,13 +1,22 @@
 """Tables of other libraries: by hand, in arrays of their layout, and their own files where they
-are installed. `tests/parity` has what their libraries wrote."""
+are installed. `tests/parity` has what their libraries wrote.
 
+TensorFlow is not installed: classes stand for its own, by name and attributes (those of
+tpu_embedding_v2_utils.py, of V1's tpu_embedding.py, and of its initializers).
+"""
+
+import collections
+import functools
 import json
+import pickle
 import struct
 
-import cases
+import conformance
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import each, refused
 from flax import nnx
 
 import embed
@@ -53,15 +62,6 @@ def test_torch_adam():
   assert [list(only_tables[name]) for name in "ab"] == [["parameters"]] * 2
 
 
-def test_torch_parameters_in_the_order_of_the_optimizer():
-  weights = {"buffer": numbers(2), "a": numbers(5, 2), "b": numbers(3, 2)}
-  state = {"state": {1: {"sum": numbers(3, 2, first=9)}}, "param_groups": [{"params": [0, 1]}]}
-  tables = {"a": "a", "b": "b"}
-  read = importers.from_torch(weights, state, tables=tables, parameters=["a", "b"])
-  assert read["b"]["accumulators"][0].tolist() == [9, 10]
-  assert "accumulators" not in read["a"]
-
-
 def test_torchrec():
   weights = {
     "ebc.embedding_bags.a.weight": numbers(5, 2),
@@ -93,15 +93,6 @@ def test_fbgemm(optimizer):
   assert read["b"]["accumulators"].ravel()[0] == 1 + state_sizes[0]
   with pytest.raises(ValueError, match="weights has 16 elements"):
     importers.from_fbgemm(state, {"a": (5, 2), "b": (4, 2)})
-
-
-def test_tables_that_are_not_there():
-  with pytest.raises(ValueError, match=r"Write tables=.* 'user.weight'"):
-    importers.from_torch({"user.weight": numbers(5, 2), "bias": numbers(2)})
-  with pytest.raises(ValueError, match=r"no parameter 'usr': 'user'"):
-    importers.from_torch({"user": numbers(5, 2)}, tables={"a": "usr"})
-  with pytest.raises(ValueError, match=r"no table 'c': 'a', 'b'"):
-    importers.to_parquet(layer_of(embed.sgd()), "unwritten", "c")
 
 
 def test_keras(tmp_path):
@@ -165,51 +156,425 @@ def test_parquet(tmp_path):
   np.testing.assert_allclose(read["accumulators"], [0.1] * 5)
 
 
-# --- wrong uses -----------------------------------------------------------------------------------
+def test_what_cannot_be_read_is_named(tmp_path):
+  ones, tables = np.ones((3, 2)), {name: f"{name}.weight" for name in ("user", "movie")}
+  weights = dict.fromkeys(tables.values(), ones)
+  adam = {"exp_avg": ones, "exp_avg_sq": ones, "step": 1.0}
+  state = lambda of_parameter: {"state": {0: of_parameter}, "param_groups": [{"params": [0]}]}
+  movie_alone, order = state(adam), {"parameters": ["movie.weight"]}
+  one = {"tables": {"user": "user.weight"}} | order
+  cases = [
+    (
+      (weights, movie_alone),
+      {"tables": tables},
+      r"1 parameters, and there are 2 names.*parameters=",
+    ),
+    ((weights, movie_alone), one, r"has nothing of 'user\.weight'"),
+    ((weights, state({"max_exp_avg_sq": ones})), {"tables": tables} | order, "a slot for 'max_exp"),
+    ((weights, state({"exp_avg": np.ones((4, 2))})), {"tables": tables} | order, "and its table"),
+    (({f"{x}.embedding_bags.t.weight": ones for x in "ab"},), {}, "several tables have one name"),
+    (({"user.weight": ones, "bias": np.ones(2)},), {}, "Write tables=.* 'user.weight'"),
+    (({"user": ones},), {"tables": {"a": "usr"}}, "no parameter 'usr': 'user'"),
+  ]
 
+  def check(given, arguments, says):
+    with pytest.raises(ValueError, match=says):
+      importers.from_torch(*given, **arguments)
 
-def test_a_state_that_cannot_be_told_apart_raises():
-  weights = {"user.weight": np.ones((3, 2)), "movie.weight": np.ones((3, 2))}
-  tables = {name: f"{name}.weight" for name in ("user", "movie")}
-  movie_alone = {
-    "state": {0: {"exp_avg": np.ones((3, 2)), "exp_avg_sq": np.ones((3, 2)), "step": 1.0}},
-    "param_groups": [{"params": [0]}],
-  }
-  with pytest.raises(ValueError, match=r"1 parameters, and there are 2 names.*parameters="):
-    embed.importers.from_torch(weights, movie_alone, tables=tables)
-  read = embed.importers.from_torch(
-    weights, movie_alone, tables=tables, parameters=["movie.weight"]
-  )
+  each({says: (given, arguments, says) for given, arguments, says in cases}, check)
+  read = importers.from_torch(weights, movie_alone, tables=tables, **order)
   assert [*read["user"]] == ["parameters"]
   assert [*read["movie"]] == ["parameters", "momenta", "velocities", "steps"]
-  with pytest.raises(ValueError, match=r"has nothing of 'user\.weight'"):
-    embed.importers.from_torch(
-      weights, movie_alone, tables={"user": "user.weight"}, parameters=["movie.weight"]
-    )
+  kept = state(adam | {"max_exp_avg_sq": ones})
+  read = importers.from_torch(weights, kept, tables=tables, slots=["momenta"], **order)
+  assert [*read["movie"]] == ["parameters", "momenta"]
+  with pytest.raises(ValueError, match=r"no table 'c': 'a', 'b'"):
+    importers.to_parquet(layer_of(embed.sgd()), "unwritten", "c")
 
-
-def test_a_state_without_a_slot_here_raises():
-  state = {0: {"exp_avg": np.ones((3, 2)), "max_exp_avg_sq": np.ones((3, 2))}}
-  adam = {"state": state, "param_groups": [{"params": [0]}]}
-  read = lambda **given: embed.importers.from_torch(
-    {"t": np.ones((3, 2))}, adam, tables={"t": "t"}, **given
-  )
-  with pytest.raises(ValueError, match="has a slot for 'max_exp_avg_sq'"):
-    read()
-  assert [*read(slots=["momenta"])["t"]] == ["parameters", "momenta"]
-  state[0] = {"exp_avg": np.ones((4, 2))}
-  with pytest.raises(ValueError, match="its table"):
-    read()
-
-
-def test_what_cannot_be_read_is_named(tmp_path):
-  weights = {f"{x}.embedding_bags.t.weight": np.ones((2, 2)) for x in "ab"}
-  with pytest.raises(ValueError, match="several tables have one name"):
-    embed.importers.from_torch(weights)
-
-  def read(content):
+  def read_file(content):
     (tmp_path / "x").write_bytes(content)
-    embed.importers.from_safetensors(tmp_path / "x")
+    importers.from_safetensors(tmp_path / "x")
 
   others = (b"abc", b"\x89HDF\r\n\x1a\n" + b"x" * 64, b"\x02" + b"\0" * 9)
-  cases.refused([(content, "is no file of safetensors") for content in others], read)
+  refused([(content, "is no file of safetensors") for content in others], read_file)
+
+
+# --- TPUEmbedding: what stands for TensorFlow -----------------------------------------------------
+
+
+class Object:
+  """A class of TensorFlow's by name, with these attributes."""
+
+  def __new__(cls, name, /, **attributes):
+    return type(name, (), {"__init__": lambda self: self.__dict__.update(attributes)})()
+
+
+def tf_table(vocabulary_size, dim, initializer=None, dtype=np.float32, **attributes):
+  """TableConfig: a missing initializer is made in its constructor."""
+  if initializer is None:
+    initializer = Object("TruncatedNormal", mean=0.0, stddev=1 / np.sqrt(dim), seed=None)
+  others = {"optimizer": None, "combiner": "mean", "name": None, "layout": None}
+  return Object(
+    "TableConfig",
+    vocabulary_size=vocabulary_size,
+    dim=dim,
+    initializer=initializer,
+    dtype=Object("DType", as_numpy_dtype=dtype),
+    **others | {"quantization_config": None} | attributes,
+  )
+
+
+def tf_feature(table, output_shape=None, **attributes):
+  """FeatureConfig: a missing output shape is one of unknown rank, which has no list."""
+  rank = None if output_shape is None else len(output_shape)
+  shape = Object("TensorShape", rank=rank, dims=output_shape, as_list=lambda: list(output_shape))
+  others = {"max_sequence_length": 0, "validate_weights_and_indices": True, "name": None}
+  return Object("FeatureConfig", table=table, output_shape=shape, **others | attributes)
+
+
+def tf_optimizer(name, *, learning_rate=0.001, clipvalue=None, **attributes):
+  """An optimizer object: clipping is kept as two attributes."""
+  if not isinstance(clipvalue, tuple):
+    clipvalue = (None, None) if clipvalue is None else (-clipvalue, clipvalue)
+  unset = (
+    "clip_weight_min",
+    "clip_weight_max",
+    "weight_decay_factor",
+    "multiply_weight_decay_factor_by_learning_rate",
+    "slot_variable_creation_fn",
+  )
+  common = dict.fromkeys(unset) | {
+    "learning_rate": learning_rate,
+    "use_gradient_accumulation": True,
+    "clip_gradient_min": clipvalue[0],
+    "clip_gradient_max": clipvalue[1],
+    "low_dimensional_packing_status": False,
+  }
+  return Object(name, **common | attributes)
+
+
+def imported(initializer=None, optimizer=None, replace=None, **table):
+  """The table that comes of one of TensorFlow's."""
+  given = {"vocabulary_size": 6, "dim": 4, "name": "t"} | table
+  theirs = tf_table(**given, initializer=initializer, optimizer=optimizer)
+  return embed.from_tpu_embedding(tf_feature(theirs), replace=replace).features.table
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+def test_features_and_tables():
+  video = tf_table(10, 4, combiner="sqrtn", name="video")
+  Pair = collections.namedtuple("Pair", "table other")  # a field may be called as an attribute
+  config = {
+    "watched": tf_feature(video, max_sequence_length=3, name="w"),
+    "more": [
+      tf_feature(tf_table(7, 2, combiner="sum")),
+      (tf_feature(video, output_shape=[2, None]),),
+    ],
+    "pair": Pair(tf_feature(video, validate_weights_and_indices=False), tf_feature(video)),
+  }
+  features, optimizer = embed.from_tpu_embedding(config)
+  assert optimizer is None
+  table = features["watched"].table
+  assert (table.vocabulary_size, table.dim, table.combiner, table.name) == (10, 4, "sqrtn", "video")
+  assert table.dtype == np.float32
+  assert features["watched"].max_sequence_length == 3
+  assert features["watched"].name == "w"
+  assert features["watched"].output_shape is None
+  assert type(features["more"]) is list
+  assert features["more"][0].table.name is None
+  assert features["more"][1][0].output_shape == (2, None)
+  assert type(features["pair"]) is Pair
+  assert not features["pair"].table.validate_weights_and_indices
+  others = (features["more"][1][0], features["pair"].table, features["pair"].other)
+  assert all(f.table is table for f in others)
+  equal, ours = tf_feature(tf_table(4, 2)), tf_table(4, 2, optimizer=embed.adagrad(0.1))
+  (first, second), optimizer = embed.from_tpu_embedding(
+    (tf_feature(tf_table(4, 2)), equal), embed.adam(lambda step: 0.1)
+  )
+  assert first.table is not second.table
+  assert optimizer.learning_rate_at(3) == 0.1
+  assert embed.from_tpu_embedding(tf_feature(ours)).features.table.optimizer == embed.adagrad(0.1)
+  layer = nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
+  assert list(layer.spec.tables) == ["table_0", "video"]
+
+
+FTRL = {
+  "learning_rate_power": -0.6, "l1_regularization_strength": 0.1,
+  "l2_regularization_strength": 0.2, "beta": 0.3, "initial_accumulator_value": 0.4,
+  "multiply_linear_by_learning_rate": True, "allow_zero_accumulator": False,
+}  # fmt: skip
+ADAGRAD_MOMENTUM = {
+  "momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.8, "epsilon": 1e-6
+}  # fmt: skip
+ADAM = {"epsilon": 1e-5, "sum_inside_sqrt": False}
+OPTIMIZERS = [  # their class, ours, and arguments of both; of V2 and, by "Parameters", of V1
+  ("SGD", embed.sgd, {}),
+  ("Adagrad", embed.adagrad, {"initial_accumulator_value": 0.2}),
+  ("AdagradMomentum", embed.adagrad_momentum, ADAGRAD_MOMENTUM),
+  ("FTRL", embed.ftrl, FTRL),
+  ("Adam", embed.adam, {"beta_1": 0.8, "beta_2": 0.9, **ADAM}),
+  ("StochasticGradientDescentParameters", embed.sgd, {}),
+  ("AdagradParameters", embed.adagrad, {"initial_accumulator": 0.2}),
+  ("AdagradMomentumParameters", embed.adagrad_momentum, ADAGRAD_MOMENTUM),
+  ("AdamParameters", embed.adam, {"beta1": 0.8, "beta2": 0.9, **ADAM}),
+  ("FtrlParameters", embed.ftrl, FTRL),
+]
+RENAMED = {
+  "AdagradParameters": {"initial_accumulator": "initial_accumulator_value"},
+  "AdamParameters": {"beta1": "beta_1", "beta2": "beta_2"},
+}
+
+
+def test_optimizers():
+  """Every argument differs from its default."""
+  table = tf_feature(tf_table(4, 2, name="t"))
+  for name, ours, attributes in OPTIMIZERS:
+    linear = {"initial_linear_value": 0.0} if name == "FtrlParameters" else {}
+    theirs = tf_optimizer(name, learning_rate=0.5, **attributes, **linear)
+    renamed = RENAMED.get(name, {})
+    wanted = ours(0.5, **{renamed.get(key, key): value for key, value in attributes.items()})
+    assert imported(optimizer=theirs).optimizer == wanted, name
+    assert embed.from_tpu_embedding(table, theirs).optimizer == wanted, name
+
+
+def test_arguments_of_all_optimizers():
+  theirs = tf_optimizer(
+    "Adagrad",
+    learning_rate=0.5,
+    initial_accumulator_value=0.1,
+    clipvalue=2.0,
+    clip_weight_min=-1.0,
+    clip_weight_max=3.0,
+    weight_decay_factor=0.01,
+    multiply_weight_decay_factor_by_learning_rate=True,
+  )
+  assert imported(optimizer=theirs).optimizer == embed.adagrad(
+    0.5,
+    clipvalue=2.0,
+    clip_weight_min=-1.0,
+    clip_weight_max=3.0,
+    weight_decay_factor=0.01,
+    multiply_weight_decay_factor_by_learning_rate=True,
+  )
+  open_end = tf_optimizer("SGD", clipvalue=(None, 1.0))
+  assert imported(optimizer=open_end).optimizer.clipvalue == (None, 1.0)
+
+
+def test_defaults_of_tensorflow_are_ours():
+  """The recorded defaults, as attributes, are equal to our optimizers without arguments."""
+  for name, arguments in conformance.load("defaults")["classes"].items():
+    if name in conformance.OPTIMIZERS:
+      theirs = tf_optimizer(name, **arguments)
+      ours = getattr(embed, conformance.OPTIMIZERS[name])
+      assert imported(optimizer=theirs).optimizer == ours(), name
+
+
+# --- initializers ---------------------------------------------------------------------------------
+
+
+DISTRIBUTIONS = [  # an initializer; the least, the largest, the mean and the deviation of its draws
+  (Object("Zeros"), 0, 0, 0, 0),
+  (Object("Ones"), 1, 1, 1, 0),
+  (Object("Constant", value=2.5), 2.5, 2.5, 2.5, 0),
+  (Object("RandomUniform", minval=-1.0, maxval=3.0), -1, 3, 1, 4 / np.sqrt(12)),
+  (Object("RandomUniform", minval=0.0, maxval=None), 0, 1, 0.5, 1 / np.sqrt(12)),
+  (Object("RandomNormal", mean=2.0, stddev=0.5), -1, 5, 2, 0.5),
+  (Object("TruncatedNormal", mean=2.0, stddev=0.5), 1, 3, 2, 0.8796 * 0.5),
+  # fan_in 6 rows, fan_out 4 columns: variances 2/6, 1/5 (as uniform in ±sqrt(3/5)), 1/4.
+  (
+    Object("VarianceScaling", scale=2.0, mode="fan_in", distribution="untruncated_normal"),
+    -3, 3, 0, np.sqrt(2 / 6),
+  ),
+  (
+    Object("GlorotUniform", scale=1.0, mode="fan_avg", distribution="uniform"),
+    -np.sqrt(3 / 5), np.sqrt(3 / 5), 0, np.sqrt(1 / 5),
+  ),
+  (
+    Object("VarianceScaling", scale=1.0, mode="fan_out", distribution="truncated_normal"),
+    -1.14, 1.14, 0, 0.5,
+  ),
+]  # fmt: skip
+
+
+def test_distributions():
+  assert imported().initializer is None  # the default there is the default here
+  tables = [imported(theirs) for theirs, *_ in DISTRIBUTIONS]
+  shape = (5000, tables[0].dim)
+  draws = jax.jit(lambda key: [table.initializer(key, shape, jnp.float32) for table in tables])
+
+  def check(values, low, high, mean, stddev):
+    assert low <= values.min()
+    assert values.max() <= high
+    np.testing.assert_allclose(values.mean(), mean, atol=0.03)
+    np.testing.assert_allclose(values.std(), stddev, rtol=0.03)
+
+  drawn = [np.asarray(x, np.float64) for x in draws(jax.random.key(0))]
+  pairs = enumerate(zip(drawn, DISTRIBUTIONS, strict=True))
+  each({str(i): (values, *numbers) for i, (values, (_, *numbers)) in pairs}, check)
+
+
+def test_imported_configs_go_to_input_workers():
+  table = imported(Object("RandomUniform", minval=0.0, maxval=1.0), tf_optimizer("SGD"))
+  copy = pickle.loads(pickle.dumps(table))
+  draw = jax.jit(lambda key: [x.initializer(key, (2, 4), jnp.float32) for x in (table, copy)])
+  np.testing.assert_array_equal(*draw(jax.random.key(0)))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def rate():
+  return 0.1
+
+
+def test_what_has_no_counterpart():
+  cases = [
+    (
+      {"optimizer": tf_optimizer("CustomOptimizer")},
+      "no counterpart of table 't', a CustomOptimizer: pass replace.*custom_optimizer",
+    ),
+    (
+      {"optimizer": tf_optimizer("Adam", learning_rate=rate)},
+      r"function without arguments.*table 't', a Adam.*embed.adam\(learning_rate=f\).*f\(step\)",
+    ),
+    ({"optimizer": tf_optimizer("Adagrad", slot_variable_creation_fn=rate)}, "slot_init="),
+    ({"optimizer": tf_optimizer("FtrlParameters", initial_linear_value=0.5)}, "slot_init="),
+    (
+      {"optimizer": tf_optimizer("SGD", use_gradient_accumulation=False)},
+      r"once for each occurrence.*table 't', a SGD.*embed\.sgd",
+    ),
+    ({"optimizer": tf_optimizer("Adam", lazy_adam=False)}, r"every row.*table 't', a Adam"),
+    ({"optimizer": tf_optimizer("RMSPropParameters")}, "no counterpart.*embed.from_optax"),
+    ({"optimizer": "sgd"}, "no counterpart of table 't', a str"),
+    ({"initializer": rate}, r"initializer of table 't'.*f\(key, shape, dtype\)"),
+    ({"initializer": Object("Constant", value=[1, 2])}, "constant array.*load_tables"),
+    ({"combiner": Object("CustomCombiner")}, "combiner of table 't'.*replace"),
+    ({"dtype": np.int32}, "`dtype` must be float32"),
+    ({"quantization_config": Object("QuantizationConfig")}, "Rows of table 't' are quantized"),
+  ]
+  refused(cases, lambda table: imported(**table))
+
+
+def test_replacements():
+  theirs = {
+    "initializer": rate,
+    "optimizer": tf_optimizer("Adam", learning_rate=rate),
+    "combiner": Object("CustomCombiner"),
+  }
+  mine = {"initializer": None, "optimizer": embed.adam(lambda step: 0.1), "combiner": "sum"}
+  table = imported(**theirs, replace={"t": mine | {"dtype": jnp.bfloat16}})
+  assert (table.initializer, table.optimizer, table.combiner) == tuple(mine.values())
+  assert table.dtype == jnp.bfloat16
+  with pytest.raises(ValueError, match=r"no tables \['u'\]; there are \['t'\]"):
+    imported(replace={"u": {}})
+  with pytest.raises(
+    ValueError, match=r"the default optimizer, a Adam: pass optimizer=embed\.adam"
+  ):
+    embed.from_tpu_embedding(tf_feature(tf_table(4, 2)), tf_optimizer("Adam", learning_rate=rate))
+  with pytest.raises(ValueError, match="Got 3"):
+    embed.from_tpu_embedding({"a": 3})
+
+
+# --- tables and slots -----------------------------------------------------------------------------
+
+
+@functools.cache
+def a_layer(vocabulary_size=5, optimizer=None, name="a/b"):
+  """What is known of a layer without its arrays."""
+  optimizer = embed.rowwise_adagrad() if optimizer is None else optimizer
+  tables = [
+    embed.TableConfig(vocabulary_size, 2, name=name, optimizer=optimizer),
+    embed.TableConfig(3, 2, name="a", optimizer=embed.sgd()),
+  ]
+  features = [embed.FeatureConfig(t) for t in tables]
+  return nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
+
+
+def rows(*shape):
+  return np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+ARRAYS = {"a/b": rows(5, 2), "a/b/accumulators": rows(5), "a/parameters": rows(3, 2)}
+
+
+def by_strategy(array, shards, strategy):
+  if strategy == "mod":
+    return [array[s::shards] for s in range(shards)]
+  return np.array_split(array, shards)  # the first ones have a row more
+
+
+def test_whole_arrays():
+  found = embed.import_variables(ARRAYS, a_layer())
+  assert {table: list(of) for table, of in found.items()} == {
+    "a/b": ["parameters", "accumulators"],
+    "a": ["parameters"],
+  }
+  for name, wanted in ARRAYS.items():
+    table, _, key = name.rpartition("/") if name != "a/b" else (name, "", "parameters")
+    np.testing.assert_array_equal(found[table][key], wanted)
+
+
+@pytest.mark.programs(60, "the rows of each number of shards have shapes of their own")
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_shards_come_back_in_order(strategy):
+  """Of tables and of slots of one value per row; rows of padding behind them are cut."""
+  for case in conformance.load("sharding")["div_mod"]:
+    size, shards = case["vocabulary_size"], case["num_shards"]
+    arrays = {
+      "a/b/parameters": [rows(size, 2)[ids] for ids in case[strategy]],
+      "a/b/accumulators": [rows(size)[ids] for ids in case[strategy]],
+      "a": by_strategy(rows(3, 2), shards, strategy),
+    }
+    found = embed.import_variables(arrays, a_layer(size), partition_strategy=strategy)
+    joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
+    whole = embed.import_variables(
+      joined, a_layer(size), partition_strategy=strategy, shards=shards
+    )
+    for result in (found, whole):
+      np.testing.assert_array_equal(result["a/b"]["parameters"], rows(size, 2))
+      np.testing.assert_array_equal(result["a/b"]["accumulators"], rows(size))
+      np.testing.assert_array_equal(result["a"]["parameters"], rows(3, 2))
+  table = rows(3, 2)
+  padded = [[*table[:, None], -np.ones((1, 2)), -np.ones((1, 2))]]  # five hosts, three rows
+  if strategy == "mod":
+    padded.append([np.pad(table[shard::2], ((0, 6), (0, 0))) for shard in range(2)])
+  for parts in padded:
+    arrays, layer = {"a/b": parts, "a": table}, a_layer(3, embed.sgd())
+    found = embed.import_variables(arrays, layer, partition_strategy=strategy)
+    np.testing.assert_array_equal(found["a/b"]["parameters"], table)
+
+
+def test_slots_that_are_not_wanted():
+  found = embed.import_variables(ARRAYS, a_layer(), slots=False)
+  assert list(found["a/b"]) == ["parameters"]
+  rows_alone = {"a/b": ARRAYS["a/b"], "a": ARRAYS["a/parameters"]}
+  assert list(embed.import_variables(rows_alone, a_layer(), slots=False)) == ["a/b", "a"]
+  frozen = embed.import_variables(ARRAYS, a_layer(optimizer=embed.frozen()))
+  assert list(frozen["a/b"]) == ["parameters"]
+
+
+def test_arrays_that_do_not_fit():
+  cases = [
+    ({"a/b": None}, {}, "'a/b/parameters' or 'a/b' is missing"),
+    ({"a/b/accumulators": None}, {}, "'a/b/accumulators' is missing"),
+    ({"a": rows(3, 2)}, {}, "'a/parameters' and 'a' are the same table"),
+    (
+      {"a/b/momenta": rows(5)},
+      {},
+      r"'a/b/momenta' is not a slot of table 'a/b'.*\['accumulators'\]",
+    ),
+    ({"b/x": rows(5)}, {}, r"'b/x' is not of a table of the layer, \['a', 'a/b'\]"),
+    ({"a/b": rows(4, 2)}, {}, r"'a/b' has shape \(4, 2\), the layer's has \(5, 2\)"),
+    ({"a/b": [rows(3, 2), rows(3, 2)]}, {}, r"has shape \(3, 2\) on shard 1 of 2; with 'div'"),
+    ({"a/b": []}, {}, "'a/b' has no shards"),
+    ({}, {"partition_strategy": "Div"}, "`partition_strategy` must be 'div' or 'mod'. Got 'Div'"),
+  ]
+
+  def check(change, arguments, says):
+    arrays = {name: value for name, value in (ARRAYS | change).items() if value is not None}
+    with pytest.raises(ValueError, match=says):
+      embed.import_variables(arrays, a_layer(), **arguments)
+
+  each({case[2]: case for case in cases}, check)

@@ -458,8 +458,8 @@ ONES = np.ones((V, 1), f32)
 WAYS_IN = {
   "dense": lambda layer, x: layer(x),
   "ragged": lambda layer, x: layer(embed.Ragged(x, np.arange(len(x) + 1))),
-  "update": lambda layer, x: layer.apply_row_gradients(
-    {"t": embed.RowGrads(x, np.ones((len(x), 1), f32))}
+  "update": lambda layer, x: layers.update(
+    layer, {"t": embed.RowGrads(x, np.ones((len(x), 1), f32))}
   ),
   "padded": lambda layer, x: layer(embed.Padded(x[None])),
   "sparse": lambda layer, x: layer(

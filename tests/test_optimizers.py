@@ -12,12 +12,12 @@ import layers
 import numpy as np
 import optax
 import pytest
+import reference
 from flax import nnx
 
 import embed
 from embed import optimizers
 from embed.engine import update
-from embed.tools import reference
 
 V, D = layers.V, layers.D
 one_table, step = layers.one_table, layers.step
@@ -519,5 +519,6 @@ def test_a_half_life_decays_rows_lazily():
     w[ids] -= 0.1 * g / np.sqrt(a[ids])[:, None]
     np.testing.assert_allclose(layer.tables["t"], w, rtol=2e-5, atol=2e-6)
   np.testing.assert_allclose(layer.variables["t"]["accumulators"][ids], a[ids], rtol=1e-5)
+  _, residual = layer.lookup(ids)
   with pytest.raises(ValueError, match=r"pass step="):
-    layer.apply_row_gradients({"t": embed.RowGrads(ids, g)})
+    layer.apply_gradients(g, residual)

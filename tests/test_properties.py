@@ -8,7 +8,6 @@ compilation.
 import functools
 from typing import Any, NamedTuple
 
-import conformance
 import harness
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import meshes
 import numpy as np
 import optax
 import pytest
+import reference
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,6 @@ from meshes import fractions
 from optimizer_cases import LR_DECAY, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
-from embed.tools import reference
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -151,8 +150,8 @@ def check_structure(structure, values, combiner, **where):
   plan = lambda leaf: reference.occurrences(
     reference.Feature(combiner, leaf.max_sequence_length), inputs_of(leaf)
   )
-  given_features = build(structure, lambda leaf: conformance.as_given(inputs_of(leaf))[0])
-  given_weights = build(structure, lambda leaf: conformance.as_given(inputs_of(leaf))[1])
+  given_features = build(structure, lambda leaf: reference.as_given(inputs_of(leaf))[0])
+  given_weights = build(structure, lambda leaf: reference.as_given(inputs_of(leaf))[1])
   cotangents = build(structure, lambda leaf: cotangent_for((*plan(leaf).shape, DIM)))
   (_, activations), grads = harness.value_and_grad(model, given_features, given_weights, cotangents)
   wanted = build(structure, lambda leaf: reference.lookup(values[leaf.table], plan(leaf)))
@@ -255,7 +254,7 @@ def output_shape(name):
 
 def arguments(batch):
   """(features, weights, cotangents) as the model takes them."""
-  pairs = {name: conformance.as_given(inputs) for name, inputs in world_inputs(batch).items()}
+  pairs = {name: reference.as_given(inputs) for name, inputs in world_inputs(batch).items()}
   return (
     {name: f for name, (f, _) in pairs.items()},
     {name: w for name, (_, w) in pairs.items()},
@@ -368,7 +367,7 @@ def test_to_padded(values, weights, weighted):
   weights = weights if weighted else None
   for kind in ("ragged", "sparse"):
     inputs = reference.as_kind(kind, values, weights)
-    features, given_weights = conformance.as_given(inputs)
+    features, given_weights = reference.as_given(inputs)
     padded = embed.to_padded(features)
     assert isinstance(padded, embed.Padded)
     lead, wanted = reference.entries(inputs)
@@ -499,7 +498,7 @@ def test_kinds_agree(rule, weighted, values, weights, table):
   kinds = ("padded", "ragged", "sparse")
   model.embed.load_tables(dict.fromkeys(kinds, table))
   pairs = {
-    kind: conformance.as_given(reference.as_kind(kind, values, weights if weighted else None))
+    kind: reference.as_given(reference.as_kind(kind, values, weights if weighted else None))
     for kind in kinds
   }
   cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))

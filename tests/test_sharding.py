@@ -14,6 +14,7 @@ import meshes
 import numpy as np
 import optax
 import pytest
+import reference
 import ways
 from flax import nnx
 from hypothesis import given, settings
@@ -24,7 +25,6 @@ from meshes import make_mesh, make_world, sixteenths
 from optimizer_cases import CLIP, DECAY, LR_DECAY, SCHEDULE, TOLERANCE
 
 import embed
-from embed.tools import reference
 
 # --- every optimizer -----------------------------------------------------------------------------
 

@@ -202,15 +202,17 @@ def look_up(
   record = LookupRecord(tuple(bags), tuple(tables))
   padded, spec = spread(stack, record)
   if padded.bags:
-    # A lookup needs only the capacity; an update chooses for all calls of a step together.
-    demand = cost.batch_demand(stack, padded.bags, padded.tables)
-    capacity = cost.choose_exchange(stack, demand).capacity
+    capacity = None
+    if not placement.is_local:
+      # A lookup needs only the capacity; an update chooses for all calls of a step together.
+      demand = cost.batch_demand(stack, padded.bags, padded.tables)
+      capacity = cost.choose_exchange(stack, demand).capacity
     out_specs = (placement.work, None if capacity is None else _route_spec(stack))
     per_device = functools.partial(_look_up, stack=stack, capacity=capacity)
     looked_up, route = placement.run(per_device, (stack.specs[2], spec), out_specs)(table, padded)
     acts = dict(zip(record.used, looked_up, strict=True))
     record = dataclasses.replace(record, route=route)
-  zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
+  zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), jnp.float32)
   out = [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)]
   if not placement.is_local:
     out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
@@ -267,7 +269,7 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
         everybody = all_gather(bag.flat(), placement.row_axes)
         act = _scatter(combine(_local(everybody, stack, name)), placement)
       act = act.reshape(*bag.batch, act.shape[-1])
-    out.append(act[..., : stack.dim].astype(table.dtype))
+    out.append(act)
   return tuple(out), route
 
 

@@ -10,15 +10,13 @@ from embed.engine.bags import Bags, is_row
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
 
 
-def gather_and_combine(table: Any, bags: Bags, dtype: Any = None) -> jax.Array:
-  """Activations `[*batch, D]`: the sum of gain * row of each bag, accumulated in float32.
+def gather_and_combine(table: Any, bags: Bags) -> jax.Array:
+  """Sums gain * row of each bag: float32 activations `[*batch, D]`.
 
   Args:
     table: `[V, D]`, an array or `rows.Lines`; ids that are no row of it are padding.
     bags: normalized.
-    dtype: of the activations; None is the table's.
   """
-  dtype = table.dtype if dtype is None else dtype
   size, dim = table.shape
   batch = bags.batch
 
@@ -34,10 +32,10 @@ def gather_and_combine(table: Any, bags: Bags, dtype: Any = None) -> jax.Array:
     return picked * (one if gains is None else one * gains)[:, None]
 
   if bags.is_ragged:
-    return bags.sum_segments(rows(bags.ids, bags.gains)).reshape(*batch, dim).astype(dtype)
+    return bags.sum_segments(rows(bags.ids, bags.gains)).reshape(*batch, dim)
   length = bags.ids.shape[-1]
   if length == 0:
-    return jnp.zeros((*batch, dim), dtype)
+    return jnp.zeros((*batch, dim), jnp.float32)
   per_id = bags.gains is not None and bags.gains.shape[-1] == length
   # Columns of gathers added up: on CPU each is a row copy, ten times as fast as gather-and-reduce.
   ids = bags.ids.reshape(-1, length).T
@@ -58,4 +56,4 @@ def gather_and_combine(table: Any, bags: Bags, dtype: Any = None) -> jax.Array:
   act = act.reshape(*batch, dim)
   if bags.gains is not None and not per_id:
     act = act * bags.gains
-  return act.astype(dtype)
+  return act

@@ -1,10 +1,9 @@
 """Meshes: which axes a table is split over, and how arrays get there."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import jax_internals
+from embed.engine.xla import is_traced
 
 Names = tuple[str, ...]
 
@@ -77,7 +76,7 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     where, is_concrete = x.sharding, False
   else:
     where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    is_concrete = not jax_internals.is_traced(x)
+    is_concrete = not is_traced(x)
   if where is None or AxisType.Explicit not in where.mesh.axis_types:
     return None
   # The mesh of a type is abstract; outside of jitted functions arrays are moved to a concrete one.
@@ -91,7 +90,7 @@ def is_explicit(tree: Any) -> bool:
 
 def _move(x: Any, where: NamedSharding) -> Any:
   """An array with another sharding, traced or not."""
-  if not jax_internals.is_traced(x):
+  if not is_traced(x):
     return jax.device_put(x, where)
   if AxisType.Explicit in where.mesh.axis_types:
     return jax.sharding.reshard(x, where)
@@ -115,32 +114,6 @@ def without_types(tree: Any) -> Any:
   return jax.tree.map(auto, tree)
 
 
-_NOTES = {
-  "Some arrays are on a mesh with Explicit axes and others are not: make the model and call the "
-  "step under `with jax.set_mesh(mesh):`.": (
-    "Mesh for all inputs should be equal",
-    "context mesh",
-    "are sharded and it is ambiguous",
-  ),
-  "Outside of jitted functions JAX moves every constant to the device. Under a transfer guard "
-  "write `step = embed.jit_step(train_step, model, optimizer)`, or nnx.jit around a lookup.": (
-    "Disallowed host-to-device transfer",
-  ),
-}
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-  """Adds what to write to errors of JAX, about Explicit axes and about transfers."""
-  try:
-    yield
-  except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
-    for note, texts in _NOTES.items():
-      if any(text in str(error) for text in texts) and note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-    raise
-
-
 def settled(tree: Any) -> Any:
   """The same arrays, once they are ready if they are on several CPU devices.
 
@@ -148,7 +121,7 @@ def settled(tree: Any) -> Any:
   started one after another, as eager code does, none may have threads enough to end.
   """
   for x in jax.tree.leaves(tree):
-    if isinstance(x, jax.Array) and not jax_internals.is_traced(x):
+    if isinstance(x, jax.Array) and not is_traced(x):
       devices: Any = x.sharding.device_set
       if len(devices) > 1 and next(iter(devices)).platform == "cpu":
         x.block_until_ready()
@@ -224,7 +197,9 @@ class Placement:
     """The kind of the devices, such as "TPU v6 lite"; an abstract mesh counts as this process's."""
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0].device_kind
-    return jax_internals.default_device().device_kind
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    is_device = isinstance(default, jax.Device)
+    return (default if is_device else jax.local_devices(backend=default)[0]).device_kind
 
   # --- meshes and shardings --------------------------------------------------------------------
 
@@ -294,7 +269,7 @@ class Placement:
     """Zeros like an abstract value, with the sharding in its type."""
     if self.mesh is None:
       return jnp.zeros(aval.shape, aval.dtype)
-    is_typed = AxisType.Explicit in aval.sharding.mesh.axis_types
+    is_typed = aval.sharding is not None and AxisType.Explicit in aval.sharding.mesh.axis_types
     where = aval.sharding if is_typed else self.sharding(P())
     mesh = self.mesh if isinstance(self.mesh, Mesh) else current_mesh() or self.mesh
     where = NamedSharding(_retyped(mesh, where.mesh.axis_types), where.spec)
@@ -317,7 +292,7 @@ class Placement:
     """
     if self.mesh is None:
       return f
-    if jax_internals.is_jit_disabled():
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
       raise ValueError(
         "Under jax.disable_jit() every operation on a mesh runs on one device after another, and a "
         "step takes minutes. Debug with a layer on one device, or with jax.debug.print and "
@@ -386,6 +361,6 @@ def accept(placement: Placement, name: str, parts: Any) -> Any:
   # Bags count all splits, by a scatter that adds: XLA's partitioner adds wrong elements where the
   # indices are split unevenly over some of several mesh axes (seen with jaxlib 0.10.2 in a
   # `scatter-add` by a slice of sharded indices).
-  if jax_internals.is_traced(splits) or len(splits.sharding.device_set) > 1:
+  if is_traced(splits) or len(splits.sharding.device_set) > 1:
     splits = placement.put(splits, P())
   return dataclasses.replace(parts, layout=splits)

@@ -190,7 +190,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
     return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
       ..., : stack.dim
     ]
-  return lookup.gather_and_combine(table, bags, jnp.float32)
+  return lookup.gather_and_combine(table, bags)
 
 
 def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, exchange, jax_internals, mesh, xla
+from embed.engine import cost, exchange, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import Bags, LookupRecord
+from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
+from embed.engine.xla import is_traced
 
 if TYPE_CHECKING:
   from embed.optimizers import RowOptimizer, Slots
@@ -56,7 +57,7 @@ class StepScalars(NamedTuple):
 
     The learning rate carries the order. Outside of jitted functions there is nothing to order.
     """
-    if not jax_internals.is_traced(token):
+    if not is_traced(token):
       return self
     zero = mesh.like(xla.zero_of(token), self.rate)
     return self._replace(rate=self.rate + zero.astype(jnp.float32))
@@ -203,49 +204,46 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
   return stack.placement.run(per_device, specs, _spec(stack))(*grads)
 
 
-def table_rows(
-  stack: StackSpec, grads: Sequence[StackGrads], table: str
+def most_rows(stack: StackSpec, grads: Sequence[StackGrads], table: str) -> int:
+  """The most rows of a table that a shard can have gradients of."""
+  number = 0
+  for x in grads:
+    if isinstance(x, DistinctRows):
+      return stack.layout.heights[stack.indices[table]]
+    bags = zip(x.record.bags, x.record.tables, strict=True)
+    number += sum(bag.ids.size for bag, name in bags if name == table)
+  return min(number, stack.layout.heights[stack.indices[table]])
+
+
+def pick_table(
+  stack: StackSpec, summed: DistinctRows, table: str, number: int | None
 ) -> tuple[jax.Array, jax.Array]:
-  """A table's row gradients as users see them: ids `[N]` and values `[N, D]`."""
+  """A table's row gradients of summed ones: ids `[N]` and values `[N, D]`.
+
+  N is `number` on each shard, or None: as many entries as there are of all tables, in their order.
+  """
   index, size = stack.indices[table], stack.size(table)
-  grads = non_empty(of_table(grads, table))
-  if not grads:
-    return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
-  is_summed = len(grads) == 1 and isinstance(grads[0], DistinctRows)
-  summed = grads[0] if is_summed else sum_rows(stack, grads)
-  assert isinstance(summed, DistinctRows)
 
   def pick(summed):
     shard = mesh.device_index(stack.placement.row_axes)
-    ids = stack.layout.ids(index, shard, summed.ids)
-    return ids, jnp.where((ids < size)[:, None], summed.values, 0)
+    ids, values = stack.layout.ids(index, shard, summed.ids), summed.values
+    if number is not None and number < ids.shape[0]:
+      (at,) = jnp.nonzero(ids < size, size=number, fill_value=ids.shape[0])
+      ids = ids.at[at].get(mode="fill", fill_value=size)
+      values = values.at[at].get(mode="fill", fill_value=0)
+    return ids, jnp.where((ids < size)[:, None], values, 0)
 
   spec = _spec(stack)
-  ids, values = stack.placement.run(pick, (spec,), (spec.ids, spec.values))(summed)
-  return ids, values
+  return stack.placement.run(pick, (spec,), (spec.ids, spec.values))(summed)
 
 
 def from_table_rows(
   stack: StackSpec, ids: jax.Array, values: jax.Array, table: str
 ) -> DistinctRows:
-  """The inverse of `table_rows`, for values that were changed and ids that were not."""
+  """The summed gradients of a stack from one table's, as `pick_table` returns them."""
   index, spec = stack.indices[table], _spec(stack)
   locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
   return stack.placement.run(locate, (spec.ids, spec.values), spec)(ids, values)
-
-
-def of_table(grads: Sequence[StackGrads], table: str) -> list[StackGrads]:
-  """The gradients of one table; distinct rows of a stack stay together."""
-  picked: list[StackGrads] = []
-  for x in grads:
-    if isinstance(x, DistinctRows) or set(x.record.tables) == {table}:
-      picked.append(x)
-    elif table in x.record.tables:
-      indices = [i for i, name in enumerate(x.record.tables) if name == table]
-      # Without the route, which is that of all tables together.
-      record = LookupRecord(tuple(x.record.bags[i] for i in indices), (table,) * len(indices))
-      picked.append(ActivationGrads(tuple(x.grads[i] for i in indices), record))
-  return picked
 
 
 def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
@@ -283,6 +281,8 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
     bags += record.bags
     tables += record.tables
+  if placement.is_local:
+    return padded, tuple(specs), False
   chosen = cost.choose_exchange(stack, cost.batch_demand(stack, bags, tables))
   return padded, tuple(specs), chosen.kind == "sum"
 

@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from embed.engine import jax_internals
+
+def is_traced(tree: Any) -> bool:
+  """Whether any leaf of a tree has no value yet, inside a transformed or jitted function."""
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def zero_of(token: jax.Array) -> jax.Array:
@@ -35,7 +38,7 @@ def with_token(arrays: Any, token: jax.Array) -> tuple[Any, jax.Array]:
       the table, for another use.
     token: an int32 scalar.
   """
-  if not jax_internals.is_traced(token):
+  if not is_traced(token):
     return arrays, token
 
   def on_cpu(arrays, token):

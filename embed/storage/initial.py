@@ -17,8 +17,8 @@ from embed.config import TableConfig
 from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
-from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
+from embed.engine.xla import is_traced
 from embed.storage import tables as stored_tables
 
 if TYPE_CHECKING:

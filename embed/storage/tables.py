@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import rows as rows_lib
-from embed.engine.jax_internals import is_traced
 from embed.engine.mesh import Placement, current_mesh, settled
 from embed.engine.stack import Arrays, Layout, StackSpec
+from embed.engine.xla import is_traced
 
 Replacements = Mapping[str, Mapping[str, Any]]  # arrays by table, of "parameters" and each slot
 

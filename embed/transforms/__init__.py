@@ -21,17 +21,8 @@ and version. 42 and "42" are different keys, which TensorFlow hashes alike: conv
 hashed tables cannot be reused.
 """
 
-from embed.transforms.batches import Inputs, Transforms, Weighted
-from embed.transforms.columns import (
-  Bucketized,
-  Column,
-  HashBucket,
-  Identity,
-  MultiHash,
-  QuotientRemainder,
-  RawIds,
-)
-from embed.transforms.crossed import Crossed
+from embed.transforms.columns import Bucketized, Column, HashBucket, Identity, RawIds
+from embed.transforms.crossed import Crossed, Transforms
 from embed.transforms.vocabulary import Vocabulary
 
 __all__ = [
@@ -40,11 +31,7 @@ __all__ = [
   "Crossed",
   "HashBucket",
   "Identity",
-  "Inputs",
-  "MultiHash",
-  "QuotientRemainder",
   "RawIds",
   "Transforms",
   "Vocabulary",
-  "Weighted",
 ]

@@ -1,7 +1,8 @@
 """Columns: functions from one raw feature to ids."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy as np
 from embed import config as config_lib
 from embed import inputs as inputs_lib
 from embed.engine.bags import narrow
-from embed.transforms import hashing, kinds
+from embed.transforms import hashing
 
-_OPTIONAL = ("default_value", "max_valency")
+MAX_SIZE = config_lib.MAX_VOCABULARY_SIZE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Column:
   truncate: bool = False
 
   def __post_init__(self):
-    set_integer(self, "max_valency", 1, config_lib.MAX_VOCABULARY_SIZE)
+    set_integers(self, max_valency=(1, MAX_SIZE))
 
   @property
   def vocabulary_size(self) -> int:
@@ -57,40 +58,20 @@ class Column:
     Raises:
       ValueError: naming a value that has no id or the wrong type, or a bag that is too long.
     """
-    flat = kinds.flatten(column, self.max_valency, self.truncate)
-    return flat.rebuild(self.ids(flat.values))
+    values, rebuild = flatten(column, self.max_valency, self.truncate)
+    return rebuild(self.ids(values))
 
-  def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Returns the ids of the feature `name` of a batch, and its weights or None.
-
-    `Transforms` calls it.
+  def read(self, batch: Mapping[str, Any], name: str) -> Any:
+    """Returns the ids of the feature `name` of a batch; `Transforms` calls it.
 
     Raises:
       ValueError: as in a call, or if the batch lacks the raw feature.
-
-    >>> Identity(10).read({"user": [3, 7]}, "user")
-    (array([3, 7], dtype=int32), None)
     """
-    return self(raw_feature(batch, self.key or name)), None
+    return self(raw_feature(batch, self.key or name))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Buckets(Column):
-  """A column with as many ids as `num_buckets`."""
-
-  num_buckets: int
-
-  def __post_init__(self):
-    super().__post_init__()
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.num_buckets
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity(_Buckets):
+class Identity(Column):
   """Takes integers as ids; negative ones are padding, as everywhere in `embed`.
 
   The counterpart of `tf.feature_column.categorical_column_with_identity`, where a negative id is
@@ -99,10 +80,9 @@ class Identity(_Buckets):
   Args:
     num_buckets: ids are 0 .. num_buckets - 1.
     default_value: the id of larger integers; -1 makes them padding, None raises an error.
-    permuted: whether each integer becomes another one, by a fixed permutation of 0 ..
-      num_buckets - 1. For integers that share a factor with the number of shards, such as
-      multiples of 8: under the strategy "mod" a few shards would have all of the rows that are
-      used.
+    permuted: whether a fixed permutation of 0 .. num_buckets - 1 is applied. For integers that
+      share a factor with the number of shards, such as multiples of 8: under the strategy "mod" a
+      few shards would have all of the rows that are used.
 
   Raises:
     ValueError: naming the argument; in a call, naming an integer that is out of range or a string.
@@ -111,12 +91,18 @@ class Identity(_Buckets):
   [0, 9, -1]
   """
 
+  num_buckets: int
   default_value: int | None = None
   permuted: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "default_value", -1, self.vocabulary_size - 1)
+    set_integers(self, num_buckets=(1, MAX_SIZE))
+    set_integers(self, default_value=(-1, self.num_buckets - 1))
+
+  @property
+  def vocabulary_size(self) -> int:
+    return self.num_buckets
 
   def ids(self, values: np.ndarray) -> np.ndarray:
     keys = hashing.to_keys(values)
@@ -135,7 +121,7 @@ class Identity(_Buckets):
 
 
 @dataclasses.dataclass(frozen=True)
-class HashBucket(_Buckets):
+class HashBucket(Column):
   """Hashes strings or integers: `XXH64(key, seed=salt) % num_buckets`.
 
   The counterpart of `tf.feature_column.categorical_column_with_hash_bucket`.
@@ -153,100 +139,21 @@ class HashBucket(_Buckets):
   [877, 955, -1]
   """
 
+  num_buckets: int
   salt: int = 0
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "salt", 0, 2**64 - 1)
+    set_integers(self, num_buckets=(1, MAX_SIZE), salt=(0, 2**64 - 1))
+
+  @property
+  def vocabulary_size(self) -> int:
+    return self.num_buckets
 
   def ids(self, values: np.ndarray) -> np.ndarray:
     keys = hashing.to_keys(values)
     ids = hashing.buckets(hashing.hashes(keys, self.salt), self.num_buckets)
-    ids[hashing.is_padding(keys)] = -1
-    return ids
-
-
-@dataclasses.dataclass(frozen=True)
-class MultiHash(_Buckets):
-  """Hashes each value several times: a bag of as many ids, whose rows are summed.
-
-  Two values that share one row rarely share all of them (Svenstrup et al. 2017,
-  arXiv:1709.03933). Give the table the combiner "sum". `embed.DynamicVocabulary` gives ids rows of
-  their own instead.
-
-  Args:
-    num_buckets: the number of ids, of all hashes together.
-    num_hashes: the ids of each value.
-    salt: of the first hash, as in `HashBucket`; the others have the next ones.
-
-  Raises:
-    ValueError: naming the argument; in a call, as `HashBucket`, or for `Sparse`.
-
-  >>> MultiHash(1000, num_hashes=2)(["drama", ""]).values.tolist()
-  [[964, 828], [-1, -1]]
-  """
-
-  num_hashes: int = 2
-  salt: int = 0
-
-  def __post_init__(self):
-    super().__post_init__()
-    set_integer(self, "num_hashes", 1, 64)
-    set_integer(self, "salt", 0, 2**64 - 1 - self.num_hashes)
-
-  def __call__(self, column: Any) -> Any:
-    hashes = [HashBucket(self.num_buckets, self.salt + i) for i in range(self.num_hashes)]
-    flat = kinds.flatten(column, self.max_valency, self.truncate)
-    bags = [kinds.as_bags(flat.rebuild(each.ids(flat.values))) for each in hashes]
-    if isinstance(bags[0], inputs_lib.Sparse):
-      raise ValueError("MultiHash takes no embed.Sparse: give embed.Padded or embed.Ragged.")
-    side_by_side = np.stack([bag.values for bag in bags], axis=-1)
-    if isinstance(bags[0], inputs_lib.Ragged):
-      splits, most = np.asarray(bags[0].row_splits) * self.num_hashes, bags[0].max_valency
-      longest = None if most is None else most * self.num_hashes
-      return inputs_lib.Ragged(side_by_side.reshape(-1), splits, longest)
-    return inputs_lib.Padded(side_by_side.reshape(*side_by_side.shape[:-2], -1))
-
-
-@dataclasses.dataclass(frozen=True)
-class QuotientRemainder(_Buckets):
-  """One of the two digits of an integer: `id // divisor`, or with `remainder` `id % divisor`.
-
-  Two features of one raw feature, each with a small table, in place of one with a large one (Shi et
-  al. 2020, arXiv:1909.02107): add or multiply their activations. No two integers have both digits
-  in common.
-
-  Args:
-    num_buckets: integers are 0 .. num_buckets - 1.
-    divisor: about the root of `num_buckets` makes both tables smallest.
-    remainder: whether ids are the remainders.
-
-  Raises:
-    ValueError: naming the argument; in a call, as `Identity`.
-
-  >>> quotient = QuotientRemainder(1000, divisor=32, key="user")
-  >>> remainder = QuotientRemainder(1000, divisor=32, remainder=True, key="user")
-  >>> quotient([999, 32]).tolist(), remainder([999, 32]).tolist()
-  ([31, 1], [7, 0])
-  >>> quotient.vocabulary_size, remainder.vocabulary_size
-  (32, 32)
-  """
-
-  divisor: int
-  remainder: bool = False
-
-  def __post_init__(self):
-    super().__post_init__()
-    set_integer(self, "divisor", 1, config_lib.MAX_VOCABULARY_SIZE)
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.divisor if self.remainder else -(-self.num_buckets // self.divisor)
-
-  def ids(self, values: np.ndarray) -> np.ndarray:
-    ids = Identity(self.num_buckets).ids(values)
-    digits = ids % self.divisor if self.remainder else ids // self.divisor
-    return np.where(ids < 0, -1, digits).astype(np.int32)
+    return np.where(hashing.is_padding(keys), np.int32(-1), ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +162,7 @@ class RawIds(Column):
 
   A string is hashed, to the upper 63 bits of `XXH64(key, seed=salt)`; among a million strings two
   have the same hash with a probability of 5 in 100 million, among a billion of 1 in 19. An integer
-  is its own raw id.
+  is its own raw id. The result is uint32 pairs, as `embed.raw_ids` makes them.
 
   Args:
     salt: seed of the hash.
@@ -264,17 +171,15 @@ class RawIds(Column):
     ValueError: naming the argument; in a call, for floats, for integers below -1, and for those
       above 2**63 - 1.
 
-  >>> RawIds()(np.array([7, -1])).tolist()  # uint32 pairs, as `embed.raw_ids` makes them
+  >>> RawIds()(np.array([7, -1])).tolist()
   [[0, 7], [4294967295, 4294967295]]
-  >>> RawIds()([["drama", "comedy"], []]).values.shape
-  (2, 2, 2)
   """
 
   salt: int = 0
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "salt", 0, 2**64 - 1)
+    set_integers(self, salt=(0, 2**64 - 1))
 
   @property
   def vocabulary_size(self) -> int:
@@ -289,13 +194,10 @@ class RawIds(Column):
     keys = hashing.to_keys(values)
     padding = hashing.is_padding(keys)
     if keys.dtype == object:
-      ids = (hashing.hashes(keys, self.salt) >> np.uint64(1)).astype(np.int64)
+      keys = hashing.hashes(keys, self.salt) >> np.uint64(1)
     elif keys.size and keys.max() > np.iinfo(np.int64).max:
       raise ValueError(f"raw id {keys.max()} does not fit int64. Give it to embed.raw_ids itself.")
-    else:
-      ids = keys.astype(np.int64)
-    ids[padding] = -1
-    return ids
+    return np.where(padding, -1, keys.astype(np.int64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,12 +228,12 @@ class Bucketized(Column):
   def __post_init__(self):
     super().__post_init__()
     boundaries = hashing.to_numbers(hashing.to_array(list(self.boundaries)))
-    if not boundaries.size or np.isnan(boundaries).any() or (np.diff(boundaries) <= 0).any():
-      raise ValueError(
-        f"Argument `boundaries` must be strictly increasing numbers. Got {self.boundaries!r}."
-      )
+    increases = boundaries.size and not np.isnan(boundaries).any() and (np.diff(boundaries) > 0)
+    config_lib.check(
+      "boundaries", self.boundaries, bool(np.all(increases)), "strictly increasing numbers"
+    )
     object.__setattr__(self, "boundaries", tuple(boundaries.tolist()))
-    set_integer(self, "default_value", -1, self.vocabulary_size - 1)
+    set_integers(self, default_value=(-1, len(boundaries)))
 
   @property
   def vocabulary_size(self) -> int:
@@ -351,10 +253,74 @@ class Bucketized(Column):
       with np.errstate(over="ignore"):  # beyond the range of float16 a boundary is infinite
         boundaries = boundaries.astype(numbers.dtype)
     ids = np.searchsorted(boundaries, numbers, side="right").astype(np.int32)
-    fill_missing(
-      ids, np.isnan(numbers), numbers, self.default_value, "lies in no bucket: fill it in,"
-    )
+    problem = "lies in no bucket: fill it in,"
+    fill_missing(ids, np.isnan(numbers), numbers, self.default_value, problem)
     return ids
+
+
+# --- kinds of columns ----------------------------------------------------------------------------
+
+
+def flatten(
+  column: Any, max_valency: int | None = None, truncate: bool = False
+) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
+  """Returns the values `[N]` of a column, and the function from their ids `[N]` to its kind.
+
+  >>> values, rebuild = flatten([["a"], ["b", "c"]])
+  >>> values.tolist(), rebuild(np.array([4, 5, 6])).values.tolist()
+  (['a', 'b', 'c'], [[4, -1], [5, 6]])
+  """
+  if is_list := _is_list_of_bags(column):
+    column = _join(column)
+  if not isinstance(column, (inputs_lib.Ragged, inputs_lib.Sparse)):
+    is_padded = isinstance(column, inputs_lib.Padded)
+    array = hashing.to_array(column.values if is_padded else column)
+    wrap = inputs_lib.Padded if is_padded else lambda ids: ids
+    return array.reshape(-1), lambda ids: wrap(ids.reshape(array.shape))
+  values = hashing.to_array(column.values)
+  if values.ndim != 1:
+    raise ValueError(f"the values of bags must be flat, [N]. Got shape {values.shape}.")
+  used = len(values)
+  if isinstance(column, inputs_lib.Ragged):  # a buffer may be longer than its bags
+    splits = np.asarray(column.row_splits)
+    inputs_lib.check_row_splits(splits, len(values))
+    used = int(splits[-1])
+
+  def rebuild(ids: np.ndarray) -> Any:
+    unused = np.full(len(values) - used, -1, ids.dtype)
+    bags = dataclasses.replace(column, values=np.concatenate([ids, unused]))
+    if max_valency is None and not is_list:
+      return bags
+    return inputs_lib.to_padded(bags, max_valency, truncate=truncate)
+
+  return values[:used], rebuild
+
+
+def _is_list_of_bags(column: Any) -> bool:
+  """Returns True for a list of lists, or an object array of them, as in data frames."""
+  if isinstance(column, np.ndarray):
+    if column.dtype != object or column.ndim != 1:
+      return False
+  elif not isinstance(column, (list, tuple)):
+    return False
+  return not {list, tuple, np.ndarray}.isdisjoint(map(type, column))
+
+
+def _join(column: Sequence[Any]) -> inputs_lib.Ragged:
+  """Joins a list of bags to one `Ragged`."""
+  bags = [() if bag is None else bag for bag in column]
+  if not all(isinstance(bag, (list, tuple, np.ndarray)) for bag in bags):
+    raise ValueError("a list of bags holds lists and None; write [value] for a bag of one value.")
+  splits = np.cumsum([0, *map(len, bags)])
+  filled = [bag for bag in bags if len(bag)]
+  kinds = {bag.dtype.kind if isinstance(bag, np.ndarray) else None for bag in filled}
+  if len(kinds) == 1 and None not in kinds:  # keeps the dtype
+    return inputs_lib.Ragged(np.concatenate(filled), splits)
+  values = hashing.to_array(list(itertools.chain.from_iterable(filled)))
+  return inputs_lib.Ragged(values, splits)
+
+
+# --- what columns share --------------------------------------------------------------------------
 
 
 def raw_feature(batch: Mapping[str, Any], key: str) -> Any:
@@ -364,16 +330,12 @@ def raw_feature(batch: Mapping[str, Any], key: str) -> Any:
   return batch[key]
 
 
-def set_integer(column: Any, name: str, minimum: int, maximum: int) -> None:
-  """Makes an argument of a frozen column an int; `default_value` and `max_valency` may be None.
-
-  Raises:
-    ValueError: if it is not an integer in `minimum` .. `maximum`.
-  """
-  value = getattr(column, name)
-  if value is None and name in _OPTIONAL:
-    return
-  object.__setattr__(column, name, config_lib.integer(name, value, minimum, maximum))
+def set_integers(column: Any, **bounds: tuple[int, int]) -> None:
+  """Makes arguments of a frozen column ints in `(minimum, maximum)`; None may be a default."""
+  for name, (minimum, maximum) in bounds.items():
+    value = getattr(column, name)
+    if value is not None or name not in ("default_value", "max_valency"):
+      object.__setattr__(column, name, config_lib.integer(name, value, minimum, maximum))
 
 
 def fill_missing(
@@ -383,7 +345,7 @@ def fill_missing(
   default_value: int | None,
   problem: str,
 ) -> None:
-  """Sets the ids `[N]` of values that have none, in place.
+  """Sets the ids `[N]` of values that have none to `default_value`, in place.
 
   Raises:
     ValueError: naming such a value and its `problem`, if `default_value` is None.

@@ -1,16 +1,14 @@
-"""`Crossed`: ids of tuples of values of several features."""
+"""`Crossed`, ids of tuples of features, and `Transforms`, ids of all features of a batch."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from embed import config as config_lib
 from embed import inputs as inputs_lib
-from embed.transforms import hashing, kinds
-from embed.transforms.columns import Column, raw_feature, set_integer
+from embed.transforms import hashing
+from embed.transforms.columns import MAX_SIZE, Column, flatten, raw_feature, set_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +38,6 @@ class Crossed:
   [97, 89]
   >>> cross([["Rome", "Oslo"], []], [17.5, 40.0]).values.tolist()
   [[97, 95], [-1, -1]]
-  >>> cross.vocabulary_size
-  100
   """
 
   keys: Sequence[str | Column]
@@ -52,16 +48,15 @@ class Crossed:
 
   def __post_init__(self):
     keys = () if isinstance(self.keys, str) else tuple(self.keys)
-    named = lambda key: isinstance(key, str) or (isinstance(key, Column) and key.key is not None)
-    if len(keys) < 2 or not all(map(named, keys)):
+    is_named = lambda key: isinstance(key, str) or (isinstance(key, Column) and key.key is not None)
+    if len(keys) < 2 or not all(map(is_named, keys)):
       raise ValueError(
         "Argument `keys` must be two or more names of raw features, or columns that name theirs, "
         f"such as Bucketized([18, 65], key='age'). Got {self.keys!r}."
       )
     object.__setattr__(self, "keys", keys)
-    set_integer(self, "max_valency", 1, config_lib.MAX_VOCABULARY_SIZE)
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
-    set_integer(self, "salt", 0, 2**64 - 1)
+    sizes = (1, MAX_SIZE)
+    set_integers(self, max_valency=sizes, num_buckets=sizes, salt=(0, 2**64 - 1))
 
   @property
   def vocabulary_size(self) -> int:
@@ -73,66 +68,109 @@ class Crossed:
     return [str(key if isinstance(key, str) else key.key) for key in self.keys]
 
   def __call__(self, *columns: Any) -> Any:
-    """Converts the columns of the keys, in order, to ids: dense if all columns are, else bags.
-
-    Raises:
-      ValueError: naming the key whose value has no id, or the batch shapes that differ.
-    """
-    bags = [_key_bags(*each) for each in zip(self._names, self.keys, columns, strict=True)]
-    batches = {name: bag.batch for name, bag in zip(self._names, bags, strict=True)}
+    """Converts the columns of the keys, in order, to ids: dense if all columns are, else bags."""
+    parts = [_words(*each) for each in zip(self._names, self.keys, columns, strict=True)]
+    batches = {name: words.shape[:-1] for name, (words, *_) in zip(self._names, parts, strict=True)}
     if len(set(batches.values())) > 1:
       raise ValueError(f"the keys have batches of different shapes: {batches}.")
-    # sizes[k]: the number of tuples that keys k, k + 1, ... of an example make.
-    lengths = np.stack([bag.lengths for bag in bags])
-    sizes = np.cumprod(lengths[::-1], axis=0)[::-1]
-    example = np.repeat(np.arange(sizes.shape[1]), sizes[0])
-    position = np.arange(len(example)) - np.repeat(np.cumsum(sizes[0]) - sizes[0], sizes[0])
-    hashes = np.full(len(example), self.salt, np.uint64)
-    for bag, length, size in zip(bags, lengths, sizes, strict=True):
-      start = np.cumsum(length) - length
-      choice = position % size[example] // (size // np.maximum(length, 1))[example]
-      hashes = hashing.xxh64(bag.words[start[example] + choice], hashes)
-    ids = hashing.buckets(hashes, self.num_buckets)
+    batch = parts[0][0].shape[:-1]
+    hashes = np.full((*batch, 1), self.salt, np.uint64)
+    is_tuple = np.ones(hashes.shape, bool)
+    for words, is_word, _ in parts:  # [*batch, L] of the keys before, times the values of this one
+      width = hashes.shape[-1] * words.shape[-1]
+      hashes = hashing.xxh64(words[..., None, :], hashes[..., None]).reshape(*batch, width)
+      is_tuple = (is_tuple[..., None] & is_word[..., None, :]).reshape(*batch, width)
 
-    column_kinds, batch = {bag.kind for bag in bags}, bags[0].batch
-    if column_kinds == {np.ndarray}:
-      dense = np.full(sizes.shape[1], -1, np.int32)
-      dense[example] = ids
-      return dense.reshape(batch)
-    tuples = inputs_lib.Ragged(ids, np.append(0, np.cumsum(sizes[0])))
-    if self.max_valency is None and inputs_lib.Ragged in column_kinds:
-      return tuples
-    width = self.max_valency or math.prod(bag.width for bag in bags)
-    padded = inputs_lib.to_padded(tuples, width, truncate=self.truncate)
+    ids = hashing.buckets(hashes, self.num_buckets)
+    kinds = {kind for *_, kind in parts}
+    if kinds == {np.ndarray}:
+      return np.where(is_tuple, ids, np.int32(-1)).reshape(batch)
+    lengths = is_tuple.sum(-1).reshape(-1)
+    bags = inputs_lib.Ragged(ids[is_tuple], np.append(0, np.cumsum(lengths)))
+    if self.max_valency is None and inputs_lib.Ragged in kinds:
+      return bags
+    width = self.max_valency or ids.shape[-1]
+    padded = inputs_lib.to_padded(bags, width, truncate=self.truncate)
     return inputs_lib.Padded(padded.values.reshape(*batch, width))
 
-  def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Returns the ids of a batch and None, as it has no weights; `Transforms` calls it."""
-    return self(*(raw_feature(batch, key) for key in self._names)), None
+  def read(self, batch: Mapping[str, Any], name: str) -> Any:
+    """Returns the ids of a batch, as `Column.read` does; the keys name their raw features."""
+    return self(*(raw_feature(batch, key) for key in self._names))
 
 
-class _KeyBags(NamedTuple):
-  """The words of one key of a cross, bag after bag, without padding."""
-
-  words: np.ndarray  # uint64 [N]
-  lengths: np.ndarray  # [bags]
-  batch: tuple[int, ...]
-  width: int  # positions of a bag
-  kind: type  # of the column, as `value_positions` returns it
-
-
-def _key_bags(name: str, key: str | Column, column: Any) -> _KeyBags:
-  """Reads the column of a key, or the ids that its `Column` makes of it."""
+def _words(name: str, key: str | Column, column: Any) -> tuple[np.ndarray, np.ndarray, type]:
+  """Returns the words of a key `[*batch, L]`, which of them are values, and the column's kind."""
   try:
-    flat = kinds.flatten(column if isinstance(key, str) else key(column))
-    keys = hashing.to_keys(flat.values)
+    values, rebuild = flatten(column if isinstance(key, str) else key(column))
+    keys = hashing.to_keys(values)
+    positions = rebuild(np.arange(len(keys)))
     is_key = ~hashing.is_padding(keys)
-    positions, kind = kinds.value_positions(flat)
   except ValueError as error:
     raise ValueError(f"key {name!r}: {error}") from error
-  valid = positions >= 0
-  valid[valid] = is_key[positions[valid]]
-  keys = keys[positions[valid]]
+  kind = type(positions)
+  if kind in (inputs_lib.Ragged, inputs_lib.Sparse):
+    positions = inputs_lib.to_padded(positions)
+  if isinstance(positions, inputs_lib.Padded):
+    positions = positions.values
+  elif positions.ndim < 2 or positions.shape[-1] > 1:
+    positions = positions[..., None]  # dense: one value per output; [B, 1] is squeezed to [B]
   words = hashing.hashes(keys, 0) if keys.dtype == object else keys.astype(np.uint64)
-  *batch, width = positions.shape
-  return _KeyBags(words, valid.sum(-1).reshape(-1), tuple(batch), width, kind)
+  # A row for the positions without a value, which are -1.
+  words, is_key = np.append(words, np.uint64(0)), np.append(is_key, False)
+  return words[positions], is_key[positions], kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Transforms:
+  """Converts batches of raw features to inputs of `SparseEmbed`.
+
+  The counterpart of the `feature_columns` of TensorFlow's `EmbeddingConfigSpec`.
+
+  Args:
+    columns: the transform of each feature, by name. A `Column` without a `key` reads the raw
+      feature of the same name. `columns[name].vocabulary_size` is the size of its table.
+
+  Raises:
+    ValueError: for an entry that is not a transform.
+
+  >>> transforms = Transforms({
+  ...   "genre": Vocabulary(["drama", "comedy"], num_oov_buckets=1),
+  ...   "age": Bucketized([18, 65]),
+  ...   "city_x_age": Crossed(["city", Bucketized([18, 65], key="age")], num_buckets=1000),
+  ... })
+  >>> ids = transforms({"genre": [["comedy"], []], "city": ["Rome", "Oslo"], "age": [17.5, 40]})
+  >>> ids["genre"].values.tolist(), ids["age"].tolist()
+  ([[1], [-1]], [0, 1])
+  >>> features = {
+  ...   name: embed.FeatureConfig(embed.TableConfig(column.vocabulary_size, dim=8, name=name))
+  ...   for name, column in transforms.columns.items()
+  ... }
+  >>> embed.validate(features, ids)
+  """
+
+  columns: Mapping[str, Column | Crossed]
+
+  def __post_init__(self):
+    object.__setattr__(self, "columns", dict(self.columns))
+    for name, column in self.columns.items():
+      if not isinstance(column, (Column, Crossed)):
+        raise ValueError(
+          f"Feature {name!r}: expected a transform, such as HashBucket(1000). Got {column!r}."
+        )
+
+  def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ids of every feature by name, in NumPy.
+
+    Args:
+      batch: raw features by name; others than the columns name are ignored.
+
+    Raises:
+      ValueError: naming the feature whose raw feature is missing or whose transform raises.
+    """
+    ids = {}
+    for name, column in self.columns.items():
+      try:
+        ids[name] = column.read(batch, name)
+      except ValueError as error:
+        raise ValueError(f"Feature {name!r}: {error}") from error
+    return ids

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from embed import config as config_lib
 from embed.transforms import hashing
-from embed.transforms.columns import Column, fill_missing, set_integer
+from embed.transforms.columns import MAX_SIZE, Column, fill_missing, set_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +53,11 @@ class Vocabulary(Column):
     keys = hashing.to_keys(hashing.to_array(list(self.tokens)))
     if not keys.size:
       raise ValueError("Argument `tokens` is empty; a vocabulary has at least one token.")
-    if (padding := hashing.is_padding(keys)).any():
-      raise ValueError(f"Token {padding.argmax()} is padding; '', None and -1 cannot be tokens.")
+    hashing.is_padding(keys)  # raises for integers below -1
     object.__setattr__(self, "tokens", tuple(keys.tolist()))
-    if repetition := _first_repetition(self.tokens):
-      first, second = repetition
-      raise ValueError(f"Token {self.tokens[first]!r} is repeated, at {first} and {second}.")
-    set_integer(self, "num_oov_buckets", 0, config_lib.MAX_VOCABULARY_SIZE - len(self.tokens))
-    set_integer(self, "default_value", -1, self.vocabulary_size - 1)
+    _check_tokens(self.tokens, "Token {}".format)
+    set_integers(self, num_oov_buckets=(0, MAX_SIZE - len(self.tokens)))
+    set_integers(self, default_value=(-1, self.vocabulary_size - 1))
     if self.num_oov_buckets and self.default_value is not None:
       raise ValueError("Give `num_oov_buckets` or `default_value`, not both.")
 
@@ -82,30 +78,17 @@ class Vocabulary(Column):
     Raises:
       ValueError: naming the file and the line of a token that is empty, repeated, invalid UTF-8 or
         not an integer.
-
-    >>> import pathlib, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "genres.txt"
-    >>> size = path.write_text("drama\\ncomedy\\n")
-    >>> Vocabulary.from_file(path)(["comedy", "drama"]).tolist()
-    [1, 0]
     """
     with open(path, "rb") as file:
       lines = file.read().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
+    place = lambda index: f"{path}, line {index + 1}"
     tokens: list[str | int] = []
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
       try:
         tokens.append(dtype(line.removesuffix(b"\r").decode()))
       except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {error}.") from None
-      if tokens[-1] in ("", -1):
-        raise ValueError(
-          f"{path}, line {number}: {tokens[-1]!r} is padding, which cannot be a token."
-        )
-    if repetition := _first_repetition(tokens):
-      first, second = repetition
-      raise ValueError(
-        f"{path}, line {second + 1}: {tokens[second]!r} is already on line {first + 1}."
-      )
+        raise ValueError(f"{place(len(tokens))}: {error}.") from None
+    _check_tokens(tokens, place)
     return cls(tokens, **arguments)
 
   @property
@@ -113,16 +96,10 @@ class Vocabulary(Column):
     return len(self.tokens) + self.num_oov_buckets
 
   @functools.cached_property
-  def _position_of(self) -> dict[str, int]:
+  def _position_of(self) -> dict[str | int, int]:
     return {token: i for i, token in enumerate(self.tokens)}
 
-  @functools.cached_property
-  def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.array(self.tokens, np.uint64)
-    order = np.argsort(tokens)
-    return tokens[order], order
-
-  def __getstate__(self) -> dict[str, Any]:
+  def __getstate__(self) -> dict[str, Any]:  # without the dict of positions
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def ids(self, values: np.ndarray) -> np.ndarray:
@@ -134,33 +111,23 @@ class Vocabulary(Column):
         "Convert the values with .astype(str) or .astype('int64'); from_file(path, dtype=int) "
         "reads tokens as integers."
       )
-    ids = self._find(keys)
-    ids[padding] = -1
+    positions = map(self._position_of.get, keys.tolist(), itertools.repeat(-1))
+    ids = np.fromiter(positions, np.int32, len(keys))
     unknown = (ids < 0) & ~padding
     if self.num_oov_buckets:
-      ids[unknown] = len(self.tokens)
-      if self.num_oov_buckets > 1:
-        hashed = hashing.hashes(keys[unknown], 0)
-        ids[unknown] += hashing.buckets(hashed, self.num_oov_buckets)
-      return ids
-    problem = f"is not among the {len(self.tokens)} tokens: give num_oov_buckets,"
-    fill_missing(ids, unknown, keys, self.default_value, problem)
+      hashed = hashing.hashes(keys[unknown], 0)
+      ids[unknown] = len(self.tokens) + hashing.buckets(hashed, self.num_oov_buckets)
+    else:
+      problem = f"is not among the {len(self.tokens)} tokens: give num_oov_buckets,"
+      fill_missing(ids, unknown, keys, self.default_value, problem)
     return ids
 
-  def _find(self, keys: np.ndarray) -> np.ndarray:
-    """Positions of keys among the tokens, int32 `[N]`, -1 for unknown keys."""
-    if keys.dtype == object:
-      positions = map(self._position_of.get, keys.tolist(), itertools.repeat(-1))
-      return np.fromiter(positions, np.int32, len(keys))
-    tokens, order = self._sorted  # a binary search has fewer cache misses than a dict of ints
-    words = keys.astype(np.uint64)
-    rank = np.minimum(np.searchsorted(tokens, words), len(tokens) - 1)
-    return np.where(tokens[rank] == words, order[rank], -1).astype(np.int32)
 
-
-def _first_repetition(tokens: Sequence[Any]) -> tuple[int, int] | None:
-  """Two positions of the same token, the first such pair; None if all tokens differ."""
-  if len(set(tokens)) == len(tokens):
-    return None
-  seen: dict[Any, int] = {}
-  return next((seen[t], i) for i, t in enumerate(tokens) if seen.setdefault(t, i) != i)
+def _check_tokens(tokens: Sequence[str | int], place: Callable[[int], str]) -> None:
+  """Raises ValueError for a token that is padding or repeated; `place` names it by its index."""
+  first: dict[str | int, int] = {}
+  for i, token in enumerate(tokens):
+    if token in ("", -1):
+      raise ValueError(f"{place(i)}: {token!r} is padding, as None is, and cannot be a token.")
+    if first.setdefault(token, i) != i:
+      raise ValueError(f"{place(i)}: {token!r} is a repetition of {place(first[token])}.")

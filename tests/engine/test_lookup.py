@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
 import optax
 import pytest
@@ -122,15 +123,15 @@ def test_bfloat16_tables_keep_float32_slots_and_sums(way):
   def step(layer, ids):
     def loss_fn(layer):
       found = layer(ids)
-      return jnp.sum(found.astype(jnp.float32)), found
+      return jnp.sum(found), found
 
     (_, found), grads = embed.value_and_grad(loss_fn, has_aux=True)(layer)
     embed.Optimizer(layer, optax.identity()).update(layer, grads)
     return found
 
   found = step(layer, embed.Padded(np.full((1, 256), 3, np.int32)))
-  assert found.dtype == jnp.bfloat16
-  assert found.astype(np.float32).tolist() == [[192.0] * D]  # bfloat16 sums would stall before
+  assert found.dtype == jnp.float32
+  assert found.tolist() == [[192.0] * D]  # bfloat16 sums would stall before
   rows = np.asarray(layer.tables["t"])
   wanted = np.full((V, D), 0.75, np.float32)
   wanted[3] -= np.float32(0.1) * 256 / np.sqrt(np.float32(0.1 + 256**2))
@@ -138,12 +139,20 @@ def test_bfloat16_tables_keep_float32_slots_and_sums(way):
   np.testing.assert_allclose(layer.variables["t"]["accumulators"][3], 0.1 + 256**2, rtol=1e-6)
 
 
+def test_row_gradients_of_a_bfloat16_table_are_float32():
+  """Three times 1.003, which bfloat16 would round to 1."""
+  layer = layers.one_table(dtype=jnp.bfloat16)
+  loss = lambda layer: 1.003 * jnp.sum(layer(np.array([2, 2, 2])))
+  values = nnx.jit(lambda layer: embed.value_and_grad(loss)(layer)[1].rows["t"].values)(layer)
+  np.testing.assert_allclose(values[0], 3.009, rtol=1e-6)
+
+
 def test_load_tables_copies():
   layer = make()
   rows = jnp.ones((V, D))
   layer.load_tables({"t": rows})
   train = nnx.jit(
-    lambda m: m.apply_row_gradients({"t": embed.RowGrads([1], np.ones((1, D)))}), donate_argnums=0
+    lambda m: layers.update(m, {"t": embed.RowGrads([1], np.ones((1, D)))}), donate_argnums=0
   )
   train(layer)
   assert (rows == 1).all(), "the caller's array was donated"

@@ -7,11 +7,11 @@ import harness
 import jax
 import numpy as np
 import pytest
+import reference
 from meshes import make_mesh, make_world
 from optimizer_cases import STEPS
 
 import embed
-from embed.tools import reference
 
 V, D, OTHERS = 61, 10, 30
 RATE, HALF_LIFE = 0.125, 4.0

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 import embed
 from embed.engine import grads as grads_lib
@@ -13,7 +14,6 @@ from embed.engine import update
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import Layout, StackSpec
-from embed.tools import reference
 
 # --- distinct ids ---------------------------------------------------------------------------------
 
@@ -121,12 +121,11 @@ def test_table_rows_are_of_one_table():
   @jax.jit
   def both(grads):
     calls, tables = [ActivationGrads(grads, record)], {}
-    summed = [update.sum_rows(stack, calls)]
+    summed = update.sum_rows(stack, calls)
     for name in "ab":
-      alone, together = (
-        update.table_rows(stack, calls, name),
-        update.table_rows(stack, summed, name),
-      )
+      together = update.pick_table(stack, summed, name, None)
+      number = update.most_rows(stack, calls, name)
+      alone = update.pick_table(stack, summed, name, number)
       tables[name] = alone, together, update.from_table_rows(stack, *together, name)
     return tables
 

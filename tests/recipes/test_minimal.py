@@ -75,10 +75,10 @@ def test_the_test_rows_have_ids_that_training_never_saw(clicks):
   users, known = transforms.columns["user"], {row["user"] for row in train}
   unknown = [row for row in test if row["user"] not in known]
   assert len(unknown) > 100
-  ids = minimal.make_batch(unknown, transforms)["inputs"].features["user"]
+  ids = minimal.make_batch(unknown, transforms)["inputs"]["user"]
   assert (ids >= len(users.tokens)).all()
   assert (ids < users.vocabulary_size).all()
-  trained = minimal.make_batch(train, transforms)["inputs"].features["user"]
+  trained = minimal.make_batch(train, transforms)["inputs"]["user"]
   assert np.isin(ids, trained).mean() > 0.5
 
 
@@ -96,7 +96,7 @@ def test_empty_cells_and_new_values_have_ids(clicks, tmp_path):
   transforms = minimal.fit_transforms(minimal.read_rows(clicks))
   batch = minimal.make_batch(minimal.read_rows(tmp_path / "own.csv"), transforms)
   assert batch["label"].tolist() == [0, 1]
-  ids, _ = batch["inputs"]
+  ids = batch["inputs"]
   assert ids["tags"].values.shape == (2, 4)
   assert (ids["tags"].values[0] == -1).all()
   assert (ids["tags"].values[1] >= 0).all()

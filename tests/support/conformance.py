@@ -9,9 +9,9 @@ import pathlib
 
 import jax
 import numpy as np
+import reference
 
 import embed
-from embed.tools import reference
 
 _DATA = pathlib.Path(__file__).parents[1] / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}
@@ -114,20 +114,8 @@ def lookup_config(case, prefix=""):
   return features, {prefix + name: table["params"] for name, table in case["tables"].items()}
 
 
-def as_given(inputs, max_valency=None):
-  """Ids and weights as a layer takes them, of an input of the reference."""
-  values, weights = np.asarray(inputs.values), inputs.weights
-  if isinstance(inputs, reference.DenseIds):
-    return values, weights
-  if isinstance(inputs, reference.PaddedIds):
-    wrap = embed.Padded
-  elif isinstance(inputs, reference.RaggedIds):
-    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits), max_valency)
-  else:
-    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
-  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
-
-
 def lookup_inputs(case, prefix=""):
-  pairs = {prefix + name: as_given(inputs(recorded)) for name, recorded in case["inputs"].items()}
+  pairs = {
+    prefix + name: reference.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
+  }
   return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}

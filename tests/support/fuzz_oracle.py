@@ -1,8 +1,7 @@
-"""Rows of a table in float64, stepped by `embed.tools.reference`, which recorded cases hold."""
+"""Rows of a table in float64, stepped by `reference.py`, which recorded cases hold."""
 
 import numpy as np
-
-from embed.tools import reference
+import reference
 
 
 class Table:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import embed
@@ -30,3 +31,8 @@ def step(layer, inputs, grads, number=0):
   """One step at the mid level: `grads` are the gradients of the activations of `inputs`."""
   _, residual = layer.lookup(inputs)
   layer.apply_gradients(grads, residual, step=number)
+
+
+def update(layer, rows):
+  """One step from `{table: RowGrads}`; the layer is the whole model."""
+  embed.Optimizer(layer, optax.identity()).update(layer, embed.Grads(nnx.State({}), rows))

@@ -57,7 +57,9 @@ def plain(m, batch):
 
 
 def in_a_branch(m, batch):
-  return nnx.cond(jnp.sum(m.head.bias[...]) > 0, lambda m: plain(m, batch), lambda m: 0.0, m)
+  return nnx.cond(
+    jnp.sum(m.head.bias[...]) > 0, lambda m: plain(m, batch), lambda m: 2 * plain(m, batch), m
+  )
 
 
 def rematerialized(m, batch):
@@ -145,8 +147,7 @@ def apply_gradients_of_activations(model, optimizer, batch):
 @way
 def row_gradients_by_hand(model, optimizer, batch):
   value, grads = embed.value_and_grad(plain)(model, batch)
-  rows = {key.split("/")[-1]: rows for key, rows in grads.rows.items()}
-  model.embed.apply_row_gradients(rows, step=0)
+  optimizer.update(model, embed.Grads(grads.dense, dict(grads.rows)))
   return value
 
 

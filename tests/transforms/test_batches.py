@@ -1,5 +1,6 @@
-"""Batches of raw features: weights, arguments of all transforms, processes and pipelines."""
+"""Batches of raw features: arguments of all transforms, processes, pipelines, and crosses."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -13,28 +14,14 @@ import pytest
 from absl import flags
 from cases import refused
 from flax import nnx
-from raw_features import xxh64
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_features import bags, cross
 
 import embed
-from embed.transforms import (
-  Bucketized,
-  Crossed,
-  HashBucket,
-  Identity,
-  Transforms,
-  Vocabulary,
-  Weighted,
-)
+from embed.transforms import Bucketized, Crossed, HashBucket, Identity, Transforms, Vocabulary
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def test_weighted():
-  ids, weights = Weighted(HashBucket(10), "score")([["a", ""], ["b"], None], [[0.5, 9], [2], []])
-  assert ids.values.tolist() == [[xxh64("a") % 10, -1], [xxh64("b") % 10, -1], [-1, -1]]
-  assert weights.values.tolist() == [[0.5, 0], [2, 0], [0, 0]]
-  with pytest.raises(ValueError, match=r"'score'.*nan"):
-    Weighted(HashBucket(10), "score")([["a"]], [[np.nan]])
 
 
 def test_arguments():
@@ -42,16 +29,17 @@ def test_arguments():
     (lambda: Identity(0), "num_buckets.*0"),
     (lambda: HashBucket(2**31), "num_buckets"),
     (lambda: Identity(5, default_value=5), "default_value.*5"),
-    (lambda: Identity(5, max_valency=0), "max_valency"),
+    (lambda: Identity(5, max_valency=True), "max_valency"),
     (lambda: Vocabulary([]), "token"),
     (lambda: Vocabulary("genres.txt"), "from_file"),
-    (lambda: Vocabulary(["a", "b", "a"]), "'a' is repeated, at 0 and 2"),
-    (lambda: Vocabulary(["a", ""]), "Token 1"),
+    (lambda: Vocabulary(["a", "b", "a"]), "Token 2: 'a' is a repetition of Token 0"),
+    (lambda: Vocabulary(["a", None]), "Token 1: '' is padding"),
     (lambda: Vocabulary(["a", 1]), "strings.*integers"),
     (lambda: Vocabulary(["a"], num_oov_buckets=1, default_value=0), "not both"),
-    (lambda: Bucketized([1, 1]), "boundaries"),
+    (lambda: Bucketized([1, 1]), "`boundaries` must be strictly increasing"),
     (lambda: Bucketized([float("nan")]), "boundaries"),
     (lambda: Crossed(["a", Bucketized([1])], 10), "columns that name theirs"),
+    (lambda: Transforms({"a": "b"}), "'a': expected a transform.*'b'"),
   ]
   refused(cases, lambda make: make())
 
@@ -64,7 +52,7 @@ TRANSFORMS = Transforms(
     "age": Bucketized([18, 30, 65]),
     "store": Identity(4),
     "city_x_age": Crossed(["city", Bucketized([18, 65], key="age")], num_buckets=1000),
-    "tag": Weighted(HashBucket(50, max_valency=2), "tag_score"),
+    "tag": HashBucket(50, max_valency=2),
   }
 )
 
@@ -76,7 +64,6 @@ BATCH = {
   "store": [0, 3, None],
   "city": ["Rome", "", "Oslo"],
   "tag": [["new", "dvd"], ["new"], None],
-  "tag_score": [[0.5, 2.0], [1.0], None],
   "label": np.array([1, 0, 1]),
 }
 
@@ -94,14 +81,11 @@ GOLDEN = {  # by xxhash alone; a change here changes every table that was traine
 
 def plain(inputs):
   lists = lambda x: (x.values if isinstance(x, embed.Padded) else x).tolist()
-  return {name: lists(x) for name, x in inputs.features.items()}
+  return {name: lists(x) for name, x in inputs.items()}
 
 
 def test_a_batch():
-  inputs = TRANSFORMS(BATCH)
-  assert plain(inputs) == GOLDEN
-  assert list(inputs.weights) == ["tag"]
-  assert inputs.weights["tag"].values.tolist() == [[0.5, 2], [1, 0], [0, 0]]
+  assert plain(TRANSFORMS(BATCH)) == GOLDEN
   sizes = {name: column.vocabulary_size for name, column in TRANSFORMS.columns.items()}
   assert list(sizes.values()) == [1000, 100, 4, 4, 4, 1000, 50]
 
@@ -115,7 +99,7 @@ transforms, batch = pickle.load(sys.stdin.buffer)
 inputs = transforms(batch)
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
-print(json.dumps({k: getattr(x, "values", x).tolist() for k, x in inputs.features.items()}))
+print(json.dumps({k: getattr(x, "values", x).tolist() for k, x in inputs.items()}))
 """
   done = subprocess.run(
     [sys.executable, "-c", code],
@@ -162,8 +146,8 @@ def test_single_examples_can_be_batched_by_grain():
     {"genre": embed.Padded(["comedy", "drama"]), "age": 18.0},
   ]
   inputs = next(iter(grain.MapDataset.source(examples).map(transforms).batch(2)))
-  assert inputs.features["genre"].values.tolist() == [[0, -1], [1, 0]]
-  assert inputs.features["age"].tolist() == [0, 1]
+  assert inputs["genre"].values.tolist() == [[0, -1], [1, 0]]
+  assert inputs["age"].tolist() == [0, 1]
 
 
 @pytest.mark.ci
@@ -175,15 +159,75 @@ def test_a_layer_reads_it():
   }
   features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
   features["again"] = embed.FeatureConfig(tables["genre"])
-  inputs = TRANSFORMS(BATCH)
-  inputs.features["again"] = TRANSFORMS.columns["genre"](["drama", "comedy", ""])
-  embed.validate(features, *inputs)
+  ids = TRANSFORMS(BATCH) | {"again": TRANSFORMS.columns["genre"](["drama", "comedy", ""])}
+  scores = embed.to_padded([[0.5, 2.0], [1.0], []], max_valency=2)
+  weights = dict.fromkeys(features) | {"tag": scores}
+  embed.validate(features, ids, weights)
   layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-  act = nnx.jit(lambda layer, inputs: layer(*inputs))(layer, inputs)
+  act = nnx.jit(lambda layer, *inputs: layer(*inputs))(layer, ids, weights)
   rows = {name: np.asarray(table) for name, table in layer.tables.items()}
-  first, second = inputs.features["tag"].values[0]
+  first, second = ids["tag"].values[0]
   expected = 0.5 * rows["tag"][first] + 2 * rows["tag"][second]
   np.testing.assert_allclose(act["tag"][0], expected, rtol=1e-6)
   np.testing.assert_array_equal(act["age"], rows["age"][[0, 2, 3]])
   np.testing.assert_array_equal(act["again"][:2], rows["genre"][[0, 1]])
   np.testing.assert_array_equal(act["again"][2], np.zeros(4))
+
+
+# --- crosses --------------------------------------------------------------------------------------
+
+
+def test_crossed():
+  """The example of `tf.feature_column.crossed_column`, and padding in it."""
+  column = Crossed(["x", "y"], num_buckets=1000)
+  found = column([["a"], ["b", "c"], ["a", "b"], []], [["d"], ["e"], None, ["d"]])
+  assert bags(found) == [
+    [cross("a", "d") % 1000],
+    [cross("b", "e") % 1000, cross("c", "e") % 1000],
+    [],
+    [],
+  ]
+  dense = column(np.array(["a", ""]), np.array([5, 5]))
+  assert dense.dtype == np.int32
+  assert dense.tolist() == [cross("a", 5) % 1000, -1]
+  age = Bucketized([18, 65], key="age")
+  found = Crossed(["zip", age], 1000)(["8001", "8002"], [17, 80])
+  assert found.tolist() == [cross("8001", 0) % 1000, cross("8002", 2) % 1000]
+  with pytest.raises(ValueError, match="key 'age': nan lies in no bucket"):
+    Crossed(["zip", age], 1000)(["8001"], [np.nan])
+  with pytest.raises(ValueError, match=r"different shapes: \{'x': \(1,\), 'y': \(2,\)\}"):
+    column(["a"], ["b", "c"])
+
+
+def test_crossed_shapes():
+  x, y = embed.Padded([["a", "", "b"], ["", "", ""]]), embed.Padded([[1, -1], [2, 3]])
+  found = Crossed(["x", "y"], 100)(x, y)
+  assert found.values.shape == (2, 6)  # whatever is padding
+  assert [len(bag) for bag in bags(found)] == [2, 0]
+  assert Crossed(["x", "y"], 100, max_valency=4)(x, y).values.shape == (2, 4)
+  with pytest.raises(ValueError, match="longer than max_valency=1"):
+    Crossed(["x", "y"], 100, max_valency=1)(x, y)
+  cut = Crossed(["x", "y"], 100, max_valency=1, truncate=True)(x, y)
+  assert bags(cut) == [bags(found)[0][:1], []]
+  deep = Crossed(["x", "y"], 100)(embed.Padded([[["a", "b"]]]), np.array([["c"]]).reshape(1, 1, 1))
+  assert deep.values.shape == (1, 1, 2)
+  ragged = Crossed(["x", "y"], 100)(embed.Ragged(["a", "b"], [0, 2]), np.array(["c"]))
+  assert ragged.row_splits.tolist() == [0, 2]
+  assert Crossed(["x", "y"], 100)(np.zeros(0, int), np.zeros(0, int)).shape == (0,)
+  assert Crossed(["x", "y"], 100)(np.array([["a"]]), np.array(["b"])).shape == (1,)
+
+
+BAG = st.lists(st.text("ab"), max_size=3)
+
+
+@given(
+  st.lists(st.lists(BAG, min_size=3, max_size=3), min_size=2, max_size=3),
+  st.integers(0, 2**64 - 1),
+)
+def test_a_cross_is_the_hash_of_each_tuple(columns, salt):
+  column = Crossed([f"key {i}" for i in range(len(columns))], 12345, salt)
+  expected = [
+    [cross(*each, salt=salt) % 12345 for each in itertools.product(*example) if all(each)]
+    for example in zip(*columns, strict=True)
+  ]
+  assert bags(column(*columns)) == expected

@@ -1,9 +1,12 @@
-"""Identities, hashes and buckets: numbers a reader can check, padding, and properties."""
+"""Columns: numbers a reader can check, kinds of values, vocabularies, and properties."""
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
+import xxhash
+from cases import refused
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from raw_features import bags, cross, xxh64
@@ -14,12 +17,10 @@ from embed.transforms import (
   Crossed,
   HashBucket,
   Identity,
-  MultiHash,
-  QuotientRemainder,
   RawIds,
   Transforms,
   Vocabulary,
-  Weighted,
+  hashing,
 )
 
 
@@ -78,7 +79,6 @@ def test_id_zero_is_an_id():
   assert Vocabulary([0, 5])(np.array([0])).tolist() == [0]
   assert HashBucket(10)(np.array([0])).tolist() == [xxh64(0) % 10]
   assert Crossed(["x", "y"], 10)([0], [0]).tolist() == [cross(0, 0) % 10]
-  assert Weighted(Identity(3), "w")([[0]], [[0.5]])[1].values.tolist() == [[0.5]]
 
 
 KEYS = st.one_of(
@@ -145,14 +145,6 @@ def test_a_permutation_is_one_and_spreads_multiples_over_shards():
   assert shards.tolist() == [13, 18, 20, 22, 13, 15, 10, 14]
 
 
-def test_ids_of_several_tables():
-  single = [HashBucket(1000, salt=salt) for salt in (3, 4)]
-  found = MultiHash(1000, num_hashes=2, salt=3)(["a", "b"])
-  assert found.values.tolist() == [[h(x).item() for h in single] for x in ("a", "b")]
-  digits = [QuotientRemainder(97, 10, remainder=part)([-1, 96]) for part in (False, True)]
-  assert [ids.tolist() for ids in digits] == [[-1, 9], [-1, 6]]
-
-
 def test_raw_ids_of_strings_and_integers():
   pairs = RawIds()(["drama", "", b"drama"])
   assert pairs.dtype == np.uint32
@@ -162,4 +154,168 @@ def test_raw_ids_of_strings_and_integers():
   assert RawIds()(np.array([2**62 + 5])).tolist() == [[2**30, 5]]
   table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
   inputs = Transforms({"user": RawIds()})({"user": ["a", "b"]})
-  embed.validate({"user": embed.FeatureConfig(table)}, inputs.features)
+  embed.validate({"user": embed.FeatureConfig(table)}, inputs)
+
+
+# --- vocabularies ---------------------------------------------------------------------------------
+
+
+def test_vocabulary():
+  column = Vocabulary(["drama", "comedy"])
+  assert column([b"comedy", "", "drama"]).tolist() == [1, -1, 0]
+  with pytest.raises(ValueError, match="'war' is not among the 2 tokens: give num_oov_buckets, or"):
+    column(["drama", "war", "war"])
+  assert Vocabulary(["drama"], default_value=0)(["war"]).tolist() == [0]
+  assert Vocabulary([2**62, 7])(np.array([7, 2**62, -1])).tolist() == [1, 0, -1]
+  largest = Vocabulary([2**64 - 1, 7], num_oov_buckets=1)
+  assert largest(np.array([2**64 - 1, 8], np.uint64)).tolist() == [0, 2]
+  assert largest(np.array([-1, 8])).tolist() == [-1, 2]
+  buckets = Vocabulary(["drama", "comedy"], num_oov_buckets=3)
+  assert buckets.vocabulary_size == 5
+  assert buckets(["comedy", "war", ""]).tolist() == [1, 2 + xxh64("war") % 3, -1]
+  with pytest.raises(ValueError, match=r"tokens are like 'drama', the values like 3. Convert"):
+    buckets([3, -1])
+
+
+def test_a_file_has_a_token_on_each_line(tmp_path):
+  path = tmp_path / "genres.txt"
+  for content, tokens, dtype in (
+    (b"drama\ncomedy\n", ("drama", "comedy"), str),
+    (b"\xef\xbb\xbfdrama\r\nfilm noir", ("drama", "film noir"), str),
+    ("kömödie\x85\u2028x\n".encode(), ("kömödie\x85\u2028x",), str),  # no breaks of lines here
+    (b"9007199254740993\n0\n", (9007199254740993, 0), int),
+  ):
+    path.write_bytes(content)
+    column = Vocabulary.from_file(path, dtype=dtype, num_oov_buckets=1, key="genre")
+    assert column == Vocabulary(tokens, num_oov_buckets=1, key="genre")
+  cases = [
+    ((b"a\nb\na\n", str), "line 3: 'a' is a repetition of .*line 1"),
+    ((b"a\n\nb\n", str), "line 2: '' is padding"),
+    ((b"", str), "line 1: '' is padding"),
+    ((b"a\n\xff\n", str), "line 2: 'utf-8'"),
+    ((b"1\n1.0\n", int), "line 2: invalid literal for int"),
+  ]
+
+  def read(case):
+    path.write_bytes(case[0])
+    Vocabulary.from_file(path, dtype=case[1])
+
+  refused(cases, read)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+UINT64 = st.integers(0, 2**64 - 1)
+
+
+@given(
+  st.lists(TEXT, min_size=1, unique=True) | st.lists(UINT64, min_size=1, unique=True), st.data()
+)
+def test_tokens_are_the_inverse_of_ids(tokens, data):
+  column = Vocabulary(tokens)
+  fresh = pickle.dumps(column)
+  values = data.draw(st.lists(st.sampled_from(tokens)))
+  assert [column.tokens[i] for i in column(values)] == values
+  assert pickle.dumps(column) == fresh  # workers get no index
+  assert pickle.loads(fresh) == column
+
+
+# --- kinds of columns -----------------------------------------------------------------------------
+
+GENRES = Vocabulary(["drama", "comedy"])
+
+
+def test_dense_values():
+  for column, expected in (
+    ("comedy", 1),
+    (["drama", None], [0, -1]),
+    (np.array([b"comedy", b""]), [1, -1]),
+    (np.array(["comedy", ""], np.dtypes.StringDType()), [1, -1]),
+    (np.array([["comedy"], [None]], object), [[1], [-1]]),
+    ([], []),
+  ):
+    ids = GENRES(column)
+    assert isinstance(ids, np.ndarray)
+    assert (ids.dtype, ids.tolist()) == (np.int32, expected)
+
+
+def test_lists_of_lists_are_bags_whatever_their_lengths():
+  """Or the kind of a feature would depend on the batch."""
+  frame = np.empty(2, object)
+  frame[:] = [np.array(["drama"]), np.array(["comedy", "drama"])]
+  for column in (frame, [("drama",), np.array(["comedy", "drama"])]):
+    assert GENRES(column).values.tolist() == [[0, -1], [1, 0]]
+  assert GENRES([["drama"], ["comedy"]]).values.tolist() == [[0], [1]]
+  assert GENRES([[], None]).values.tolist() == [[-1], [-1]]
+  found = Bucketized([0.7])([np.array([0.7, 1], np.float32), np.array([], np.float64)])
+  assert found.values.tolist() == [[1, 1], [-1, -1]]
+  cases = [([["drama"], "comedy"], r"holds lists and None; write \[value\]")]
+  cases += [([[["drama"]]], "must be flat")]
+  splits = ([1, 2], [0, 2, 1], [0, 4])
+  cases += [(embed.Ragged(["drama", "comedy"], x), "row_splits must start at 0") for x in splits]
+  refused(cases, GENRES)
+
+
+def test_bags_keep_their_kind_without_max_valency():
+  lists = [["drama"], ["comedy", "drama"]]
+  ragged = embed.Ragged(["drama", "comedy", "drama", "behind"], [0, 1, 3], max_valency=2)
+  sparse = embed.Sparse([[0, 0], [1, 0], [1, 1]], ["drama", "comedy", "drama"], (2, 2))
+  assert GENRES(ragged).values.tolist() == [0, 1, 0, -1]
+  assert GENRES(ragged).max_valency == 2
+  assert GENRES(sparse).values.tolist() == [0, 1, 0]
+  assert GENRES(sparse).dense_shape == (2, 2)
+  column = Vocabulary(["drama", "comedy"], max_valency=3)
+  for each in (lists, ragged, sparse):
+    assert column(each).values.tolist() == [[0, -1, -1], [1, 0, -1]]
+  with pytest.raises(ValueError, match="Bag 1 is longer than max_valency=1"):
+    Vocabulary(["drama", "comedy"], max_valency=1)(lists)
+  cut = Vocabulary(["drama", "comedy"], max_valency=1, truncate=True)
+  assert cut(lists).values.tolist() == [[0], [1]]
+
+
+# --- keys and hashes ------------------------------------------------------------------------------
+
+
+def objects(*items):
+  return np.array(items, object)
+
+
+def test_the_published_hashes():
+  """The test vectors that implementations of xxHash are checked by."""
+  found = hashing.hashes(objects("", "a", "abc"), seed=0).tolist()
+  assert found == [0xEF46DB3751D8E999, 0xD24EC4F1A98C6E5B, 0x44BC2CF5AD770999]
+  for dtype in (np.int8, np.uint8, np.int32, np.uint64):
+    assert hashing.hashes(np.array([7], dtype), 0).tolist() == [xxh64(7)], dtype
+
+
+@given(st.lists(st.tuples(UINT64, UINT64)), st.lists(TEXT), st.lists(st.binary()))
+def test_every_key_hashes_as_its_bytes(pairs, strings, items):
+  words, seeds = np.array(pairs, np.uint64).reshape(-1, 2).T
+  assert hashing.xxh64(words, seeds).tolist() == [xxh64(*pair) for pair in pairs]
+  assert hashing.hashes(objects(*strings), 5).tolist() == [xxh64(x, 5) for x in strings]
+  expected = [xxhash.xxh64_intdigest(item, 5) for item in items]
+  assert hashing.hashes(hashing.to_keys(objects(*items)), 5).tolist() == expected
+
+
+def test_keys():
+  """NumPy would make floats of some of these integers."""
+  for items, expected in (
+    ((2**63 + 1, 1), [2**63 + 1, 1]),
+    ((2**62 + 1, None), [2**62 + 1, -1]),
+    ((np.uint64(2**63 + 1),), [2**63 + 1]),
+    (("a", "", None, b"b"), ["a", "", "", "b"]),
+  ):
+    assert hashing.to_keys(objects(*items)).tolist() == expected
+  assert not hashing.is_padding(np.array([2**64 - 1], np.uint64)).any()
+  with pytest.raises(ValueError, match=r"-7 is neither a key nor padding.*view\(np.uint64\)"):
+    hashing.is_padding(np.array([0, -7]))
+  cases = [(objects(*x), "all fit int64, or all uint64") for x in ((-1, 2**63), (None, 2**63))]
+  cases += [
+    (np.array([1.5]), "float64.*Bucketized"),
+    (np.array([True]), "bool"),
+    (objects(1, "1"), r"\['int', 'str'\]"),
+    (objects("a", float("nan")), r"\['float', 'str'\]"),
+    (objects(True, 1), r"\['bool', 'int'\]"),
+  ]
+  refused(cases, hashing.to_keys)
+  numbers = [np.array(["1"]), objects("1"), objects(None, "1"), np.array([True])]
+  refused([(x, "numbers must be integers or floats") for x in numbers], hashing.to_numbers)

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from embed.tools import reference
+import reference
 
 
 def test_gains_of_a_weighted_mean():

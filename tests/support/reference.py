@@ -1,4 +1,4 @@
-"""Reference for the tests and the self-test: the library's computations in slow float64 NumPy.
+"""Reference for the tests: the library's computations in slow float64 NumPy.
 
 Three parts, each to be read from top to bottom:
 
@@ -6,8 +6,8 @@ Three parts, each to be read from top to bottom:
   occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
   gradients   -> optimizers, one function each, and the arguments they share (`apply_rows`)
 
-It uses neither JAX nor the rest of the library. To add an optimizer, write its update and its line
-in `RULES`.
+It uses neither JAX nor the library, but for `as_given`. To add an optimizer, write its update and
+its line in `RULES`.
 """
 
 import types
@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+import embed
 
 # ------------------------------------------------------------------------------ inputs
 
@@ -119,6 +121,20 @@ def as_kind(kind, values, weights):
   )[: values.size]
   splits = np.cumsum([0, *lengths]).astype(np.int32)
   return RaggedIds(pack(values), splits, None if weights is None else pack(weights))
+
+
+def as_given(inputs):
+  """Ids and weights as a layer takes them."""
+  values, weights = np.asarray(inputs.values), inputs.weights
+  if isinstance(inputs, DenseIds):
+    return values, weights
+  if isinstance(inputs, PaddedIds):
+    wrap = embed.Padded
+  elif isinstance(inputs, RaggedIds):
+    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits))
+  else:
+    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
+  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
 
 
 def occurrences(feature, inputs):
