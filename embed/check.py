@@ -200,7 +200,7 @@ def header() -> str:
   tables = [embed.FeatureConfig(embed.TableConfig(ROWS, dim)) for dim in (DIM, 128)]
   stacks = Plan.uniform(tables, embed.sgd(0.1), None, "data", "mod").stacks().values()
   packed = ", tables packed" if any(stack.is_packed for stack in stacks) else ""
-  cores = ", rows by SparseCores" if any(stack.sparse_core for stack in stacks) else ""
+  cores = ", rows by SparseCores" if any(stack.back_end for stack in stacks) else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
     f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"

@@ -244,7 +244,7 @@ class Plan:
       table.stochastic_rounding,
       entry.exchange,
       entry.capacity,
-      sparse_core=storage == "sparse_core",
+      back_end=sparse_core.NAME if storage == "sparse_core" else None,
       is_packed=is_packed,
     )
 
@@ -379,7 +379,7 @@ class Plan:
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_packed:
         notes.append(stack_lib.describe_packing(stack.dim))
-      if stack.sparse_core:
+      if stack.back_end is not None:
         notes.append("on SparseCores")
       reasons = (self._unsupported_reason(x, self[x], self[x].storage) for x in stack.tables)
       if reason := next(filter(None, reasons), None):  # the same for all of the stack's tables

@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.config import DynamicVocabulary
+from embed.engine.hashes import scramble
 from embed.engine.mesh import Names, Placement, device_index
 from embed.engine.stack import Arrays
 
@@ -62,17 +63,10 @@ class Admitted(NamedTuple):
 # --- hashes --------------------------------------------------------------------------------------
 
 
-def _finalize(h: jax.Array) -> jax.Array:
-  """The finalizer of MurmurHash3, a bijection of uint32."""
-  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-  return h ^ (h >> 16)
-
-
 def mixed(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A bijection of 64 bits as two uint32: a Feistel network of four rounds."""
   for salt in _SALTS:
-    high, low = low, high ^ _finalize(low ^ jnp.uint32(salt))
+    high, low = low, high ^ scramble(low ^ jnp.uint32(salt))
   return high, low
 
 

@@ -172,7 +172,7 @@ class StackSpec:
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
-    sparse_core: whether SparseCores read and write the rows.
+    back_end: the name of what reads and writes the rows in XLA's place, or None.
     is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
   """
 
@@ -186,7 +186,7 @@ class StackSpec:
   stochastic_rounding: bool = False
   exchange: str | None = None
   capacity: int | None = None
-  sparse_core: bool = False
+  back_end: str | None = None
   is_packed: bool = False
 
   @functools.cached_property

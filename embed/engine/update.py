@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import cost, exchange, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
+from embed.engine.backends import BACK_ENDS
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
+from embed.engine.hashes import GOLDEN, scramble
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.engine.xla import is_traced
@@ -335,7 +337,7 @@ def _step_rows_of(
   zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
   parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
-  if _is_plain_sum(optimizer, table) and not stack.sparse_core:
+  if _is_plain_sum(optimizer, table) and stack.back_end is None:
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
 
   def on_cpu(arrays, parts):
@@ -376,9 +378,11 @@ def _step_part(
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
-  old = jax.lax.optimization_barrier(rows_lib.read(stack, arrays, at))
+  if stack.back_end is not None:
+    return BACK_ENDS[stack.back_end].step(stack, row_step, arrays, at, g)
+  old = jax.lax.optimization_barrier(rows_lib.read(arrays, at))
   new = jax.lax.optimization_barrier(row_step(at, g, old))
-  return rows_lib.write(stack, arrays, at, new)
+  return rows_lib.write(arrays, at, new)
 
 
 def _add_steps(
@@ -491,20 +495,6 @@ def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) ->
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
-
-
-GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: spreads consecutive numbers
-SCRAMBLE, LAST_SHIFT = ((16, 0x7FEB352D), (15, 0x846CA68B)), 16  # of `scramble`
-
-
-def scramble(x: jax.Array) -> jax.Array:
-  """A bijection of uint32 whose output bits look independent of its input.
-
-  `lowbias32` of Christopher Wellons, "Prospecting for Hash Functions" (2018).
-  """
-  for shift, factor in SCRAMBLE:
-    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-  return x ^ (x >> jnp.uint32(LAST_SHIFT))
 
 
 def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:

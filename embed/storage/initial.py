@@ -182,7 +182,7 @@ def reset(
     def body(i, arrays):
       part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk)
       made = values(key, ids.at[part(index)].get(mode="promise_in_bounds"))
-      return rows_lib.write(stack, arrays, part(local_rows), made)
+      return rows_lib.write(arrays, part(local_rows), made)
 
     count = jnp.sum(is_own, dtype=jnp.int32)
     rows = rows_lib.opened(stack, arrays)

@@ -15,7 +15,7 @@ from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
-from embed.kernels.sparse_core import kernels
+from embed.kernels import sparse_core_pallas as kernels
 
 V, D = 61, 128
 
