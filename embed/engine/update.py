@@ -148,9 +148,8 @@ def step(
   def per_device(arrays, scalars, *grads):
     body = functools.partial(step_table, stack, scalars)
     arrays = rows_lib.as_rows(stack, arrays)
-    return rows_lib.as_stored(
-      stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays)
-    )
+    arrays = exchange.for_each_round(grads, stack, sums_tables, body, arrays)
+    return rows_lib.as_stored(stack, arrays)
 
   of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
