@@ -6,7 +6,6 @@ A **strategy** says how a table is spread over mesh axes: "mod" and "div" split 
 
 import dataclasses
 import functools
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +131,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Plan:
   """Decisions about how the tables of a feature config are spread over a mesh.
 
-  `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
+  `embed.plan` makes plans. A plan maps each table name to a `TablePlan`, which
   can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
   batch. Tables of equal width, dtype, optimizer and `TablePlan` are stacked: stored in one array
   and exchanged together.
@@ -310,7 +309,7 @@ class Plan:
     """The cost of each stack on a device for the example batch, a list of `embed.StackCost`.
 
     Raises:
-      ValueError: if the plan has no example batch, as after `from_json`.
+      ValueError: if the plan has no example batch.
     """
     return [self._cost(stack) for stack in self.stacks().values()]
 
@@ -419,35 +418,6 @@ class Plan:
     counts = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
     return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in counts]
 
-  # --- as text -----------------------------------------------------------------------------------
-
-  def to_json(self) -> str:
-    """The decisions as JSON, for `from_json`, without the feature config and the mesh."""
-    tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
-    return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
-
-  @classmethod
-  def from_json(
-    cls, text: str, features: Any, mesh: Any = None, optimizer: RowOptimizer | None = None
-  ) -> "Plan":
-    """Reads the decisions of another plan for the same tables. The plan has no example batch.
-
-    Args:
-      text: the result of `to_json`.
-      features: the feature config.
-      mesh: the devices; None is the mesh of `jax.set_mesh`, or one device.
-      optimizer: the optimizer of tables that have none of their own.
-
-    Raises:
-      ValueError: if the tables differ.
-    """
-    read = json.loads(text)
-    axis = None if read["batch_axis"] is None else tuple(read["batch_axis"])
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh
-    result = cls(features, optimizer, mesh, axis)
-    result._decide({name: TablePlan(**entry) for name, entry in read["tables"].items()})
-    return result
-
   def _decide(self, entries: Mapping[str, TablePlan]) -> None:
     """Takes over the entries of another plan; raises ValueError if its tables differ."""
     if set(entries) != set(self.tables):
@@ -491,7 +461,7 @@ def plan(
     axis: the mesh axes to split over; None takes all of them.
 
   Returns:
-    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to save (`to_json`), and to
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), and to
     pass to `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
@@ -502,10 +472,6 @@ def plan(
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
   ('mod', 32000000, 32000000)
-  >>> plan["movie"].strategy = "div"
-  >>> kept = plan.to_json()
-  >>> embed.Plan.from_json(kept, plan.features, mesh, embed.adagrad(0.1))["movie"].strategy
-  'div'
   """
   mesh = mesh_lib.current_mesh() if mesh is None else mesh
   axes = as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
