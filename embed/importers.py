@@ -7,7 +7,6 @@ libraries that wrote the files are not imported; `.weights.h5` needs h5py and Pa
 """
 
 import functools
-import inspect
 import json
 import math
 import numbers
@@ -610,7 +609,7 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
     if is_so:
       raise ValueError(f"{what} of {where}, a {kind}: {instead}{write}.")
   make, arguments = OPTIMIZERS[str(name)], {}
-  for argument in inspect.signature(make).parameters:
+  for argument in make().arguments:
     attribute = argument if hasattr(theirs, argument) else _NAMES_IN_V1.get(argument, argument)
     if hasattr(theirs, attribute):
       arguments[argument] = getattr(theirs, attribute)
