@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
-from embed.kernels.sparse_core import kernels
+from embed.kernels import sparse_core_pallas as kernels
 from recipes import hosts
 from recipes.aot import compile as aot
 from recipes.aot import hlo

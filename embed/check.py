@@ -1,20 +1,17 @@
-"""`python -m embed check`: compares this installation on these devices with NumPy.
+"""`python -m embed check`: compares lookups, row gradients and optimizers with NumPy, here.
 
-Lookups, row gradients and every registered optimizer, compiled as in a training step, on one device
-and on all local devices: everything by "mod", and what differs there by the other strategies.
-
-A lookup is a matrix product here, `activations = M @ table`, and a row's gradient is a row of
-`M.T @ cotangents`, in float64. An optimizer's equation steps the touched rows one operation at a
-time; the library's tests hold the equations to TensorFlow's.
+Three training steps of a table for each optimizer, by another combiner and kind of input each, on
+one device and on all local devices by each strategy. Activations, row gradients, rows and slots are
+compared after each step.
 
 Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
 order: only divisions, roots and powers are rounded. An error is the largest difference in an array
 over the largest value in it, and may be
 
 - 2^-16 in float32. A division or a root has an error of 2^-24 to 2^-22, on accelerators too; three
-  steps of an optimizer have about ten of them, and subtract their results. A wrong sum or order has
-  a larger error.
-- 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
+  steps have about ten of them, and subtract their results. A wrong constant or order has a larger
+  error.
+- 2^-7 in bfloat16, which keeps 8 bits: each rounding has an error of up to 2^-9.
 
 The environment variables that decide how tables are stored apply: with `SPARSE_EMBED_PACKED=1`, all
 tables that can be packed are; with `SPARSE_EMBED_SPARSE_CORES=1`, SparseCores read and write the
@@ -27,7 +24,7 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,49 +34,130 @@ import optax
 from flax import nnx
 
 import embed
-from embed import config as config_lib
 from embed.engine import backends
 from embed.kernels import sparse_core
-from embed.optimizers import OPTIMIZERS, named
+from embed.optimizers import OPTIMIZERS
 from embed.planning import Plan
 
-TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
+TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-7}
 ROWS = 37  # a prime number: no number of devices divides it
 DIM = 16  # the fewest columns that SparseCores sum
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
-# Arguments with which every term of an equation shows, by optimizer.
-EXAMPLES: dict[str, dict[str, Any]] = {
-  "adagrad_momentum": {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0},
-  "ftrl": {"l1_regularization_strength": 0.125, "beta": 0.5},
-  "adam": {"epsilon": 1e-3},
-}
-COMMON = {
-  "clipvalue": 0.5,
-  "weight_decay_factor": 0.125,
-  "clip_weight_min": -0.5,
-  "clip_weight_max": 1.0,
-}
-OTHER_WAYS = ("sgd", "rowwise_adagrad", "adam")
+
+# --- the truth, in float64 -----------------------------------------------------------------------
 
 
-def optimizers() -> dict[str, tuple[str, dict[str, Any]]]:
-  """Returns the names and arguments of the optimizers to check, by what is printed."""
-  names = [name for name, make in named().items() if make().equation is not None]
-  found = {name: (name, EXAMPLES.get(name, {})) for name in names}
-  return found | {"common arguments": ("adagrad", COMMON)}
+def gains(combiner: str, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+  """Weights `[B, L]` after the combiner, 0 for padding."""
+  weights = np.where(ids >= 0, weights, 0.0)
+  if combiner == "sum":
+    return weights
+  total = weights.sum(1) if combiner == "mean" else np.sqrt((weights**2).sum(1))
+  return weights / np.where(total == 0, 1.0, total)[:, None]
+
+
+def lookup(table: np.ndarray, ids: np.ndarray, gains: np.ndarray) -> np.ndarray:
+  """Activations `[B, dim]` of bags `[B, L]`."""
+  return np.einsum("bl,bld->bd", gains, table[ids])  # padding, -1, has a gain of 0
+
+
+def row_gradients(ids: np.ndarray, gains: np.ndarray, cotangents: np.ndarray) -> np.ndarray:
+  """Gradients `[ROWS, dim]` of all rows, from cotangents `[B, dim]`."""
+  rows = np.zeros((ROWS, cotangents.shape[1]))
+  np.add.at(rows, ids, gains[:, :, None] * cotangents[:, None])
+  return rows
+
+
+def sgd(w, g, lr):
+  return (w - lr * g,)
+
+
+def adagrad(w, g, lr, a):
+  a = a + g**2
+  return w - lr * g / np.sqrt(a), a
+
+
+def adagrad_with_common_arguments(w, g, lr, a):
+  w, a = adagrad(w * (1 - 0.125), np.clip(g, -0.5, 0.5), lr, a)
+  return np.clip(w, -0.5, 1.0), a
+
+
+def rowwise_adagrad(w, g, lr, a):
+  a = a + np.mean(g**2, axis=1)
+  return w - lr * g / np.sqrt(a)[:, None], a
+
+
+def adagrad_momentum(w, g, lr, a, m):
+  a = a + g**2
+  m = 0.5 * m + (a + 0.01) ** (-1 / 3) * g
+  return w - lr * m, a, m
+
+
+def ftrl(w, g, lr, a, z):
+  old, a = np.sqrt(a), a + g**2
+  z = z + g - (np.sqrt(a) - old) * w / lr
+  return (np.clip(z, -0.125, 0.125) - z) / ((np.sqrt(a) + 0.5) / lr), a, z
+
+
+def adam(w, g, lr, m, v):
+  m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+  return w - lr * m / np.sqrt(v + 1e-3**2), m, v
+
+
+class Case(NamedTuple):
+  """A table: its optimizer, with arguments that show every term, and how it is looked up."""
+
+  optimizer: str
+  step: Callable[..., tuple[np.ndarray, ...]]  # (w, g, lr, *slots) -> (w, *slots), of rows
+  slots: Mapping[str, float] = {}  # initial values
+  arguments: Mapping[str, Any] = {}
+  combiner: str = "sum"
+  kind: str = "padded"
+  is_weighted: bool = False
+  dtype: str = "float32"
+  is_per_row: bool = False  # slots `[V]` instead of `[V, dim]`
+
+
+_COMMON = {
+  "clipvalue": 0.5, "weight_decay_factor": 0.125, "clip_weight_min": -0.5, "clip_weight_max": 1.0,
+}  # fmt: skip
+_MOMENTUM = {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0}
+_FTRL = {"l1_regularization_strength": 0.125, "beta": 0.5}
+_A, _AM, _AZ, _MV = (
+  {"accumulators": 0.1},
+  {"accumulators": 0.0, "momenta": 0.0},
+  {"accumulators": 0.1, "linears": 0.0},
+  {"momenta": 0.0, "velocities": 0.0},
+)
+CASES = {
+  "sgd": Case("sgd", sgd, combiner="mean"),
+  "sgd, bfloat16": Case("sgd", sgd, kind="sparse", dtype="bfloat16"),
+  "adagrad": Case("adagrad", adagrad, _A, combiner="mean", kind="ragged", is_weighted=True),
+  "common arguments": Case(
+    "adagrad", adagrad_with_common_arguments, _A, _COMMON, "mean", "sparse", is_weighted=True
+  ),
+  "rowwise_adagrad": Case("rowwise_adagrad", rowwise_adagrad, _A, kind="dense", is_per_row=True),
+  "adagrad_momentum": Case(
+    "adagrad_momentum", adagrad_momentum, _AM, _MOMENTUM, "sqrtn", is_weighted=True
+  ),
+  "ftrl": Case("ftrl", ftrl, _AZ, _FTRL, kind="sequence"),
+  "adam": Case("adam", adam, _MV, {"epsilon": 1e-3}, "sqrtn", "max_valency"),
+}
+
+# --- the report ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One comparison: its subject, its place and its error.
+  """One comparison.
 
   Args:
-    what: such as "lookup, mean" or "adagrad".
+    what: such as "adagrad".
     where: such as "one device".
     error: the largest difference over the largest value, infinite if they cannot be compared.
     tolerance: the largest error that passes.
-    note: the reason of a failure that the error does not tell.
+    note: what has this error, such as "row gradients".
   """
 
   what: str
@@ -99,7 +177,7 @@ def main() -> int:
   start, results = time.time(), []
   for result in run():
     results.append(result)
-    verdict = "ok" if result.ok else f"FAILED {result.note}".rstrip()
+    verdict = "ok" if result.ok else f"FAILED: {result.note}"
     print(f"{result.what:<25}  {result.where:<22}  {result.error:8.1e}  {verdict}", flush=True)
   failed = [result for result in results if not result.ok]
   seconds = f"{time.time() - start:.0f} s"
@@ -122,7 +200,7 @@ def header() -> str:
   tables = [embed.FeatureConfig(embed.TableConfig(ROWS, dim)) for dim in (DIM, 128)]
   stacks = Plan.uniform(tables, embed.sgd(0.1), None, "data", "mod").stacks().values()
   packed = ", tables packed" if any(stack.is_packed for stack in stacks) else ""
-  cores = ", rows by SparseCores" if any(stack.sparse_core for stack in stacks) else ""
+  cores = ", rows by SparseCores" if any(stack.back_end for stack in stacks) else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
     f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"
@@ -138,48 +216,36 @@ def _version(package: str) -> str:
 
 
 def run() -> Iterator[Result]:
-  """Checks everything in all of `places()`, one result after the other.
+  """Checks all cases in all places; an error there is a failed result, with a note."""
+  for where, place in places().items():
+    try:
+      for result in check(place):
+        yield dataclasses.replace(result, where=where)
+    except Exception as error:  # the other places are still checked
+      traceback.print_exc()
+      message = str(error).split("\n")[0]
+      yield Result("all", where, math.inf, note=f"{type(error).__name__}: {message}")
 
-  A check that raises is a failed result, with the error as its note.
-  """
-  for name, place in places().items():
-    yield from _guarded("lookups", name, _check_lookups, place)
-    yield from _guarded("optimizers", name, _check_optimizers, place)
+
+class Place(NamedTuple):
+  """The mesh and strategy of a layer, and the columns of its tables."""
+
+  mesh: Any = None
+  strategy: str = "mod"
+  dim: int = DIM
 
 
-def places() -> dict[str, dict[str, Any]]:
-  """Arguments of `_make` by name: of one device, and of all local ones."""
-  arguments: dict[str, dict[str, Any]] = {"one device": {}}
+def places() -> dict[str, Place]:
+  """One device, and all local ones by each strategy."""
+  by_name = {"one device": Place()}
   if backends.is_on(sparse_core.SWITCH, default=False):
-    arguments["one device, 128 columns"] = {"dim": 128}  # a kernel of its own
+    by_name["one device, 128 columns"] = Place(dim=128)  # a kernel of its own
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     for strategy in ("mod", "div", "replicated"):
-      arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
-  return arguments
-
-
-def _make(features: Any, place: Mapping[str, Any], optimizer: Any = None) -> embed.SparseEmbed:
-  mesh, strategy = place.get("mesh"), place.get("sharding", "mod")
-  return embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), mesh=mesh, sharding=strategy)
-
-
-Check = Callable[[dict[str, Any]], Iterator[Result]]
-
-
-def _is_brief(place: Mapping[str, Any]) -> bool:
-  return place.get("sharding", "mod") != "mod"
-
-
-def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iterator[Result]:
-  try:
-    for result in check(place):
-      yield dataclasses.replace(result, where=where)
-  except Exception as error:  # the other checks still run
-    traceback.print_exc()
-    message = str(error).split("\n")[0]
-    yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
+      by_name[f"{len(devices)} devices, {strategy}"] = Place(mesh, strategy)
+  return by_name
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -192,220 +258,141 @@ def relative_error(actual: Any, expected: Any) -> float:
   return float(error) if np.isfinite(error) else math.inf
 
 
-# --- inputs --------------------------------------------------------------------------------------
+# --- the steps -----------------------------------------------------------------------------------
 
 
 def _eighths(draw: np.random.Generator, shape: tuple[int, ...], most: int = 8) -> np.ndarray:
   return (draw.integers(-most, most + 1, shape) / 8).astype(np.float32)
 
 
-def _bags(draw: np.random.Generator) -> np.ndarray:
-  """Draws ids `[BATCH, VALENCY]` of Zipf's law: bags of 0 to VALENCY ids, and unused rows."""
+def _draw_ids(draw: np.random.Generator) -> np.ndarray:
+  """Draws ids `[BATCH, VALENCY]` of Zipf's law, with padding, an empty bag and unused rows."""
   ids = np.minimum(draw.zipf(1.3, (BATCH, VALENCY)) - 1, ROWS - 3)
-  lengths = draw.integers(0, VALENCY + 1, (BATCH, 1))
-  lengths[0] = 0
-  return np.where(np.arange(VALENCY) < lengths, ids, -1).astype(np.int32)
+  ids[draw.random(ids.shape) < 0.25] = -1
+  ids[0] = -1
+  return ids.astype(np.int32)
 
 
 def as_kind(kind: str, ids: np.ndarray, values: np.ndarray) -> Any:
-  """Lays values `[BATCH, VALENCY]`, the ids or their weights, out as an input of this kind."""
-  if kind == "dense":
-    return values[:, 0]
+  """Lays out ids, or their weights, `[BATCH, VALENCY]` as a kind of input."""
   if kind == "padded":
     return embed.Padded(values)
-  used = ids >= 0
-  if kind == "sparse":
-    return embed.Sparse(np.argwhere(used).astype(np.int32), values[used], values.shape)
-  splits = np.append(0, np.cumsum(used.sum(1))).astype(np.int32)
-  most = VALENCY if kind == "max_valency" else None
-  return embed.Ragged(np.append(values[used], values[~used]), splits, most)  # with a tail
+  if kind == "dense":
+    return values[:, 1]
+  if kind == "sparse":  # padding included, for the same shapes in each step
+    return embed.Sparse(np.argwhere(np.ones_like(ids)).astype(np.int32), values.ravel(), ids.shape)
+  lengths = VALENCY - np.argmax(ids[:, ::-1] >= 0, axis=1)  # padding inside of a bag stays
+  is_used, splits = np.arange(VALENCY) < lengths[:, None], np.cumsum([0, *lengths], dtype=np.int32)
+  values = np.append(values[is_used], values[~is_used])  # behind the last split: padding
+  return embed.Ragged(values, splits, VALENCY if kind == "max_valency" else None)
 
 
-def lookup_matrix(
-  ids: np.ndarray, weights: np.ndarray, combiner: str, length: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns M `[positions, ROWS]` of `activations = M @ table`, and the rows that are looked up.
+class Batch(NamedTuple):
+  """The inputs of a case in a step: as a layer takes them, and as the truth does."""
 
-  A sequence has `length` positions for each bag, and is not combined.
-  """
-  if length:
-    ids, weights = ids[:, :length].reshape(-1, 1), weights[:, :length].reshape(-1, 1)
-  weights = np.where(ids >= 0, weights, 0.0)
-  norms = {"sum": 1.0, "mean": weights.sum(1), "sqrtn": np.sqrt((weights**2).sum(1))}
-  norm = np.broadcast_to(norms[combiner], len(ids))[:, None]
-  gains = np.divide(weights, norm, out=np.zeros(ids.shape), where=norm != 0)
-  matrix = np.zeros((len(ids), ROWS))
-  np.add.at(matrix, (np.arange(len(ids))[:, None], ids), gains)  # padding, -1, adds 0
-  return matrix, np.unique(ids[ids >= 0])
+  inputs: Any
+  weights: Any
+  cotangents: np.ndarray  # `[N, dim]`
+  ids: np.ndarray  # `[N, valency]`, of each activation
+  gains: np.ndarray
 
-
-# --- lookups and row gradients -------------------------------------------------------------------
-
-KINDS = ("padded", "ragged", "max_valency", "sparse")
-
-
-class Lookup(NamedTuple):
-  """Ids of one table, looked up as inputs of several kinds."""
-
-  kinds: tuple[str, ...]
-  ids: np.ndarray  # [BATCH, VALENCY]
-  weights: np.ndarray | None = None
-  combiner: str = "mean"
-  length: int = 0
-  dtype: str = "float32"
-
-  def matrix(self) -> tuple[np.ndarray, np.ndarray]:
-    ids = self.ids[:, :1] if "dense" in self.kinds else self.ids
-    weights = np.ones(ids.shape) if self.weights is None else self.weights
-    return lookup_matrix(ids, weights, self.combiner, self.length)
+  @classmethod
+  def draw(cls, draw: np.random.Generator, case: Case, dim: int) -> "Batch":
+    ids, weights = _draw_ids(draw), np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
+    weights = weights if case.is_weighted else np.ones_like(weights)
+    given = as_kind(case.kind, ids, ids)
+    given_weights = as_kind(case.kind, ids, weights) if case.is_weighted else None
+    if case.kind in ("dense", "sequence"):  # an activation for each id
+      ids = (ids[:, 1] if case.kind == "dense" else ids[:, :LENGTH]).reshape(-1, 1)
+      weights = np.ones(ids.shape)
+    cotangents = _eighths(draw, (len(ids), dim))
+    return cls(given, given_weights, cotangents, ids, gains(case.combiner, ids, weights))
 
 
-def lookups(draw: np.random.Generator, brief: bool) -> dict[str, Lookup]:
-  """Returns what to look up, by what is printed."""
-  found = {}
-  for combiner in config_lib.COMBINERS:
-    kinds = KINDS if combiner == "mean" and not brief else KINDS[:1]
-    found[combiner] = Lookup(kinds, _bags(draw), combiner=combiner)
-    weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
-    found[f"{combiner}, weights"] = Lookup(KINDS, _bags(draw), weights, combiner)
-  found["mean, bfloat16"] = Lookup(KINDS[:1], _bags(draw), dtype="bfloat16")
-  found["sequences"] = Lookup(KINDS, _bags(draw), length=LENGTH)
-  found["single ids"] = Lookup(("dense",), _bags(draw))
-  return found
-
-
-def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
-  """Compares lookups and row gradients, all from one compiled function."""
-  draw, dim = np.random.default_rng(0), place.get("dim", DIM)
-  cases = lookups(draw, _is_brief(place))
+def check(place: Place) -> Iterator[Result]:
+  """Trains a layer that has a table for each case, and compares each of them."""
+  draw, dim, rates = np.random.default_rng(0), place.dim, np.array(RATES, np.float32)
   features: dict[str, Any] = {}
-  inputs: dict[str, Any] = {}
-  weights: dict[str, Any] = {}
-  cotangents: dict[str, np.ndarray] = {}
-  tables = {name: _eighths(draw, (ROWS, dim), 16) for name in cases}
-  for name, case in cases.items():
-    dtype = jnp.dtype(case.dtype)
-    table = embed.TableConfig(ROWS, dim, combiner=case.combiner, name=name, dtype=dtype)
-    shape = (BATCH, case.length, dim) if case.length else (BATCH, dim)
-    for kind in case.kinds:
-      feature = f"{name}, {kind}"
-      features[feature] = embed.FeatureConfig(table, max_sequence_length=case.length)
-      inputs[feature] = as_kind(kind, case.ids, case.ids)
-      weights[feature] = case.weights
-      if case.weights is not None:
-        weights[feature] = as_kind(kind, case.ids, case.weights)
-      cotangents[feature] = _eighths(draw, shape)
-  layer = _make(features, place, embed.sgd(0.1))
-  layer.load_tables(tables)
+  expected: dict[str, dict[str, np.ndarray]] = {}
+  for name, case in CASES.items():
+    rule = OPTIMIZERS[case.optimizer](lambda step: jnp.asarray(rates)[step], **case.arguments)
+    table = embed.TableConfig(
+      ROWS, dim, None, rule, case.combiner, name, case.dtype, stochastic_rounding=False
+    )
+    length = LENGTH if case.kind == "sequence" else 0
+    features[name] = embed.FeatureConfig(table, max_sequence_length=length)
+    shape = (ROWS,) if case.is_per_row else (ROWS, dim)
+    expected[name] = {"parameters": _eighths(draw, (ROWS, dim), 16).astype(np.float64)}
+    expected[name] |= {slot: np.full(shape, value) for slot, value in case.slots.items()}
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=place.mesh, sharding=place.strategy)
+  layer.load_tables({name: variables["parameters"] for name, variables in expected.items()})
+  optimizer = embed.Optimizer(layer, optax.identity())
 
   def loss(layer, inputs, weights, cotangents):
     activations = layer(inputs, weights)
-    product = lambda a, c: jnp.sum(a.astype(jnp.float32) * c)
-    products = jax.tree.map(product, activations, cotangents)
-    return sum(products.values(), jnp.zeros(())), activations
-
-  gradients = nnx.jit(embed.value_and_grad(loss, has_aux=True))
-  (_, activations), grads = gradients(layer, inputs, weights, cotangents)
-  for name, case in cases.items():
-    matrix, _ = case.matrix()
-    wanted = (matrix @ tables[name]).reshape(cotangents[f"{name}, {case.kinds[0]}"].shape)
-    errors = [relative_error(activations[f"{name}, {kind}"], wanted) for kind in case.kinds]
-    yield Result(f"lookup, {name}", "", max(errors), TOLERANCE[case.dtype])
-  for name, case in cases.items():
-    matrix, touched = case.matrix()
-    total = np.sum([cotangents[f"{name}, {kind}"].reshape(-1, dim) for kind in case.kinds], axis=0)
-    sums = matrix.T @ total
-    yield compare_rows(f"rows, {name}", grads.rows[name], {row: sums[row] for row in touched})
-
-
-def compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
-  ids, values = np.asarray(rows.ids), np.asarray(rows.values)
-  order = np.argsort(ids)[: np.sum(ids < ROWS)]
-  if ids[order].tolist() != sorted(expected):
-    return Result(what, "", math.inf, note="other rows were touched")
-  return Result(
-    what, "", relative_error(values[order], [expected[row] for row in sorted(expected)])
-  )
-
-
-# --- optimizers ----------------------------------------------------------------------------------
-
-
-def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
-  cases = optimizers()
-  if _is_brief(place):
-    cases = {name: cases[name] for name in OTHER_WAYS}
-  draw, dim = np.random.default_rng(1), place.get("dim", DIM)
-  rates = np.array(RATES, np.float32)
-  schedule = lambda step: jnp.asarray(rates)[step]
-  features, tables = {}, {}
-  for name, (kind, config) in cases.items():
-    make = OPTIMIZERS[kind]
-    rule = make(learning_rate=schedule, **config)
-    table = embed.TableConfig(ROWS, dim, optimizer=rule, combiner="sum", name=name)
-    features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, dim), 16)
-  layer = _make(features, place)
-  layer.load_tables(tables)
-  optimizer = embed.Optimizer(layer, optax.identity())
-
-  def loss(layer, inputs, cotangents):
-    products = jax.tree.map(lambda a, c: jnp.sum(a * c), layer(inputs), cotangents)
-    return sum(products.values(), jnp.zeros(()))
+    product = lambda a, c: jnp.sum(a.astype(jnp.float32).reshape(c.shape) * c)
+    return sum(jax.tree.leaves(jax.tree.map(product, activations, cotangents))), activations
 
   @nnx.jit
-  def step(layer, optimizer, inputs, cotangents):
-    optimizer.update(layer, embed.value_and_grad(loss)(layer, inputs, cotangents)[1])
+  def step(layer, optimizer, *batch):
+    (_, activations), grads = embed.value_and_grad(loss, has_aux=True)(layer, *batch)
+    optimizer.update(layer, grads)
+    return activations, grads.rows, layer.variables
 
-  expected = layer.variables
-  looked_up = np.zeros(ROWS, bool)
+  worst: dict[str, Result] = {}
+  looked_up = {name: np.zeros(ROWS, bool) for name in CASES}
   for rate in RATES:
-    ids = _bags(draw)
-    matrix, touched = lookup_matrix(ids, np.ones(ids.shape), "sum")
-    looked_up[touched] = True
-    cotangents = {name: _eighths(draw, (BATCH, dim)) for name in cases}
-    step(layer, optimizer, dict.fromkeys(cases, embed.Padded(ids)), cotangents)
-    for name, feature in features.items():
-      gradients = (matrix.T @ cotangents[name])[touched]
-      expected[name] = stepped(feature.table.optimizer, expected[name], touched, gradients, rate)
-  actual = layer.variables
-  for name in cases:
-    yield compare_variables(name, actual[name], expected[name], tables[name], looked_up)
+    batch = {name: Batch.draw(draw, case, dim) for name, case in CASES.items()}
+    inputs = {name: x.inputs for name, x in batch.items()}
+    weights = {name: x.weights for name, x in batch.items()}
+    cotangents = {name: x.cotangents for name, x in batch.items()}
+    found = step(layer, optimizer, inputs, weights, cotangents)
+    for name, case in CASES.items():
+      ids, variables = batch[name].ids, expected[name]
+      activations = lookup(variables["parameters"], ids, batch[name].gains)
+      gradients = row_gradients(ids, batch[name].gains, cotangents[name])
+      touched = np.unique(ids[ids >= 0])
+      looked_up[name][touched] = True
+      before = [x[touched] for x in variables.values()]
+      after = case.step(before[0], gradients[touched], rate, *before[1:])
+      for x, new in zip(variables.values(), after, strict=True):
+        x[touched] = new
+      rows = {int(row): gradients[row] for row in touched}
+      errors = compare([x[name] for x in found], activations, rows, variables, looked_up[name])
+      note, error = max(errors.items(), key=lambda item: item[1])
+      if name not in worst or error > worst[name].error:
+        worst[name] = Result(name, "", error, TOLERANCE[case.dtype], note)
+  yield from worst.values()
 
 
-def stepped(
-  optimizer: embed.RowOptimizer,
-  variables: Mapping[str, Any],
-  touched: np.ndarray,
-  gradients: np.ndarray,
-  rate: float,
-) -> dict[str, np.ndarray]:
-  """Returns variables after one step of rows with these summed gradients `[N, dim]`."""
-  variables = {key: np.array(x) for key, x in variables.items()}
-  slots = {key: jnp.asarray(x[touched]) for key, x in variables.items()}
-  g = _clip(gradients, *(optimizer.clipvalue or (None, None)))
-  w = slots.pop("parameters") * (1 - (optimizer.weight_decay_factor or 0.0))
-  assert optimizer.equation is not None
-  w, slots = optimizer.equation(jnp.asarray(g, jnp.float32), w, slots, jnp.float32(rate))
-  clipped = _clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
-  for key, x in {"parameters": clipped, **slots}.items():
-    variables[key][touched] = x
-  return variables
-
-
-def _clip(x: Any, low: float | None, high: float | None) -> np.ndarray:
-  return np.clip(x, -np.inf if low is None else low, np.inf if high is None else high)
-
-
-def compare_variables(
-  name: str,
-  actual: Mapping[str, Any],
-  expected: Mapping[str, np.ndarray],
-  initial: np.ndarray,
+def compare(
+  found: Sequence[Any],
+  activations: np.ndarray,
+  rows: Mapping[int, np.ndarray],
+  variables: Mapping[str, np.ndarray],
   looked_up: np.ndarray,
-) -> Result:
-  if set(actual) != set(expected):
-    return Result(name, "", math.inf, note=f"its slots are {sorted(set(actual) - {'parameters'})}")
-  moved = (np.asarray(actual["parameters"]) != initial).any(axis=1)
-  if moved[~looked_up].any():
-    return Result(name, "", math.inf, note="a row moved that was not looked up")
-  return Result(name, "", max(relative_error(actual[key], expected[key]) for key in expected))
+) -> dict[str, float]:
+  """The errors of what a step has made of a table, by what is compared.
+
+  Args:
+    found: activations, `RowGrads` and variables.
+    activations: those expected, `[N, dim]`.
+    rows: the gradients expected, by touched row.
+    variables: those expected.
+    looked_up: the rows that any step has looked up; the others must be as at first, to the bit.
+  """
+  ids, values = np.asarray(found[1].ids), np.asarray(found[1].values)
+  order = np.argsort(ids)[: np.sum(ids < ROWS)]
+  if ids[order].tolist() != sorted(rows):
+    return {"other rows have gradients": math.inf}
+  if set(found[2]) != set(variables):
+    return {f"its slots are {sorted(set(found[2]) - {'parameters'})}": math.inf}
+  parameters = np.asarray(found[2]["parameters"], np.float64)
+  if (parameters != variables["parameters"])[~looked_up].any():
+    return {"a row moved that was not looked up": math.inf}
+  flat = np.asarray(found[0], np.float32).reshape(activations.shape)
+  return {
+    "activations": relative_error(flat, activations),
+    "row gradients": relative_error(values[order], [rows[row] for row in sorted(rows)]),
+    **{key: relative_error(found[2][key], x) for key, x in variables.items()},
+  }

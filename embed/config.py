@@ -104,16 +104,13 @@ class DynamicVocabulary:
   bucket_width: int = 16
 
   def __post_init__(self):
-    limits = {"capacity": MAX_VOCABULARY_SIZE, "bucket_width": 256}
-    optional = {"half_life": MAX_VOCABULARY_SIZE, "time_to_live": MAX_VOCABULARY_SIZE}
-    for name, most in {**limits, **optional}.items():
-      value = getattr(self, name)
-      if name in limits or value is not None:
-        object.__setattr__(self, name, integer(name, value, 1, most))
-    is_lfu, half_life = self.eviction == "lfu", self.half_life
+    given = [x for x in ("half_life", "time_to_live") if getattr(self, x) is not None]
+    for name in ("capacity", "bucket_width", *given):
+      most = 256 if name == "bucket_width" else MAX_VOCABULARY_SIZE
+      object.__setattr__(self, name, integer(name, getattr(self, name), 1, most))
     for name, is_valid, expected in (
       ("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}"),
-      ("half_life", half_life is None or is_lfu, 'None, or go with eviction="lfu"'),
+      ("half_life", "half_life" not in given or self.eviction == "lfu", 'None without "lfu"'),
       ("trains_unknown", isinstance(self.trains_unknown, bool), "a bool"),
     ):
       check(name, getattr(self, name), is_valid, expected)

@@ -39,7 +39,7 @@ class Vocabulary(nnx.Variable):
 
 
 class Admissions(nnx.Variable):
-  """What `SparseEmbed.admit` counts for a table, and the key of its initial rows."""
+  """The counts of `SparseEmbed.admit` for a table, and the key of its initial rows."""
 
 
 def make_variables(
@@ -122,7 +122,9 @@ class DynamicTable:
   ) -> dict[Path, Any]:
     """Inputs by path with `rows_of(raw ids [N, 2])`, int32 `[N]`, in place of their raw ids."""
     placement = self.stack.placement
-    parts = [(x.ids, mesh_lib.accept(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs]
+    parts = [
+      (x.ids, mesh_lib.check_inputs(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs
+    ]
 
     def used(parts):
       given = zip(inputs, parts, strict=True)

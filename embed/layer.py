@@ -304,7 +304,7 @@ class SparseEmbed(nnx.Module):
   ) -> tuple[Sequence[jax.Array], LookupRecord, jax.Array]:
     """Tapped activations of the features of a stack, what was looked up, and the dropped ids."""
     placement = stack.placement
-    arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
+    arrays = [mesh_lib.check_inputs(placement, x.name, x.parts) for x in inputs]
     bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
     stored = _stored_rows(self, stack)
     acts, record = mesh_lib.settled(compiled_look_up(stack, stored, bags, tables))
@@ -771,7 +771,7 @@ compiled_step = jax.jit(update.step, static_argnums=0)
 def _must_step(
   stack: StackSpec, grads: Mapping[str, Any], step: Any, rates: Mapping[str, Any]
 ) -> bool:
-  """Whether a stack steps; raises ValueError for what is missing."""
+  """Tells whether a stack steps; raises ValueError for what is missing."""
   optimizer = stack.optimizer
   if stack.name not in grads:
     return False

@@ -3,8 +3,8 @@
 An equation is written on `g` (the row's summed gradient), `w` (the row) and its slots, all
 `[..., D]` in float32, slots of one value per row `[...]`. `register` adds what all optimizers
 share: it checks all arguments by `CHECKS` and records them. `OPTIMIZERS` is the registry: pickles,
-`embed.EmbeddingConfigSpec`, `embed.from_tpu_embedding`, error texts and `python -m embed check`
-read it, so none of them changes when an optimizer is added.
+`embed.EmbeddingConfigSpec`, `embed.from_tpu_embedding` and error texts read it, so none of them
+changes when an optimizer is added.
 
 Formulas, names and defaults are TensorFlow's (its SparseCore sources and training kernels).
 """

@@ -6,7 +6,6 @@ A **strategy** says how a table is spread over mesh axes: "mod" and "div" split 
 
 import dataclasses
 import functools
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +131,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Plan:
   """Decisions about how the tables of a feature config are spread over a mesh.
 
-  `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
+  `embed.plan` makes plans. A plan maps each table name to a `TablePlan`, which
   can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
   batch. Tables of equal width, dtype, optimizer and `TablePlan` are stacked: stored in one array
   and exchanged together.
@@ -244,30 +243,29 @@ class Plan:
       table.stochastic_rounding,
       entry.exchange,
       entry.capacity,
-      sparse_core=storage == "sparse_core",
+      back_end=sparse_core.NAME if storage == "sparse_core" else None,
       is_packed=is_packed,
     )
 
   def _storage(self, name: str, entry: TablePlan) -> str:
     """Chooses the storage of a table: "rows", "packed" or "sparse_core"."""
-    if entry.storage != "auto" and self._unsupported_reason(name, entry, entry.storage) is None:
-      return entry.storage
-    tried = []
+    tried = [] if entry.storage == "auto" else [entry.storage]
     if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
       tried.append("sparse_core")
     is_tpu = self._placement(entry).device_kind.startswith("TPU")
-    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
+    if backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
       tried.append("packed")
     return next((x for x in tried if self._unsupported_reason(name, entry, x) is None), "rows")
 
   def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
-    """Why a table cannot be stored in a way, or None."""
-    placement, width = self._placement(entry), self.tables[name].dim
-    if storage == "packed" and not width % stack_lib.LANES:
-      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
-    if storage != "sparse_core":
-      return None
-    return sparse_core.unsupported_reason(placement.device_kind, width, self.tables[name].dtype)
+    """The reason why a table cannot be stored in a way, or None."""
+    table = self.tables[name]
+    if storage == "packed" and not table.dim % stack_lib.LANES:
+      return f"its rows have {table.dim} columns, a multiple of {stack_lib.LANES}"
+    if storage == "sparse_core":
+      kind = self._placement(entry).device_kind
+      return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
+    return None
 
   def _stacks(self, entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of the tables of some entries by name, in the order of their first tables."""
@@ -311,7 +309,7 @@ class Plan:
     """The cost of each stack on a device for the example batch, a list of `embed.StackCost`.
 
     Raises:
-      ValueError: if the plan has no example batch, as after `from_json`.
+      ValueError: if the plan has no example batch.
     """
     return [self._cost(stack) for stack in self.stacks().values()]
 
@@ -346,7 +344,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
+    """True if `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
@@ -380,7 +378,7 @@ class Plan:
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_packed:
         notes.append(stack_lib.describe_packing(stack.dim))
-      if stack.sparse_core:
+      if stack.back_end is not None:
         notes.append("on SparseCores")
       reasons = (self._unsupported_reason(x, self[x], self[x].storage) for x in stack.tables)
       if reason := next(filter(None, reasons), None):  # the same for all of the stack's tables
@@ -419,35 +417,6 @@ class Plan:
     small.sort(key=self._bytes)
     counts = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
     return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in counts]
-
-  # --- as text -----------------------------------------------------------------------------------
-
-  def to_json(self) -> str:
-    """The decisions as JSON, for `from_json`, without the feature config and the mesh."""
-    tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
-    return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
-
-  @classmethod
-  def from_json(
-    cls, text: str, features: Any, mesh: Any = None, optimizer: RowOptimizer | None = None
-  ) -> "Plan":
-    """Reads the decisions of another plan for the same tables. The plan has no example batch.
-
-    Args:
-      text: the result of `to_json`.
-      features: the feature config.
-      mesh: the devices; None is the mesh of `jax.set_mesh`, or one device.
-      optimizer: the optimizer of tables that have none of their own.
-
-    Raises:
-      ValueError: if the tables differ.
-    """
-    read = json.loads(text)
-    axis = None if read["batch_axis"] is None else tuple(read["batch_axis"])
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh
-    result = cls(features, optimizer, mesh, axis)
-    result._decide({name: TablePlan(**entry) for name, entry in read["tables"].items()})
-    return result
 
   def _decide(self, entries: Mapping[str, TablePlan]) -> None:
     """Takes over the entries of another plan; raises ValueError if its tables differ."""
@@ -492,7 +461,7 @@ def plan(
     axis: the mesh axes to split over; None takes all of them.
 
   Returns:
-    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to save (`to_json`), and to
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), and to
     pass to `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
@@ -503,10 +472,6 @@ def plan(
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
   ('mod', 32000000, 32000000)
-  >>> plan["movie"].strategy = "div"
-  >>> kept = plan.to_json()
-  >>> embed.Plan.from_json(kept, plan.features, mesh, embed.adagrad(0.1))["movie"].strategy
-  'div'
   """
   mesh = mesh_lib.current_mesh() if mesh is None else mesh
   axes = as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))

@@ -15,7 +15,7 @@ Path = tuple[str, ...]
 
 
 def is_namedtuple(value: Any) -> bool:
-  """Whether a value is a named tuple."""
+  """True for a named tuple."""
   return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
@@ -37,12 +37,7 @@ def _children(config: Any) -> list[tuple[str, Any]]:
 
 
 def flatten_features(config: Any, path: Path = ()) -> Iterator[tuple[Path, FeatureConfig]]:
-  """Yields each feature of a nested config with its path: dict keys sorted, sequences in order.
-
-  >>> watched = FeatureConfig(TableConfig(9, 2))
-  >>> [path for path, _ in flatten_features({"b": watched, "a": [watched]})]
-  [('a', '0'), ('b',)]
-  """
+  """Yields each feature of a nested config with its path: dict keys sorted, sequences in order."""
   if isinstance(config, FeatureConfig):
     yield path, config
     return
@@ -68,42 +63,35 @@ def match(
     what: the name of `values` in errors.
     path: of this part of the config.
     none_allowed: whether None may replace a container.
-
-  >>> watched = FeatureConfig(TableConfig(9, 2))
-  >>> matched = match({"a": [watched, watched], "b": watched}, {"a": [1, 2]}, "values")
-  >>> [(path, value) for path, _, value in matched]
-  [(('a', '0'), 1), (('a', '1'), 2)]
   """
   if isinstance(config, FeatureConfig):
     yield path, config, values
     return
-  where = f" at {'/'.join(path)!r}" if path else ""
   if values is None and none_allowed:
     return
-  if isinstance(config, Mapping):
-    if not isinstance(values, Mapping):
-      raise TypeError(f"{what}{where}: expected a dict like the feature config, got {type(values)}")
+  what_here = f"{what} at {'/'.join(path)!r}" if path else what
+  is_dict, kind = isinstance(config, Mapping), type(config)
+  if not (isinstance(values, Mapping) if is_dict else type(values) is kind):
+    expected = "dict" if is_dict else kind.__name__
+    raise TypeError(
+      f"{what_here}: expected a {expected} like the feature config, got {type(values).__name__}."
+    )
+  if is_dict:
     unknown = sorted(str(key) for key in values if key not in config)
     if unknown:
       raise ValueError(
-        f"{what}{where}: unknown features {unknown}; the feature config has "
+        f"{what_here}: unknown features {unknown}; the feature config has "
         f"{sorted(map(str, config))}. Pass those alone."
       )
-    for key in sorted(values):
-      inner = (*path, str(key))
-      yield from match(config[key], values[key], what, inner, none_allowed=none_allowed)
-    return
-  kind = type(config)
-  if type(values) is not kind:
-    raise TypeError(
-      f"{what}{where}: expected a {kind.__name__} like the feature config, got "
-      f"{type(values).__name__}."
-    )
-  if len(values) != len(config):
-    raise ValueError(
-      f"{what}{where}: expected {len(config)} entries like the feature config, got {len(values)}."
-    )
-  for (key, child), value in zip(_children(config), values, strict=True):
+    children = [(str(key), config[key], values[key]) for key in sorted(values)]
+  else:
+    if len(values) != len(config):
+      raise ValueError(
+        f"{what_here}: expected {len(config)} entries like the feature config, got {len(values)}."
+      )
+    pairs = zip(_children(config), values, strict=True)
+    children = [(key, child, value) for (key, child), value in pairs]
+  for key, child, value in children:
     yield from match(child, value, what, (*path, key), none_allowed=none_allowed)
 
 
@@ -126,24 +114,12 @@ def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> A
 
 
 def own(config: Any) -> Any:
-  """The same features in containers of their own, which the caller cannot change.
-
-  >>> features = {"a": [FeatureConfig(TableConfig(9, 2))]}
-  >>> kept = own(features)
-  >>> features["a"].clear()
-  >>> len(kept["a"])
-  1
-  """
+  """The same features in containers of their own, which the caller cannot change."""
   return pack(config, config, dict(flatten_features(config)))
 
 
 def name_tables(config: Any) -> dict[str, TableConfig]:
-  """Names every table, in the order of first use; unnamed ones become `table_{position}`.
-
-  >>> movie, user = TableConfig(9, 2, name="movie"), TableConfig(5, 2)
-  >>> list(name_tables([FeatureConfig(movie), FeatureConfig(user)]))
-  ['movie', 'table_1']
-  """
+  """Names every table, in the order of first use; unnamed ones become `table_{position}`."""
   features = list(flatten_features(config))
   paths = collections.Counter("/".join(path) for path, _ in features)
   if paths and max(paths.values()) > 1:

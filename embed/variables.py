@@ -40,24 +40,18 @@ class SlotVariable(nnx.Variable):
 
 
 class Report(nnx.Variable):
-  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
+  """Counts of the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
   - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
-  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
-    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
-  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
-    there was more than one round. 0 without a mesh.
+  - `exchange_rounds`, int32: the most rounds of the exchange in the last call; 1 where buffers were
+    large enough, 0 where nothing was exchanged, as without a mesh.
+  - `buffer_fill`, float32: the largest used share of a buffer in the last call; above 1 there was
+    more than one round. 0 without a mesh.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
   `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
   it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
   `jax.jit`, with the module closed over or as a pytree, counts nothing.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
-  >>> activations = look_up(layer, np.array([3, 4, 5]))
-  >>> int(layer.report["dropped_ids"])
-  2
   """
 
 
@@ -98,7 +92,7 @@ LOSSES: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("losses
 
 
 class Tap(nnx.Variable):
-  """Zeros whose gradients are those of a lookup's activations, and a zero whose gradient is a mark.
+  """Zeros whose gradients are the gradients of a lookup's activations, and a zero for its mark.
 
   A pair: arrays of the activations' shapes, and a float32 scalar. The gradient of the scalar is the
   mark of each use of the activations, added up.
@@ -163,7 +157,7 @@ _MARKS = itertools.count(random.Random(0).getrandbits(20), 0x9E3779B1)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attach(mark: float, activations: list[jax.Array], tap: Any) -> list[jax.Array]:
-  """The activations; their gradient is also that of the tap, and the mark that of its scalar."""
+  """Returns the activations; the tap gets their gradient as well, and the mark as its scalar's."""
   del mark
   return [x + zeros for x, zeros in zip(activations, tap[0], strict=True)]
 

@@ -4,30 +4,21 @@ import math
 
 import numpy as np
 import pytest
-import reference
 
 import embed
-from embed import check
-from embed.engine import update
+from embed import check, optimizers
 from embed.engine.bags import Bags
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-  monkeypatch.setattr(check, "places", lambda: {"one device": {}})
+  monkeypatch.setattr(check, "places", lambda: {"one device": check.Place()})
 
 
 @pytest.fixture
 def small(one_device, monkeypatch):
-  """A single kind of lookup, and two optimizers."""
-  lookups = check.lookups
-  some = lambda draw, brief: {"mean, weights": lookups(draw, brief)["mean, weights"]}
-  monkeypatch.setattr(check, "lookups", some)
-  cases = check.optimizers
-  monkeypatch.setattr(
-    check, "optimizers", lambda: {name: cases()[name] for name in ("sgd", "adagrad")}
-  )
-  monkeypatch.setattr(check, "OTHER_WAYS", ("sgd",))
+  """Two cases, one weighted."""
+  monkeypatch.setattr(check, "CASES", {name: check.CASES[name] for name in ("sgd", "adagrad")})
 
 
 def test_an_error_is_relative_to_the_largest_value():
@@ -38,47 +29,51 @@ def test_an_error_is_relative_to_the_largest_value():
   assert check.relative_error([np.nan], [1.0]) == math.inf
 
 
+def test_gains_and_gradients_by_hand():
+  ids, weights = np.array([[3, 7, -1], [-1, -1, -1]]), np.array([[1.0, 3, 9], [1, 1, 1]])
+  gains = check.gains("mean", ids, weights)
+  assert gains.tolist() == [[0.25, 0.75, 0], [0, 0, 0]]
+  assert check.lookup(np.arange(8.0)[:, None], ids, gains).tolist() == [[6.0], [0.0]]
+  rows = check.row_gradients(ids, gains, np.array([[4.0], [5.0]]))[:, 0]
+  assert {i: x for i, x in enumerate(rows.tolist()) if x} == {3: 1.0, 7: 3.0}
+  np.testing.assert_allclose(check.gains("sqrtn", ids, weights)[0, :2], [1, 3] / np.sqrt(10))
+
+
 def test_nothing_is_left_out():
-  assert {kind for kind, _ in check.optimizers().values()} == set(reference.RULES)
-  assert set(check.OTHER_WAYS) < set(check.optimizers())
-  cases = check.lookups(np.random.default_rng(0), False)
-  named = {"padded", "ragged", "max_valency", "sparse", "dense"}
-  assert {kind for case in cases.values() for kind in case.kinds} == named
-  assert {"one device", "8 devices, mod", "8 devices, div", "8 devices, replicated"} <= set(
-    check.places()
-  )
+  trained = {name for name, make in optimizers.named().items() if make().equation is not None}
+  cases = check.CASES.values()
+  assert {case.optimizer for case in cases} == trained
+  assert {case.combiner for case in cases} == set(embed.config.COMBINERS)
+  kinds = {"padded", "ragged", "max_valency", "sparse", "dense", "sequence"}
+  assert {case.kind for case in cases} == kinds
+  strategies = {"one device", "8 devices, mod", "8 devices, div", "8 devices, replicated"}
+  assert strategies <= set(check.places())
 
 
 @pytest.mark.weekly
-def test_everything_passes_here(one_device, capsys):
+def test_everything_passes_here(capsys):
   assert check.main() == 0
   out = capsys.readouterr().out
-  names = len(check.optimizers()) + 2 * 7
-  assert f"All {names} checks passed" in out
+  assert f"All {4 * len(check.CASES)} checks passed" in out
+  assert "8 devices, replicated" in out
   assert "FAILED" not in out
 
 
 RESULTS = [
-  check.Result("lookup, mean", "one device", 0.25, 1.0),
-  check.Result("adagrad", "one device", 0.5, 0.125),
+  check.Result("sgd", "one device", 0.25, 1.0),
+  check.Result("adagrad", "one device", 0.5, 0.125, "accumulators"),
 ]
 
 
 def test_one_wrong_result_is_a_failure(monkeypatch, capsys):
-  monkeypatch.setattr(check, "run", lambda *_, **__: iter(RESULTS))
+  monkeypatch.setattr(check, "run", lambda: iter(RESULTS))
   assert check.main() == 1
   right, wrong, *_, last = [
     x for x in capsys.readouterr().out.splitlines() if " device " in x or "FAILED" in x
   ]
   assert right.endswith("  ok")
-  assert "FAILED" in wrong
+  assert wrong.endswith("FAILED: accumulators")
   assert "1 of 2 checks FAILED" in last
-
-
-@pytest.mark.weekly
-def test_every_strategy_passes(capsys):
-  assert check.main() == 0
-  assert "8 devices, replicated" in capsys.readouterr().out
 
 
 def failing(capsys):
@@ -88,33 +83,14 @@ def failing(capsys):
 
 
 @pytest.mark.ci
-def test_a_wrong_update_fails(small, monkeypatch, capsys):
-  right = update.step_rows
-  wrong = lambda o, g, w, s, rate, step=None: right(o, g, w, s, 1.001 * rate, step)
-  monkeypatch.setattr(update, "step_rows", wrong)
-  monkeypatch.setattr(check, "optimizers", lambda: {"adagrad": ("adagrad", {})})
+def test_a_wrong_optimizer_fails(small, monkeypatch, capsys):
+  right = embed.adagrad
+  wrong = lambda *args, **kwargs: right(*args, initial_accumulator_value=0.1001, **kwargs)
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "adagrad", wrong)
   line, last = failing(capsys)
   assert line.startswith("adagrad  ")
   assert check.TOLERANCE["float32"] < float(line.split()[3]) < 1e-2
-  assert last.startswith("1 of 3 checks FAILED")
-
-
-def test_variables_are_compared():
-  """Slots by name, values, and rows that were not looked up."""
-  initial, looked_up = np.ones((2, 1)), np.array([True, False])
-  moved = np.array([[2.0], [1.0]])
-  both = np.array([[2.0], [3.0]])
-
-  def compare(found, wanted):
-    return check.compare_variables("adam", found, wanted, initial, looked_up)
-
-  found = {"parameters": moved, "momenta": moved}
-  assert compare(found, found).ok
-  assert compare(found, found | {"momenta": both}).error == 2 / 3
-  assert compare(found, {"parameters": moved}).note == "its slots are ['momenta']"
-  found = {"parameters": both}
-  assert compare(found, found).note == "a row moved that was not looked up"
-  assert not compare(found, found).ok
+  assert last.startswith("1 of 2 checks FAILED")
 
 
 @pytest.mark.ci
@@ -123,28 +99,39 @@ def test_a_wrong_combiner_fails(small, monkeypatch, capsys):
   right = Bags.normalized
   wrong = lambda bags, combiner, size: right(bags, combiner.replace("mean", "sqrtn"), size)
   monkeypatch.setattr(Bags, "normalized", wrong)
-  assert [line.split("  ")[0] for line in failing(capsys)[:-1]] == [
-    "lookup, mean, weights",
-    "rows, mean, weights",
-  ]
+  assert [line.split("  ")[0] for line in failing(capsys)[:-1]] == ["sgd", "adagrad"]
 
 
-def test_other_rows_fail():
-  """A row that was looked up and is not among the gradients, or the other way round."""
-  rows = embed.RowGrads(np.array([4, 2, check.ROWS]), np.ones((3, 2), np.float32))
-  one = np.ones(2)
-  assert check.compare_rows("rows", rows, {2: one, 4: one}).ok
-  for wanted in ({2: one}, {2: one, 4: one, 5: one}):
-    result = check.compare_rows("rows", rows, wanted)
-    assert (result.ok, result.note) == (False, "other rows were touched")
+def test_what_is_compared():
+  """Activations, rows with gradients and their values, slots by name, and rows left alone."""
+  table, looked_up = np.array([[2.0], [1.0]]), np.array([True, False])
+  rows = embed.RowGrads(np.array([0, check.ROWS]), np.ones((2, 1), np.float32))
+
+  def errors(activations=3.0, gradients=None, **variables):
+    truth = {"parameters": table, "momenta": table}
+    found = ([[3.0]], rows, {"parameters": table, "momenta": table})
+    gradients = {0: np.ones(1)} if gradients is None else gradients
+    return check.compare(found, np.array([[activations]]), gradients, truth | variables, looked_up)
+
+  assert set(errors().values()) == {0.0}
+  assert errors(activations=4.0)["activations"] == 0.25
+  assert errors(gradients={0: np.full(1, 2.0)})["row gradients"] == 0.5
+  assert errors(momenta=2 * table)["momenta"] == 0.5
+  for gradients in ({}, {0: np.ones(1), 1: np.ones(1)}):
+    assert errors(gradients=gradients) == {"other rows have gradients": math.inf}
+  assert errors(linears=table) == {"its slots are ['momenta']": math.inf}
+  moved = np.array([[2.0], [3.0]])
+  assert errors(parameters=moved) == {"a row moved that was not looked up": math.inf}
 
 
-def test_an_error_is_a_failure_and_the_rest_goes_on(one_device, monkeypatch):
-  def broken(*args, **kwargs):
-    raise NotImplementedError("no such instruction\nand more")
+def test_an_error_is_a_failure_and_the_rest_goes_on(monkeypatch):
+  def broken(place):
+    if place.mesh is None:
+      raise NotImplementedError("no such instruction\nand more")
+    return iter(RESULTS[:1])
 
-  monkeypatch.setattr(check, "_check_lookups", broken)
-  monkeypatch.setattr(check, "_check_optimizers", lambda *args: iter(RESULTS[:1]))
-  lookups, rest = check.run()
-  assert (lookups.what, lookups.ok, rest) == ("lookups", False, RESULTS[0])
-  assert lookups.note == "NotImplementedError: no such instruction"
+  monkeypatch.setattr(check, "places", lambda: {"a": check.Place(), "b": check.Place("mesh")})
+  monkeypatch.setattr(check, "check", broken)
+  failed, rest = check.run()
+  assert (failed.where, failed.ok, rest.where) == ("a", False, "b")
+  assert failed.note == "NotImplementedError: no such instruction"

@@ -5,15 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import refused
 from flax import nnx
 
 import embed
+from embed import DynamicVocabulary
 
 DIM = 4
 
 
 def table(capacity=64, name="user", optimizer=None, **policy):
-  vocabulary = embed.DynamicVocabulary(capacity, bucket_width=4, **policy)
+  vocabulary = DynamicVocabulary(capacity, bucket_width=4, **policy)
   return embed.TableConfig(vocabulary, DIM, optimizer=optimizer, combiner="sum", name=name)
 
 
@@ -41,8 +43,8 @@ def as_raw(batch):
   return {key: embed.raw_ids(x) for key, x in batch.items()}
 
 
-def make(features, optimizer=None, **where):
-  model = embed.SparseEmbed(features, optimizer or embed.adagrad(0.1), rngs=nnx.Rngs(0), **where)
+def make(features):
+  model = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=nnx.Rngs(0))
   return model, embed.Optimizer(model, optax.sgd(0.1))
 
 
@@ -85,6 +87,19 @@ def variables_of(model):
 def rows_of(model, *ids):
   """Rows of the raw ids of the feature "id", -1 for none."""
   return np.asarray(translate(model, as_raw({"id": np.array(ids, np.uint64)}))["id"])
+
+
+def test_arguments_are_checked():
+  wrong = [
+    ({"capacity": 10}, "`capacity` must be a multiple of bucket_width=16. Got 10; write 16"),
+    ({"capacity": True}, "`capacity` must be an int in 1"),
+    ({"bucket_width": 512}, r"`bucket_width` must be an int in 1 \.\. 256. Got 512"),
+    ({"eviction": "fifo"}, r"`eviction` must be one of \('lru', 'lfu'\). Got 'fifo'"),
+    ({"half_life": 3}, '`half_life` must be None without "lfu". Got 3'),
+    ({"time_to_live": 0.5}, "`time_to_live` must be an int in 1"),
+    ({"trains_unknown": 1}, "`trains_unknown` must be a bool. Got 1"),
+  ]
+  refused(wrong, lambda given: DynamicVocabulary(**{"capacity": 16, **given}))
 
 
 def assert_equal(actual, expected):
@@ -256,11 +271,11 @@ def test_raw_ids_without_rows_and_ids_that_jax_has_cut_raise():
 # --- checkpoints, deltas, exports ----------------------------------------------------------------
 
 
-def trained(config, steps=6, drift=15, **where):
-  model, optimizer = make({"id": embed.FeatureConfig(config)}, **where)
+def trained(config, steps=6):
+  model, optimizer = make({"id": embed.FeatureConfig(config)})
   step = embed.jit_step(train_step, model, optimizer)
   for number in range(steps):
-    step(as_raw({"id": np.arange(30) + number * drift}))
+    step(as_raw({"id": np.arange(30) + number * 15}))
   return model, optimizer
 
 
@@ -269,8 +284,9 @@ def copied(tree):
 
 
 @pytest.mark.ci
-@pytest.mark.programs(25, "saves and restores three layers")
+@pytest.mark.programs(35, "saves and restores four layers")
 def test_a_resumed_run_is_the_same_to_the_bit():
+  """And a checkpoint moves to a mesh and back."""
   policy = {"eviction": "lfu", "half_life": 3}
   expected, _ = trained(table(48, **policy), steps=5)
   model, _ = trained(table(48, **policy), steps=3)
@@ -282,14 +298,8 @@ def test_a_resumed_run_is_the_same_to_the_bit():
     step(as_raw({"id": np.arange(30) + number * 15}))
   assert_equal(variables_of(resumed), variables_of(expected))
   assert_equal(resumed.vocabulary_report, expected.vocabulary_report)
-
-
-@pytest.mark.ci
-def test_a_checkpoint_moves_to_a_mesh_and_back():
-  model, _ = trained(table(64))
-  saved = copied(embed.checkpoint.to_tree(model=model))
   with jax.set_mesh(mesh_of_8()):
-    other, _ = make({"id": embed.FeatureConfig(table(64))})
+    other, _ = make({"id": embed.FeatureConfig(table(48, **policy))})
     embed.checkpoint.from_tree(saved, model=other)
     assert_equal(embed.checkpoint.to_tree(model=other)["model"], saved["model"])
 

@@ -1,7 +1,6 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
 import dataclasses
-import json
 import re
 
 import cases
@@ -181,8 +180,6 @@ def test_mistakes_are_named():
   fewer = {name: features[name] for name in ("a", "b")}
   with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
     embed.SparseEmbed(fewer, plan=plan, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
-    embed.Plan.from_json(plan.to_json(), fewer, mesh)
   with pytest.raises(ValueError, match="takes a feature config, or a plan"):
     embed.SparseEmbed(rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="unknown features"):
@@ -211,26 +208,6 @@ def test_an_abstract_mesh_is_enough():
   assert there.hbm_bytes is None
   assert there.bytes_per_device == here.bytes_per_device
   assert there["t"].strategy == here["t"].strategy
-
-
-def test_from_json():
-  """Decisions come back, for the same tables, on another mesh too."""
-  features, batch = three_tables()
-  mesh = make_mesh()
-  plan = embed.plan(features, mesh, batch, embed.adagrad())
-  plan["a"].strategy, plan["a"].capacity, plan["b"].exchange = "div", 3, "gather"
-  text = plan.to_json()
-  read = embed.Plan.from_json(text, features, mesh, embed.adagrad())
-  assert read.to_json() == text
-  assert json.loads(text)["tables"]["a"]["capacity"] == 3
-  for name in plan:
-    assert read[name] == plan[name]
-  with pytest.raises(ValueError, match="this plan has no example batch"):
-    read.costs()
-  fewer = embed.Plan.from_json(text, features, make_mesh(shape=(3,)), embed.adagrad())
-  heights = lambda plan: [stack.layout.shard_rows for stack in plan.stacks().values()]
-  assert heights(fewer)[0] == 100
-  assert heights(read)[0] == 38
 
 
 # --- plan and run time ---------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.config import DynamicVocabulary
+from embed.engine.hashes import scramble
 from embed.engine.mesh import Names, Placement, device_index
 from embed.engine.stack import Arrays
 
@@ -48,7 +49,7 @@ _PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smalle
 
 
 class Admitted(NamedTuple):
-  """What a batch of N raw ids gets, whole on every device.
+  """The rows of a batch of N raw ids, whole on every device.
 
   Attributes:
     rows: int32 `[N]`, -1 for padding and for ids without a row.
@@ -62,17 +63,10 @@ class Admitted(NamedTuple):
 # --- hashes --------------------------------------------------------------------------------------
 
 
-def _finalize(h: jax.Array) -> jax.Array:
-  """The finalizer of MurmurHash3, a bijection of uint32."""
-  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-  return h ^ (h >> 16)
-
-
 def mixed(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A bijection of 64 bits as two uint32: a Feistel network of four rounds."""
   for salt in _SALTS:
-    high, low = low, high ^ _finalize(low ^ jnp.uint32(salt))
+    high, low = low, high ^ scramble(low ^ jnp.uint32(salt))
   return high, low
 
 
@@ -138,7 +132,7 @@ def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
 
 
 def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
-  """How the arrays of `read_owners` are split, and the buckets."""
+  """The spec of the buckets and of the arrays of `read_owners`."""
   return P(_axes(vocabulary, placement) or None)
 
 
@@ -192,7 +186,7 @@ def from_owners(vocabulary: DynamicVocabulary, placement: Placement, arrays: Arr
 
 
 def fits(vocabulary: DynamicVocabulary, raw_ids: Any) -> bool:
-  """Whether each raw id, uint32 `[V, 2]` by row, is in a row of its bucket."""
+  """True if each raw id, uint32 `[V, 2]` by row, is in a row of its bucket."""
   ids = jnp.asarray(raw_ids)
   bucket = jnp.arange(len(ids), dtype=jnp.int32) // vocabulary.bucket_width
   return bool(jnp.all(_is_empty(ids) | (bucket_of(vocabulary, ids) == bucket)))
@@ -219,7 +213,7 @@ def _word(bucket_words: jax.Array, number: int, width: int) -> jax.Array:
 
 
 def _is_live(vocabulary: DynamicVocabulary, last: jax.Array, step: jax.Array) -> jax.Array:
-  """Whether rows have an owner whose time to live is not over."""
+  """True for rows that have an owner whose time to live is not over."""
   live = last > 0
   if vocabulary.time_to_live is not None:
     live &= step - last.astype(jnp.int32) <= vocabulary.time_to_live
@@ -394,7 +388,7 @@ def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss
   is_asking = is_first & is_used
   bucket = jnp.where(is_used, of(found.bucket, 0), local)
 
-  # The r-th newcomer of a bucket takes the row of the r-th lowest rank, if that is to be had.
+  # The r-th newcomer of a bucket takes the row of the r-th lowest rank, unless that is kept.
   before = jnp.cumsum(is_asking, dtype=jnp.int32) - is_asking
   rank = before - lax.cummax(jnp.where(differs(bucket), before, 0))
   there = buckets.at[bucket].get(mode="fill", fill_value=0)

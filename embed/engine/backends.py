@@ -1,32 +1,30 @@
-"""The registry of backends: compiled code that takes the place of XLA's own operations.
+"""Back ends: compiled code in the place of XLA's formulations, which define what it means.
 
-The engine defines what a lookup and an update mean, and imports no backend; `embed.kernels` has
-two, "cpu" and "sparse_core", modules that register themselves. Each decides what it takes, and
-environment variables, which are for tests, switch it on or off.
+The engine imports none; a module of `embed.kernels` registers itself. A stack has the name of its
+back end in `StackSpec.back_end`, or None for XLA. Where a plan does not choose one, environment
+variables do, which are for tests.
 """
 
 import os
-import types
+from typing import Any, Protocol
 
-_BACKENDS: dict[str, types.ModuleType] = {}
+import jax
 
-
-def register(name: str, backend: types.ModuleType) -> None:
-  """Adds a backend, once its module is imported."""
-  _BACKENDS[name] = backend
+BACK_ENDS: dict[str, "BackEnd"] = {}
 
 
-def backend(name: str) -> types.ModuleType:
-  """The backend of a name; `import embed` registers all."""
-  return _BACKENDS[name]
+class BackEnd(Protocol):
+  """Compiled lookups and steps of the rows on a device, for the tables that it takes."""
+
+  def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
+    """Does as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""
+
+  def step(self, stack: Any, row_step: Any, arrays: Any, at: jax.Array, g: jax.Array) -> Any:
+    """Reads the distinct rows `at` of a table and its slots, steps them, and writes them."""
 
 
 def is_on(variable: str, default: bool) -> bool:
-  """Whether an environment variable is 1; the `default` where it is unset or empty.
-
-  >>> is_on("SPARSE_EMBED_UNKNOWN", default=True)
-  True
-  """
+  """Reads a switch, 1 or 0, from an environment variable; `default` where it is unset or empty."""
   value = os.environ.get(variable) or f"{default:d}"
   if value not in ("0", "1"):
     raise ValueError(f"The environment variable {variable} is {value!r}: write 0 or 1.")

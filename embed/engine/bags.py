@@ -17,16 +17,16 @@ UNUSED = np.iinfo(np.int32).max  # an id, or a row, that is in no table
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bags:
-  """Which rows are summed into each activation, and how much of each.
+  """The rows that are summed into each activation, and their gains.
 
   Either every bag has L positions, `[*batch, L]`, or bags have any length, one id after another,
-  `[N]`; then `segments` says which bag an id belongs to.
+  `[N]`; then `segments` holds the bag of each id.
 
   Attributes:
-    ids: int32 `[*batch, L]` or `[N]`; what `is_row` does not hold for is padding. Rows of a table
-      until `with_ids` replaces them by local rows of a shard, or by positions in a buffer.
-    gains: what a row is multiplied by, float32 of the shape of `ids`, or `[*batch, 1]`, one for
-      each bag; None is 1. Until `normalized`, the user's weights.
+    ids: int32 `[*batch, L]` or `[N]`; any other number than a row is padding. Rows of a table until
+      `with_ids` replaces them by local rows of a shard, or by positions in a buffer.
+    gains: factors of the rows, float32 of the shape of `ids`, or `[*batch, 1]`, one for each bag;
+      None is 1. Until `normalized`, the user's weights.
     segments: int32 `[N]`, the flat index of each id's bag, `prod(batch)` for padding; or None.
     shape: the batch of bags with segments; None without.
   """
@@ -43,14 +43,8 @@ class Bags:
 
   @property
   def is_ragged(self) -> bool:
-    """Whether bags have any length."""
+    """True for bags of any length."""
     return self.segments is not None
-
-  def bag_indices(self) -> jax.Array:
-    """The flat index of each id's bag, int32 `[N]` for the ids one after another."""
-    if self.segments is not None:
-      return self.segments
-    return jnp.repeat(jnp.arange(math.prod(self.batch), dtype=jnp.int32), self.ids.shape[-1])
 
   def with_ids(self, ids: jax.Array) -> "Bags":
     return dataclasses.replace(self, ids=ids)
@@ -73,10 +67,10 @@ class Bags:
     return Bags(placement.pad_batch(self.ids, UNUSED), gains)
 
   def normalized(self, combiner: str, vocabulary_size: int) -> "Bags":
-    """Folds the combiner into the weights, so that an activation is the sum of gain * row.
+    """Folds the combiner into the weights: an activation is then the sum of gain * row.
 
-    "mean" divides by the sum of the weights, "sqrtn" by the root of the sum of their squares; where
-    that is 0 the gain is 0. Weights are constants: no gradient reaches them.
+    "mean" divides by the sum of the weights, "sqrtn" by the root of the sum of their squares, and a
+    gain is 0 where that is 0. No gradient reaches the weights.
     """
     weights = None if self.gains is None else jax.lax.stop_gradient(self.gains)
     if combiner == "sum" or (weights is None and not self.is_ragged and self.ids.shape[-1] == 1):
@@ -120,30 +114,16 @@ class Bags:
     ids = jnp.where(inside, self.ids, padding)
     return Bags(ids, self.gains, jnp.where(inside, segments, count), batch)
 
-  def unused(self) -> "Bags":
-    """Bags of the same shapes without an id."""
-    return self.with_ids(jnp.full_like(self.ids, UNUSED))
-
-  def equal(self, other: "Bags", size: int) -> jax.Array:
-    """Whether other bags of these shapes have the same rows of a table of `size`; a bool scalar."""
-    rows, others = (jnp.where(is_row(ids, size), ids, size) for ids in (self.ids, other.ids))
-    same = jnp.all(rows == others)
-    if self.segments is not None:
-      same &= jnp.all(self.segments == other.segments)
-    return same
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookupRecord:
-  """What one call looked up in a stack: the unit of an exchange.
+  """The lookups of one call in a stack: the unit of an exchange.
 
   Attributes:
-    bags: of each feature, ids being those of its own table. `exchange.spread` pads them to all
-      devices.
+    bags: of each feature, with ids of its own table. `exchange.pad_to_devices` pads them.
     tables: the name of each feature's table.
-    route: how ids went to the shards that store their rows (a `exchange.Route` of the features that
-      have ids and are not ragged), or None.
+    route: an `exchange.Route` of the features with positions and ids, or None.
   """
 
   bags: tuple[Bags, ...]
@@ -155,14 +135,9 @@ class LookupRecord:
     """The features that take part: those whose bags have an id or padding."""
     return tuple(i for i, bags in enumerate(self.bags) if bags.ids.size)
 
-  def unused(self) -> "LookupRecord":
-    """A record of the same shapes in which nothing was looked up."""
-    route = None if self.route is None else self.route.unused()
-    return dataclasses.replace(self, bags=tuple(b.unused() for b in self.bags), route=route)
-
 
 def scaled(weights: jax.Array, largest: jax.Array) -> jax.Array:
-  """Weights times a power of two, so that the sums of their squares are floats.
+  """Multiplies weights by a power of two, so that the sums of their squares are floats.
 
   It changes no bit of a normalized weight, and is 1 if the largest is between 2**-48 and 2**48. The
   weights are multiplied before one is chosen: XLA would take the square of a factor out of a sum.
@@ -188,7 +163,7 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """The arrays of an input and the static facts about them.
+  """Arrays of an input, and static facts about them.
 
   Attributes:
     ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
@@ -218,15 +193,15 @@ class Form(NamedTuple):
 
 
 def is_row(ids: Any, size: Any) -> Any:
-  """Whether each id is a row of a table of `size` rows."""
+  """Marks the ids that are rows of a table of `size` rows."""
   return (ids >= 0) & (ids < size)
 
 
 def narrow(ids: Any, size: int = UNUSED) -> Any:
   """Converts ids, row splits or indices of any integer dtype to int32, in NumPy or JAX as they are.
 
-  Every conversion goes through here, so that no number is cut to the low bits of another one:
-  negative ones stay negative, and those from `size` on stay at least `size`.
+  Negative numbers stay negative, and those from `size` on stay at least `size`: none is cut to the
+  low bits of another one.
 
   >>> narrow(np.array([5 - 2**32, 7, 5 + 2**32]), size=10).tolist()
   [-1, 7, 10]
@@ -247,16 +222,10 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
-  """The bags of an input, and how many of its ids were dropped, an int32 scalar.
+  """Makes the bags of an input, of a table of `size` rows; counts its dropped ids, an int32 scalar.
 
-  Args:
-    parts: the arrays of the input.
-    form: how its bags become activations.
-    size: the vocabulary_size of the table.
-
-  Returns:
-    Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
-    `[batch, length, 1]`.
+  The gains of the bags are the user's weights, 0 at padding. Sequences have bags of one id,
+  `[batch, length, 1]`.
   """
   ids = jnp.asarray(narrow(parts.ids, size))
   weights = None
@@ -309,7 +278,7 @@ def _ragged_positions(parts: Parts) -> _Positions:
   index = jnp.arange(n, dtype=jnp.int32)
   behind = index >= splits[-1]
   # Counting the splits at or before each index: empty bags repeat a split. All are counted, the
-  # first as well: see mesh.accept.
+  # first as well: see mesh.check_inputs.
   splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
   bag = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
   column = index - splits.at[bag].get(mode="clip")

@@ -5,7 +5,7 @@ import functools
 
 @functools.cache
 def has_sparse_core_indices() -> bool:
-  """Whether Pallas has `tpu_sc.Indices`, which SparseCore kernels take. Seen in JAX 0.10.2."""
+  """Tells whether Pallas has `tpu_sc.Indices`, which SparseCore kernels take; JAX 0.10.2 has."""
   try:
     from jax.experimental.pallas import tpu_sc
   except ImportError:

@@ -1,6 +1,6 @@
 """The bytes that each kind of exchange moves, and the choice of one: plain arithmetic.
 
-`choose_exchange` is the only place that chooses, for a plan and at run time alike.
+`choose_exchange` is the only place that chooses, for a plan and at run time.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """The ids and activations that a device requests.
+  """Ids and activations that a device requests.
 
   Attributes:
     ids: of each table of the stack, of bags with positions.
     activations: of all tables, of bags with positions.
-    ragged_ids: of all tables, of ragged bags; they are whole on every device.
+    ragged_ids: of all tables, of ragged bags, which are whole on every device.
     ragged_activations: of the whole batch.
   """
 
@@ -34,7 +34,7 @@ class BatchDemand:
 
 
 class Exchange(NamedTuple):
-  """How ids, rows and gradients get from device to device.
+  """A way of ids, rows and gradients between devices.
 
   `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (gathers
   nothing and adds up whole replicated tables in an update) or "none". `capacity` is the rows that a
@@ -46,13 +46,7 @@ class Exchange(NamedTuple):
 
 
 def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) -> BatchDemand:
-  """The demand of some bags, from their shapes, each padded to all devices.
-
-  Args:
-    stack: the tables.
-    bags: arrays or `jax.ShapeDtypeStruct`s, of the whole batch.
-    tables: the name of each one's table.
-  """
+  """The demand of bags of the whole batch, arrays or shapes, each padded to all devices."""
   placement = stack.placement
   share = lambda x: -(-x // placement.devices)
   ids, activations, ragged_ids, ragged_activations = [0] * len(stack.tables), 0, 0, 0
@@ -91,8 +85,8 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
 def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
   """The rows for a pair of devices that a round has room for.
 
-  Six standard deviations above the mean of ids that fall on shards at random, in eights. An id
-  that repeats is sent once, so a table cannot ask for more rows than it has.
+  Six standard deviations above the mean of ids that fall on shards at random, in eights. A table
+  cannot be asked for more rows than it has, since a repeated id is sent once.
   """
   layout = stack.layout
   distinct = sum(map(min, demand.ids, layout.sizes))
@@ -104,7 +98,7 @@ def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
 
 
 def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
-  """What a device receives in a step: forward, backward and update."""
+  """Bytes that a device receives in a step: forward, backward and update."""
   # Ragged bags: sums of the whole batch, and their gradients.
   devices = stack.placement.devices
   moved = 3 * 4 * demand.ragged_activations * stack.dim * (devices - 1) // devices
@@ -118,7 +112,7 @@ def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> in
 
 
 def buffer_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
-  """What the buffers of an exchange take on a device."""
+  """Bytes of the exchange's buffers on a device."""
   layout, width, ids = stack.layout, stack.dim, sum(demand.ids)
   buffers = 8 * demand.ragged_activations * stack.dim if stack.placement.devices > 1 else 0
   if exchange.capacity is not None:
@@ -152,17 +146,13 @@ def gather_bytes(stack: StackSpec, demand: BatchDemand) -> int:
 
 
 def sum_bytes(stack: StackSpec) -> int:
-  """Bytes of whole tables, and of which rows were touched, added up over replicas."""
+  """Bytes of whole tables, and of a mark for each row, added up over replicas."""
   replicas = stack.placement.replicas
   return 2 * 4 * stack.layout.shard_rows * (stack.dim + 1) * (replicas - 1) // replicas
 
 
 def readable(num_bytes: int) -> str:
-  """Writes a number of bytes with a unit.
-
-  >>> readable(1536)
-  '1.5k'
-  """
+  """Writes a number of bytes with a unit: 1536 as 1.5k."""
   for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
     if num_bytes >= factor:
       return f"{num_bytes / factor:.1f}{unit}"

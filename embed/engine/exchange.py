@@ -1,10 +1,10 @@
 """Brings ids to the shards that store their rows, and gradients after them.
 
-What `placement.run` runs is per device, the rest is for the whole batch. There are two ways to a
-row and back, and one more for gradients:
+Functions that `placement.run` runs are per device, the others for the whole batch. There are two
+ways to a row and back, and one more for gradients:
 
-- **all-to-all**: shards are asked for distinct rows, send them, and later get the summed gradient
-  of each, in as many rounds as it takes.
+- **all-to-all**: shards send distinct rows on request, and later get the summed gradient of each,
+  in as many rounds as it takes.
 - **gather**: every shard gets all ids and sums the rows that it stores; the sums are added up. It
   has no capacity and no rounds. It moves less where bags are longer than there are shards, and it
   keeps the batch's order.
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import cost
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import UNUSED, Bags, LookupRecord
+from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, distinct_by_sort
 from embed.engine.mesh import Placement, all_gather, all_to_all, device_index
 from embed.engine.stack import Layout, StackSpec
@@ -44,15 +44,15 @@ _ODD = np.uint32(0x9E3779B1)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
-  """How one call's ids map to the shards that store their rows (per device).
+  """The way of one call's ids to the shards that store their rows (per device).
 
   Attributes:
     sorted_keys: uint32 `[N]`, the sort keys of the distinct ids, then `NO_KEY`.
     shard_offsets: int32 `[S + 1]`, where the keys of each shard begin.
     key_positions: int32 `[m, L]` of each feature with positions and ids: where an id's key is, N
       for padding.
-    requested_rows: int32 `[S, C]`, the local rows that each device requested of this one in the
-      first round.
+    requested_rows: int32 `[S, C]`, the local rows that each device requested here in the first
+      round.
     max_rows_per_pair: int32 `[1]`, the most keys of any pair of devices, the same everywhere.
   """
 
@@ -66,23 +66,12 @@ class Route:
   def capacity(self) -> int:
     return self.requested_rows.shape[-1]
 
-  def unused(self) -> "Route":
-    """A route of the same shapes without an id."""
-    full = lambda value, x: jnp.full_like(x, value)
-    return Route(
-      full(NO_KEY, self.sorted_keys),
-      full(0, self.shard_offsets),
-      tuple(full(UNUSED, x) for x in self.key_positions),
-      full(UNUSED, self.requested_rows),
-      full(0, self.max_rows_per_pair),
-    )
-
   def can_overflow(self, layout: Layout) -> bool:
-    """Whether there can be more rows for a pair of devices than fit one round."""
+    """True if there can be more rows for a pair of devices than fit one round."""
     return self.capacity < min(self.sorted_keys.shape[0], layout.shard_rows)
 
   def requests(self, start: jax.Array, layout: Layout, limit: jax.Array | None = None):
-    """What this device requests in a round: the keys from `start` on that fit it.
+    """The rows that this device requests in a round: the keys from `start` on that fit it.
 
     Args:
       start: int32 `[S]`, positions in `sorted_keys`.
@@ -90,8 +79,7 @@ class Route:
       limit: uint32 `[S]`, keys that later rounds begin with, or None.
 
     Returns:
-      Local rows int32 `[S, C]`, `layout.shard_rows` for none, and how many of each shard, int32
-      `[S]`.
+      Local rows int32 `[S, C]`, `layout.shard_rows` for none, and their numbers int32 `[S]`.
     """
     position = start[:, None] + jnp.arange(self.capacity, dtype=jnp.int32)[None]
     key = self.sorted_keys.at[position].get(mode="fill", fill_value=NO_KEY)
@@ -104,11 +92,10 @@ class Route:
   def buffer_positions(
     self, shards: Sequence[jax.Array], start: jax.Array, count: jax.Array
   ) -> list[jax.Array]:
-    """Index of each id's row in a round's receive buffer `[S * C]`.
+    """The index of each id's row in a round's receive buffer `[S * C]`; out of range in others.
 
-    Out of range if the id belongs to another round. `start` and `count` int32 `[S]` say which keys
-    the round requests. For all features at once: the TPU compiler writes out a read of a short
-    array, each time again.
+    `start` and `count` int32 `[S]` give the keys of the round. For all features at once: the TPU
+    compiler writes out a read of a short array, each time again.
     """
     shard = jnp.concatenate([s.reshape(-1) for s in shards])
     of = lambda x: x.at[shard].get(mode="promise_in_bounds")
@@ -176,7 +163,7 @@ def most_rows(shards: int) -> int:
 
 
 def rounds_for(max_rows: jax.Array, capacity: int) -> jax.Array:
-  """How many rounds it takes to exchange `max_rows` rows of a pair of devices."""
+  """The number of rounds that exchange `max_rows` rows of a pair of devices."""
   return (max_rows + capacity - 1) // capacity
 
 
@@ -186,21 +173,15 @@ def rounds_for(max_rows: jax.Array, capacity: int) -> jax.Array:
 def look_up(
   stack: StackSpec, table: jax.Array, bags: Sequence[Bags], tables: Sequence[str]
 ) -> tuple[list[jax.Array], LookupRecord]:
-  """Looks up the features of a stack: the whole batch, on all devices.
-
-  Args:
-    stack: the tables.
-    table: the stored rows.
-    bags: of each feature.
-    tables: the name of each feature's table.
+  """Looks up features in the stored rows of a stack: the whole batch, on all devices.
 
   Returns:
-    Activations `[*batch, D]` of each feature, and the record of what was looked up.
+    float32 activations `[*batch, D]` of each feature, and the record of the lookup.
   """
   placement = stack.placement
   acts: dict[int, jax.Array] = {}
   record = LookupRecord(tuple(bags), tuple(tables))
-  padded, spec = spread(stack, record)
+  padded, spec = pad_to_devices(stack, record)
   if padded.bags:
     capacity = None
     if not placement.is_local:
@@ -219,7 +200,7 @@ def look_up(
   return out, record
 
 
-def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
+def pad_to_devices(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
   """Pads the bags of a record to all devices; returns it with the specs of its arrays.
 
   Features that take no part are left out: collectives need an id.
@@ -252,7 +233,7 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
   One device has no capacity: only `_local` and the combination do anything there.
   """
   placement = stack.placement
-  table = rows_lib.opened(stack, table)
+  table = rows_lib.as_rows(stack, table)
   combine = functools.partial(rows_lib.gather_and_combine, stack, table)
   acts: Sequence[jax.Array] = ()
   route = None
@@ -361,9 +342,8 @@ def for_each_round(
     sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
       go by all-to-all, and the others are gathered.
     body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
-      `DistinctRows` if they are summed already, else parts to sum. It is called once, or once for
-      every round, in each of which there are other rows.
-    carry: what it starts from.
+      `DistinctRows` if they are summed already, else parts to sum. Each round has other rows.
+    carry: the first argument of the first call.
   """
   summed = [
     dataclasses.replace(x, values=x.values.astype(jnp.float32))
@@ -514,7 +494,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 
 
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
-  """Of the rows of this shard, those of a range of keys."""
+  """Keeps the gradients whose keys lie in [low, high)."""
   me, size = device_index(stack.placement.row_axes), stack.layout.shard_rows
   key = make_key(jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout)
   keep = (part.ids < size) & (key >= low[me]) & (key < limit[me])

@@ -112,11 +112,11 @@ CACHED = 1 << 15  # elements stepped at a time: with slots and temporaries, the 
 
 
 def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`distinct_by_sort` for CPU, in no particular order.
+  """Does as `distinct_by_sort`, for CPU, in no particular order.
 
-  Every occurrence writes its position to a cell and reads back who won it: if that one has the
-  same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each
-  round settles an id at least, so it ends, and is exact, for any ids; two rounds are usual.
+  Every occurrence writes its position to a cell and reads back who won it: it is settled if the
+  winner has the same id. A loser tries again with another hash. Each round settles an id at least,
+  so that it ends, and is exact, for any ids; two rounds are usual.
   """
   n = ids.shape[0]
   bits = max(4, (4 * n - 1).bit_length())
@@ -221,13 +221,13 @@ def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
 
 
 def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The distinct ids of integers `[N]`, ascending; `fill` is greater than any of them.
+  """Finds the distinct ids of integers `[N]`, ascending; `fill` is greater than any of them.
 
   For accelerators, where sorting is fast and loops are slow; for CPU see `distinct_by_hash`.
 
   Returns:
     Each id's position among the distinct ones, int32 `[N]`, N where it equals `fill`; the distinct
-    ids, then `fill`, `[N]`; and how many they are, an int32 scalar.
+    ids, then `fill`, `[N]`; and their number, an int32 scalar.
   """
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
@@ -246,15 +246,15 @@ _SMALLEST = 8  # entries of a chunk
 def in_chunks(
   body: Callable[..., Any], carry: Any, size: int, ids: jax.Array, *arrays: jax.Array
 ) -> Any:
-  """`carry = body(carry, ids, *arrays)` for chunks of ids and of arrays with as many entries.
+  """Runs `carry = body(carry, ids, *arrays)` for chunks of ids and of arrays with as many entries.
 
   All entries at once would need memory for copies of the arrays.
 
   Args:
     body: gets chunks of the ids and of each array. The last chunk begins within the one before it,
-      since padding would copy the arrays; there, ids of entries that it has had are `UNUSED`.
-    carry: what it starts from.
-    size: the numbers of an entry, of which a chunk has `CHUNK`.
+      since padding would copy the arrays; ids that it repeats are `UNUSED`.
+    carry: the first argument of the first call.
+    size: elements per entry; a chunk holds `CHUNK` elements.
     ids: int32 `[N, ...]`.
     *arrays: `[N, ...]`.
   """
@@ -296,7 +296,7 @@ def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
 
 
 def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
-  """The sum of the gradients of every row that was looked up, over duplicates, features and calls.
+  """Sums the gradients of every row that was looked up, over duplicates, features and calls.
 
   A row counts as looked up also with gain 0 or with gradients that cancel.
 

@@ -84,7 +84,7 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
 
 
 def is_explicit(tree: Any) -> bool:
-  """Whether any array of a tree has a sharding in its type."""
+  """Tells whether an array of a tree has a sharding in its type."""
   return any(explicit_sharding(x) is not None for x in jax.tree.leaves(tree))
 
 
@@ -98,7 +98,7 @@ def _move(x: Any, where: NamedSharding) -> Any:
 
 
 def without_types(tree: Any) -> Any:
-  """The same arrays on Auto axes: outside of `jax.set_mesh` the compiler shards what follows.
+  """Moves arrays to Auto axes: outside of `jax.set_mesh` the compiler shards what follows.
 
   JAX has no rule for the sharding of many operations on Explicit axes, such as the gradient of a
   matrix product over a batch that is split, and asks for it.
@@ -115,7 +115,7 @@ def without_types(tree: Any) -> Any:
 
 
 def settled(tree: Any) -> Any:
-  """The same arrays, once they are ready if they are on several CPU devices.
+  """Waits for arrays on several CPU devices, and returns them.
 
   XLA:CPU has one pool of threads for all devices of a process: of programs that communicate and are
   started one after another, as eager code does, none may have threads enough to end.
@@ -129,10 +129,7 @@ def settled(tree: Any) -> Any:
 
 
 def like(x: jax.Array, other: Any) -> jax.Array:
-  """An array, of another one's shape or a scalar, for arithmetic with it, or to take its place.
-
-  Where the type of `other` has a sharding, so has the result: the same, or that of a whole scalar.
-  """
+  """Gives an array, or a scalar, the sharding type of another one, for arithmetic with it."""
   where = explicit_sharding(other)
   if where is None:
     return without_types(x) if current_mesh() is None else x
@@ -155,7 +152,7 @@ class Placement:
 
   @functools.cached_property
   def is_local(self) -> bool:
-    """Whether this is one device."""
+    """True for one device."""
     return self.mesh is None
 
   @functools.cached_property
@@ -311,7 +308,7 @@ class Placement:
     return placed
 
   def prepare(self, f: Callable[[Any], Any], x: Any, like: Any = None) -> Any:
-    """`f(x)` for any operations and any sharding of x.
+    """Runs `f(x)` for any operations and any sharding of x.
 
     An Explicit mesh requires the sharding of each reshape and gather in between; here the compiler
     chooses, as on an Auto mesh. Results are split by their first dimension if it divides. They have
@@ -345,8 +342,8 @@ class Placement:
 LOCAL = Placement(None)
 
 
-def accept(placement: Placement, name: str, parts: Any) -> Any:
-  """The `bags.Parts` of a feature as a lookup takes them."""
+def check_inputs(placement: Placement, name: str, parts: Any) -> Any:
+  """Checks the `bags.Parts` of a feature, and places them for a lookup."""
   if placement.is_local:
     for x in jax.tree.leaves(parts):
       if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):

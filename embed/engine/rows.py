@@ -1,21 +1,19 @@
-"""Reads and writes the rows that a device stores, in each of the ways to store them.
+"""Reads and writes the rows that a device stores: an array `[V, D]`, or lines of 128 columns.
 
-Rows are stored as an array `[V, D]` or in lines of 128 columns, and SparseCores may read and write
-them. Code between a read and a write, such as an optimizer's equation, is the same for all of
-these.
+Code between a read and a write, such as an optimizer's equation, is the same for both.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from embed.engine import backends, lookup
+from embed.engine import lookup
+from embed.engine.backends import BACK_ENDS
 from embed.engine.bags import Bags
 from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_line
 
@@ -23,10 +21,10 @@ from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_lin
 
 
 def has_lines(device_kind: str) -> bool:
-  """Whether rows are read and written as parts of lines.
+  """Tells whether rows are read and written as parts of lines.
 
   Not on CPUs and GPUs: they store rows one after another, so that lines and rows are the same
-  bytes, and what reads and writes rows runs as if nothing was packed.
+  bytes, and reads and writes run as if nothing was packed.
   """
   return device_kind.startswith("TPU")
 
@@ -139,7 +137,7 @@ Rows = jax.Array | Lines  # `[V, D]`
 # --- from what is stored to rows, and back --------------------------------------------------------
 
 
-def opened(stack: StackSpec, stored: Any) -> Any:
+def as_rows(stack: StackSpec, stored: Any) -> Any:
   """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
 
   def rows_of(x: jax.Array) -> Rows:
@@ -151,8 +149,8 @@ def opened(stack: StackSpec, stored: Any) -> Any:
   return jax.tree.map(rows_of, stored)
 
 
-def closed(stack: StackSpec, rows: Any) -> Any:
-  """The inverse of `opened`."""
+def as_stored(stack: StackSpec, rows: Any) -> Any:
+  """The inverse of `as_rows`."""
 
   def stored(x: Rows) -> jax.Array:
     if isinstance(x, Lines):
@@ -168,72 +166,46 @@ def unpacked(rows: Rows) -> jax.Array:
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Whether rows must be read and written by the functions below, and by no other formulation."""
-  return stack.sparse_core or isinstance(table, Lines)
+  """Tells whether the functions below alone can read and write rows."""
+  return stack.back_end is not None or isinstance(table, Lines)
 
 
 # --- some rows ------------------------------------------------------------------------------------
 
 
-def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
-  """The rows `[N, ...]` of ids int32 `[N]`; undefined for ids outside the table."""
-  if _is_by_kernel(stack, table):
-    return backends.backend("sparse_core").take(_linear(table), ids)[:, : stack.dim]
-  if isinstance(table, Lines):
-    return table.take(ids)
-  return table.at[ids].get(mode="clip", wrap_negative_indices=False)
-
-
 def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
-  """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
-  if stack.sparse_core and backends.backend("sparse_core").sums_bags(stack, bags):
-    return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
-      ..., : stack.dim
-    ]
+  """Does as `lookup.gather_and_combine`, with rows of the table or rows received."""
+  if stack.back_end is not None:
+    acts = BACK_ENDS[stack.back_end].look_up(stack, table, bags)
+    if acts is not None:
+      return acts
   return lookup.gather_and_combine(table, bags)
 
 
-def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
+def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
+  """The rows `[N, D]` of ids int32 `[N]`, to send; undefined for ids outside the table."""
+  if stack.back_end is not None:
+    return gather_and_combine(stack, table, Bags(ids[:, None]))
+  return read({"": table}, ids)[""]
+
+
+def read(arrays: Arrays, at: jax.Array) -> Arrays:
   """The rows `at` of a table and its slots, by name; undefined for ids outside the table."""
-  return {name: take(stack, x, at) for name, x in arrays.items()}
+
+  def rows(x):
+    if isinstance(x, Lines):
+      return x.take(at)
+    return x.at[at].get(mode="clip", wrap_negative_indices=False)
+
+  return {name: rows(x) for name, x in arrays.items()}
 
 
-def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
+def write(arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
   """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
-  by_kernel = [name for name, x in arrays.items() if _is_by_kernel(stack, x)]
-  written = {name: _put(x, at, new[name]) for name, x in arrays.items() if name not in by_kernel}
-  if by_kernel:  # together: they share the list of rows
-    tables, rows = ([of[name] for name in by_kernel] for of in (arrays, new))
-    written |= dict(zip(by_kernel, _put_by_kernel(stack, tables, at, rows), strict=True))
-  return {name: written[name] for name in arrays}
 
+  def put(x, rows):
+    if isinstance(x, Lines):
+      return x.put(at, rows)
+    return x.at[at].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
 
-def _put(x: Rows, at: jax.Array, new: jax.Array) -> Rows:
-  if isinstance(x, Lines):
-    return x.put(at, new)
-  return x.at[at].set(new.astype(x.dtype), mode="drop", unique_indices=True)
-
-
-def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
-  """Whether SparseCores read and write an array: not slots of one value per row."""
-  return stack.sparse_core and x.ndim == 2 and x.dtype == np.float32
-
-
-def _put_by_kernel(
-  stack: StackSpec, tables: Sequence[Rows], at: jax.Array, new: Sequence[jax.Array]
-) -> list[Rows]:
-  linear = [_linear(table) for table in tables]
-  filling = ((0, 0), (0, linear[0].shape[1] - stack.dim))
-  put = backends.backend("sparse_core").put(linear, at, [jnp.pad(rows, filling) for rows in new])
-  return [
-    Lines(rows.reshape(table.array.shape), table.width) if isinstance(table, Lines) else rows
-    for table, rows in zip(tables, put, strict=True)
-  ]
-
-
-def _linear(table: Any) -> jax.Array:
-  """Rows as kernels read them, filled up to whole vectors; lines are not copied for it."""
-  if isinstance(table, Lines):
-    return table.linear()
-  filling = row_width(table.shape[1]) - table.shape[1]  # of rows received
-  return jnp.pad(table, ((0, 0), (0, filling))) if filling else table
+  return {name: put(x, new[name]) for name, x in arrays.items()}

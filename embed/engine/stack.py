@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """How the rows of some tables are laid out over shards.
+  """The place of the rows of some tables in shards.
 
   A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them;
   where a table's rows do not divide, the last of its local rows on some shards hold nothing.
 
   Args:
     sizes: the number of rows of each table.
-    shards: how many shards there are.
+    shards: their number.
     contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
       first `size % shards` shards having one row more than the others.
     unit: the first local row of each table, and the number of local rows, are multiples of it.
@@ -138,11 +138,7 @@ def rows_per_line(width: int) -> int:
 
 
 def describe_packing(width: int) -> str:
-  """Describes in words how rows of `width` columns are packed.
-
-  >>> describe_packing(16), describe_packing(100)
-  ('packed, 8 rows to a line of 128 columns', 'packed, filled up to 128 columns')
-  """
+  """Describes in words how rows of `width` columns are packed."""
   each = rows_per_line(width)
   if each == 1:
     return f"packed, filled up to {row_width(width)} columns"
@@ -157,14 +153,12 @@ RowStep = Callable[..., Arrays]
 
 @dataclasses.dataclass(frozen=True)
 class StackSpec:
-  """What decides the compiled programs of a stack: static, hashable, equal by value.
-
-  Layers with equal stacks share their compiled lookups and steps. Initial values are no part of it.
+  """Static facts of a stack, hashable and equal by value: equal stacks share compiled programs.
 
   Attributes:
     name: of the stack in its layer.
     tables: their names, in the order of `layout.sizes`.
-    layout: which row is where.
+    layout: the place of each row.
     dim: D.
     dtype: of the rows.
     optimizer: of the tables, or None.
@@ -172,7 +166,7 @@ class StackSpec:
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
-    sparse_core: whether SparseCores read and write the rows.
+    back_end: the name of what reads and writes the rows in XLA's place, or None.
     is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
   """
 
@@ -186,7 +180,7 @@ class StackSpec:
   stochastic_rounding: bool = False
   exchange: str | None = None
   capacity: int | None = None
-  sparse_core: bool = False
+  back_end: str | None = None
   is_packed: bool = False
 
   @functools.cached_property
@@ -206,12 +200,12 @@ class StackSpec:
 
   @functools.cached_property
   def slots(self) -> "dict[str, Slot]":
-    """What the optimizer keeps for each row, by name."""
+    """The optimizer's state per row, by name."""
     return {} if self.optimizer is None else self.optimizer.slots(self.dim)
 
   @functools.cached_property
   def uses_stochastic_rounding(self) -> bool:
-    """Whether new rows are rounded at random."""
+    """True if new rows are rounded at random."""
     return self.stochastic_rounding and self.dtype != np.float32
 
   def size(self, table: str) -> int:
@@ -236,5 +230,5 @@ class StackSpec:
 
   @property
   def is_split(self) -> bool:
-    """Whether rows are on several devices, and have to be exchanged."""
+    """True if rows are on several devices, and have to be exchanged."""
     return self.layout.shards > 1

@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import cost, exchange, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
+from embed.engine.backends import BACK_ENDS
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
+from embed.engine.hashes import GOLDEN, scramble
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.engine.xla import is_traced
@@ -71,7 +73,7 @@ def step_rows(
   learning_rate: Any,
   step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
-  """One step of rows: clips, decays, applies the equation, and clips the weights.
+  """Steps rows: clips gradients, decays, applies the equation, and clips weights.
 
   Args:
     optimizer: the table's.
@@ -80,9 +82,6 @@ def step_rows(
     slots: float32 `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
     step: the number of this step, for an optimizer that `uses_step`.
-
-  Returns:
-    The new rows and slots.
   """
   assert optimizer.equation is not None
   if optimizer.clipvalue is not None:
@@ -124,7 +123,7 @@ def step_stored(
 def _round_rows(
   stack: StackSpec, step: jax.Array, local_rows: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """New rows float32 `[n, D]`, stochastically rounded; the noise is that of table, step and id."""
+  """Rounds new rows float32 `[n, D]` at random, by noise of the table, the step and the id."""
   shard = mesh.device_index(stack.placement.row_axes)
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
@@ -148,8 +147,9 @@ def step(
 
   def per_device(arrays, scalars, *grads):
     body = functools.partial(step_table, stack, scalars)
-    arrays = rows_lib.opened(stack, arrays)
-    return rows_lib.closed(stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays))
+    arrays = rows_lib.as_rows(stack, arrays)
+    arrays = exchange.for_each_round(grads, stack, sums_tables, body, arrays)
+    return rows_lib.as_stored(stack, arrays)
 
   of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
@@ -275,7 +275,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
       padded.append(x)
       specs.append(_spec(stack))
       continue
-    record, spec = exchange.spread(stack, x.record)
+    record, spec = exchange.pad_to_devices(stack, x.record)
     values = tuple(placement.pad_batch(x.grads[i], 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
@@ -303,17 +303,10 @@ def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
 def step_table(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, received: exchange.Received
 ) -> Arrays:
-  """One optimizer step of a device's rows.
+  """Steps the rows of a device that have gradients; all others keep their bits.
 
-  Args:
-    stack: whose optimizer steps.
-    scalars: of the step.
-    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.opened` returns them;
-      donated, they are updated in place.
-    received: gradients of local rows.
-
-  Returns:
-    The new table and slots. Rows that were not looked up keep their bits.
+  `arrays` are the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.as_rows` returns them; they
+  are updated in place if they are donated.
   """
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
@@ -326,16 +319,13 @@ def step_table(
 def _step_rows_of(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
 ) -> Arrays:
-  """Steps the rows of `parts`, of which there are some.
-
-  If they are summed, there is one part, in which no row occurs twice.
-  """
+  """Steps the rows of `parts`; if they are summed, there is one part, with each row once."""
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
   zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
   parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
-  if _is_plain_sum(optimizer, table) and not stack.sparse_core:
+  if _is_plain_sum(optimizer, table) and stack.back_end is None:
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
 
   def on_cpu(arrays, parts):
@@ -376,9 +366,11 @@ def _step_part(
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
-  old = jax.lax.optimization_barrier(rows_lib.read(stack, arrays, at))
+  if stack.back_end is not None:
+    return BACK_ENDS[stack.back_end].step(stack, row_step, arrays, at, g)
+  old = jax.lax.optimization_barrier(rows_lib.read(arrays, at))
   new = jax.lax.optimization_barrier(row_step(at, g, old))
-  return rows_lib.write(stack, arrays, at, new)
+  return rows_lib.write(arrays, at, new)
 
 
 def _add_steps(
@@ -428,7 +420,7 @@ def step_summed(
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
   A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
-  repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
+  repeat. `ids` `[N]` are the ids of `parts`, V for padding.
   """
   size, dim = arrays["parameters"].shape
   position, unique, count = grads_lib.distinct_by_hash(ids, size)
@@ -493,20 +485,6 @@ def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) ->
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
-GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: spreads consecutive numbers
-SCRAMBLE, LAST_SHIFT = ((16, 0x7FEB352D), (15, 0x846CA68B)), 16  # of `scramble`
-
-
-def scramble(x: jax.Array) -> jax.Array:
-  """A bijection of uint32 whose output bits look independent of its input.
-
-  `lowbias32` of Christopher Wellons, "Prospecting for Hash Functions" (2018).
-  """
-  for shift, factor in SCRAMBLE:
-    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-  return x ^ (x >> jnp.uint32(LAST_SHIFT))
-
-
 def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
   """Random bits uint32 `[..., D]` of rows with keys `[...]` and of columns with numbers `[D]`."""
   columns = columns.astype(jnp.uint32) * jnp.uint32(GOLDEN)
@@ -515,7 +493,7 @@ def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def rounding_key(*numbers: jax.Array | int) -> jax.Array:
-  """A key, uint32, of integers, such as those of a table and a step."""
+  """Mixes integers, such as the numbers of a table and a step, into a key, uint32."""
   key = jnp.uint32(0)
   for number in numbers:
     number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
@@ -524,14 +502,9 @@ def rounding_key(*numbers: jax.Array | int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-  """`x` as one of the two bfloat16 next to it, the farther one the less likely.
+  """Rounds float32 `x` to one of the two bfloat16 next to it, the farther one the less likely.
 
-  Args:
-    x: float32.
-    bits: random uint32 of its shape.
-
-  Returns:
-    bfloat16; what bfloat16 holds exactly, zeros, infinities and NaN among it, is not changed.
+  `bits` are random uint32. Values that bfloat16 holds, zeros, infinities and NaN do not change.
 
   >>> x = jnp.full(4, 1 + 3 / 512)  # between 1 and 1 + 4/512
   >>> to_bfloat16(x, jnp.array([0, 0x3FFF, 0x4000, 0xFFFF], jnp.uint32)).tolist()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 def is_traced(tree: Any) -> bool:
-  """Whether any leaf of a tree has no value yet, inside a transformed or jitted function."""
+  """Tells whether a leaf of a tree has no value yet, inside a transformed or jitted function."""
   return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 

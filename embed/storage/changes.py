@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
+from embed.engine.hashes import scramble
 from embed.engine.stack import Arrays, StackSpec
 from embed.storage import tables as stored_tables
 
@@ -48,22 +49,16 @@ def _words(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
 
 
-def _mix(x: jax.Array, shift: int, first: int, second: int) -> jax.Array:
-  """A bijection of uint32: each bit of the argument changes half of the result's bits."""
-  x = (x ^ (x >> 16)) * jnp.uint32(first)
-  x = (x ^ (x >> shift)) * jnp.uint32(second)
-  return x ^ (x >> 16)
-
-
-# The finalizer of MurmurHash3, and "lowbias32" of C. Wellons' hash-prospector.
-_MIXERS = ((13, 0x85EBCA6B, 0xC2B2AE35), (15, 0x7FEB352D, 0x846CA68B))
+def _mix_twice(x: Lanes, salts: jax.Array) -> Lanes:
+  """Mixes two lanes, each with a salt of its own."""
+  first, second = scramble(salts), scramble(~salts)
+  return scramble(x[0] + first), scramble(x[1] + second)
 
 
 def _totals(words: jax.Array, number: int) -> Lanes:
   """Sums of the mixed words of each row; `number` tells the arrays of a row apart."""
   position = jnp.arange(words.shape[1], dtype=jnp.uint32) + jnp.uint32(number << 24)
-  salts = [_mix(position, *mixer)[None] for mixer in reversed(_MIXERS)]
-  mixed = tuple(_mix(words + salt, *mixer) for salt, mixer in zip(salts, _MIXERS, strict=True))
+  mixed = _mix_twice((words, ~words), position[None])
   # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   return lax.reduce(mixed, (jnp.uint32(0),) * 2, add, (1,))
@@ -71,8 +66,7 @@ def _totals(words: jax.Array, number: int) -> Lanes:
 
 def _digest(totals: Lanes, ids: jax.Array, size: Any) -> jax.Array:
   """The digest uint32 `[2]` of rows, by their ids; rows of id `size` do not count."""
-  salts = [_mix(ids.astype(jnp.uint32), *mixer) for mixer in reversed(_MIXERS)]
-  mixed = [_mix(x ^ salt, *mixer) for x, salt, mixer in zip(totals, salts, _MIXERS, strict=True)]
+  mixed = _mix_twice(totals, ids.astype(jnp.uint32))
   return jnp.stack([jnp.where(ids < size, x, 0).sum(dtype=jnp.uint32) for x in mixed])
 
 
@@ -103,7 +97,7 @@ def fingerprints(
 
 def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes, list[jax.Array]]:
   """Per device: the fingerprints of its rows, and the digests of all tables."""
-  words = [_words(rows_lib.unpacked(rows_lib.opened(stack, x))) for x in arrays]
+  words = [_words(rows_lib.unpacked(rows_lib.as_rows(stack, x))) for x in arrays]
   totals = [_totals(x, number) for number, x in enumerate(words)]
   axes, layout = stack.placement.row_axes, stack.layout
   shard, digests = mesh_lib.device_index(axes), []
@@ -194,7 +188,7 @@ def _take_chunk(
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    return table, ids, rows_lib.read(stack, rows_lib.opened(stack, stored), local_rows)
+    return table, ids, rows_lib.read(rows_lib.as_rows(stack, stored), local_rows)
 
   by_rows = stack.specs[1]
   specs = (by_rows, {key: stack.specs[x.ndim] for key, x in stored.items()})
@@ -244,8 +238,8 @@ def _put_chunk(
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
     own = mesh_lib.device_index(stack.placement.row_axes)
     local_rows = jnp.where(shard == own, local_rows, stack.layout.shard_rows)
-    rows = rows_lib.write(stack, rows_lib.opened(stack, stored), local_rows, values)
-    return rows_lib.closed(stack, rows)
+    rows = rows_lib.write(rows_lib.as_rows(stack, stored), local_rows, values)
+    return rows_lib.as_stored(stack, rows)
 
   specs = {key: stack.specs[x.ndim] for key, x in stored.items()}
   return stack.placement.run(per_device, (P(), P(), specs), specs)(ids, values, stored)

@@ -182,11 +182,11 @@ def reset(
     def body(i, arrays):
       part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk)
       made = values(key, ids.at[part(index)].get(mode="promise_in_bounds"))
-      return rows_lib.write(stack, arrays, part(local_rows), made)
+      return rows_lib.write(arrays, part(local_rows), made)
 
     count = jnp.sum(is_own, dtype=jnp.int32)
-    rows = rows_lib.opened(stack, arrays)
-    return rows_lib.closed(stack, jax.lax.fori_loop(0, -(-count // chunk), body, rows))
+    rows = rows_lib.as_rows(stack, arrays)
+    return rows_lib.as_stored(stack, jax.lax.fori_loop(0, -(-count // chunk), body, rows))
 
   specs = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   return stack.placement.run(per_device, (specs, P(), P(), P()), specs)(arrays, key, new, ids)

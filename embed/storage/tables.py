@@ -148,7 +148,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def converts(x: Any, dtype: Any) -> bool:
-  """Whether all values of an array are numbers of a dtype, but for their rounding."""
+  """Tells whether all values of an array are numbers of a dtype, but for their rounding."""
   given = dtype_of(x)
   if jnp.issubdtype(given, jnp.complexfloating):
     return jnp.issubdtype(dtype, jnp.complexfloating)

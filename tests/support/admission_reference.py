@@ -10,8 +10,8 @@ MOST = 2**20
 
 
 def finalize(h):
-  h = (h ^ (h >> 16)) * 0x85EBCA6B & MASK
-  h = (h ^ (h >> 13)) * 0xC2B2AE35 & MASK
+  h = (h ^ (h >> 16)) * 0x7FEB352D & MASK
+  h = (h ^ (h >> 15)) * 0x846CA68B & MASK
   return h ^ (h >> 16)
 
 

@@ -282,7 +282,6 @@ class Equation(NamedTuple):
   update: Callable
   slots: dict[str, float]  # initial values, in checkpoint order
   hyperparameters: Mapping[str, Any] = types.MappingProxyType({})  # defaults
-  example: Mapping[str, Any] = types.MappingProxyType({})  # that show every term of the update
   per_row: bool = False  # slots of shape [V] instead of [V, dim]
 
 
@@ -301,18 +300,10 @@ RULES = {
     rowwise_adagrad, {"accumulators": 0.1}, {"epsilon": 0.0}, per_row=True
   ),
   "adagrad_momentum": Equation(
-    adagrad_momentum,
-    {"accumulators": 0.0, "momenta": 0.0},
-    _ADAGRAD_MOMENTUM,
-    {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0},
+    adagrad_momentum, {"accumulators": 0.0, "momenta": 0.0}, _ADAGRAD_MOMENTUM
   ),
-  "ftrl": Equation(
-    ftrl,
-    {"accumulators": 0.1, "linears": 0.0},
-    _FTRL,
-    {"l1_regularization_strength": 0.125, "beta": 0.5},
-  ),
-  "adam": Equation(adam, {"momenta": 0.0, "velocities": 0.0}, _ADAM, {"epsilon": 1e-3}),
+  "ftrl": Equation(ftrl, {"accumulators": 0.1, "linears": 0.0}, _FTRL),
+  "adam": Equation(adam, {"momenta": 0.0, "velocities": 0.0}, _ADAM),
 }
 
 

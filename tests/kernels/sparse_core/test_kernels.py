@@ -6,7 +6,7 @@ import pytest
 from jax.experimental.pallas import tpu_sc as plsc
 from sparse_cores import emulated
 
-from embed.kernels.sparse_core import kernels
+from embed.kernels import sparse_core_pallas as kernels
 
 SHAPES = {  # V, D, N
   "TPU_V5P": (777, 16, 500),
