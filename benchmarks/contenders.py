@@ -88,7 +88,7 @@ def make_layer(problem: Problem, optimizer: embed.RowOptimizer | None) -> embed.
     combiner="sum",
     name="table",
     optimizer=optimizer,
-    initializer=jax.nn.initializers.zeros,
+    initializer=embed.row_wise(jax.nn.initializers.zeros),
   )
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   layer.load_tables({"table": problem.rows})

@@ -66,9 +66,9 @@ def make_problem(args: argparse.Namespace, dim: int, batch: int) -> Problem:
 
 def make_model(problem: Problem) -> dlrm.DLRM:
   """The recipe's model with weights of a fixed seed."""
-  features = {}
+  normal, features = embed.row_wise(jax.nn.initializers.normal(0.1)), {}
   for i in range(problem.ids.shape[-1]):
-    normal, name = jax.nn.initializers.normal(0.1), f"c{i:02d}"
+    name = f"c{i:02d}"
     table = embed.TableConfig(
       problem.vocabulary, problem.dim, combiner="sum", name=name, initializer=normal
     )

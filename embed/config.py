@@ -138,10 +138,9 @@ class TableConfig:
     vocabulary_size: the number of rows, V. Ids are 0 .. V - 1. Or a `DynamicVocabulary`, for raw
       ids; then V is its capacity, and `vocabulary` holds it.
     dim: the length of a row, D.
-    initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`. Those of JAX that draw all rows
-      alike, and those that `embed.row_wise` wraps, are called with `(1, D)`, any other with
-      `(V, D)`. None draws each row from a normal distribution of standard deviation
-      `1 / sqrt(dim)`, truncated at two standard deviations.
+    initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`; wrap it
+      in `embed.row_wise` for a large table. None draws each row from a normal distribution of
+      standard deviation `1 / sqrt(dim)`, truncated at two standard deviations.
     optimizer: the table's optimizer, such as `embed.adagrad(0.05)`. None takes the default of
       `SparseEmbed`.
     combiner: turns a bag into one vector: "mean" (divides by the sum of weights), "sum" or "sqrtn"

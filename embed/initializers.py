@@ -15,10 +15,7 @@ _THREEFRY = "threefry2x32"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWise:
-  """Draws each row from its own key; see `row_wise`.
-
-  Equal to another one of the very same function, which need not be hashable.
-  """
+  """Draws each row from its own key; equal to another one of the very same function."""
 
   initializer: Callable[..., Any]
 
@@ -36,14 +33,9 @@ class RowWise:
   def rows(
     self, keys: jax.Array, tables: jax.Array, ids: jax.Array, dim: int, dtype: Any
   ) -> jax.Array:
-    """Draws the given rows of some tables, `[N, dim]`.
+    """Draws rows `[N, dim]` of tables with random keys `[T]`.
 
-    Args:
-      keys: a random key of each table, `[T]`.
-      tables: the table of each row, int32 `[N]`.
-      ids: the row's id in it, int32 `[N]`, or its raw id, uint32 `[N, 2]`.
-      dim: the columns of a row.
-      dtype: of the rows.
+    Each row has its table, int32 `[N]`, and its id, int32 `[N]`, or raw id, uint32 `[N, 2]`.
     """
     keys = threefry(keys)
 
@@ -71,21 +63,13 @@ def threefry(keys: jax.Array) -> jax.Array:
 def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Makes an initializer draw every row from a key of its own.
 
-  The key of a row is folded from the table's and the row's number. The values do not depend on how
-  a table is sharded, up to the last bits, which XLA may round differently for shards of another
-  size. Each device makes the rows that it owns and no others. JAX's `zeros`, `ones`, `constant`,
-  `normal`, `uniform` and `truncated_normal` are drawn so without `row_wise`. Any other initializer
-  is called once with the whole table's shape, on every host.
+  The key of a row is folded from the table's and the row's number, so that each device makes the
+  rows that it owns and no others, and a mesh changes the last bits of a value at most. Any other
+  initializer is called once with the whole table's shape, on every host.
 
   Args:
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
       `(1, dim)`. One that looks at the number of rows would see 1.
-
-  Returns:
-    An initializer, for `TableConfig(initializer=...)`.
-
-  Raises:
-    ValueError: if `initializer` is not callable.
 
   >>> small = embed.row_wise(jax.nn.initializers.normal(0.01))
   >>> movie = embed.TableConfig(100, 4, initializer=small, name="movie")
@@ -95,46 +79,11 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   return initializer if isinstance(initializer, RowWise) else RowWise(initializer)
 
 
-_JAX = jax.nn.initializers
-# `normal(0.1)` and `normal(0.2)` are closures with the same code object.
-_CODES_BY_ROW = {
-  getattr(initializer, "__code__", initializer)
-  for initializer in (
-    _JAX.zeros,
-    _JAX.ones,
-    _JAX.constant(0.0),
-    _JAX.normal(),
-    _JAX.uniform(),
-    _JAX.truncated_normal(),
-  )
-}
-_known: dict[Any, RowWise] = {}
-
-
-def as_row_wise(initializer: Callable[..., Any] | None, dim: int) -> RowWise | None:
-  """Returns the initializer that draws row by row, or None for one that needs the whole table.
-
-  Equal ones of JAX, such as two of `normal(0.1)`, are one object here and compiled once.
-  """
+def as_row_wise(initializer: Callable[..., Any] | None) -> RowWise | None:
+  """Returns the initializer that draws row by row, or None for one that draws whole tables."""
   if initializer is None:
     return truncated_normal_rows
-  if isinstance(initializer, RowWise):
-    return initializer
-  code = getattr(initializer, "__code__", initializer)
-  if code not in _CODES_BY_ROW:
-    return None
-  cells = tuple(cell.cell_contents for cell in getattr(initializer, "__closure__", None) or ())
-  try:
-    key: Any = (code, cells, dim)
-    if key in _known:
-      return _known[key]
-  except TypeError:  # an array in a closure is not hashable
-    key = (initializer, dim)
-  try:
-    jax.eval_shape(lambda: initializer(jax.random.key(0), (1, dim), jnp.float32))
-  except (ValueError, TypeError):  # `constant` of an array with all rows
-    return None
-  return _known.setdefault(key, RowWise(initializer))
+  return initializer if isinstance(initializer, RowWise) else None
 
 
 def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
@@ -156,10 +105,10 @@ def fill(
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   at_a_time: int = ROWS_AT_A_TIME,
 ) -> jax.Array:
-  """Writes rows of `[M, D]` from `start` to `end`, except those that are not drawn.
+  """Writes the drawn rows from `start` to `end` of `[M, D]`.
 
-  `draw(indices)` returns values `[N, D]` and which of them are drawn, bool `[N]` or `[N, D]`; it is
-  called for `at_a_time` rows: the random bits of a whole table would be as large as the table.
+  `draw(indices)` returns values `[N, D]` and which are drawn, bool `[N]` or `[N, D]`, for
+  `at_a_time` rows: the random bits of a whole table would be as large as the table.
   """
   chunk = min(end - start, at_a_time)
 

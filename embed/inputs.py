@@ -18,7 +18,6 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
-from embed.engine import admission
 from embed.engine.bags import Bags, Form, Parts, from_input, narrow
 from embed.engine.xla import is_traced
 
@@ -30,10 +29,10 @@ _logger = logging.getLogger("embed")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Padded:
-  """Bags of ids along the last axis; negative ids are padding.
+  """Bags of ids along the last axis; negative ids are padding. The native form on an accelerator.
 
-  The native form on an accelerator. Values are checked by a lookup or `embed.validate`, not when
-  the object is made. `Padded`, `Ragged` and `Sparse` are pytrees.
+  Values are checked by a lookup or `embed.validate`, not when the object is made. `Padded`,
+  `Ragged` and `Sparse` are pytrees.
 
   Args:
     values: integers `[batch, ..., L]`, a NumPy or JAX array or nested lists; for weights, floats of
@@ -71,6 +70,11 @@ class Ragged:
   row_splits: Array
   max_valency: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+  def __post_init__(self):
+    if self.max_valency is not None:
+      most = config_lib.integer("max_valency", self.max_valency, 1)
+      object.__setattr__(self, "max_valency", most)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +85,6 @@ class Sparse:
     indices: integers `[N, rank]`, rank at least 2; the last coordinate is the position in the bag.
     values: integers `[N]` (floats for weights); negative ids are padding.
     dense_shape: the shape of the array, static under jit.
-
-  Raises:
-    ValueError: if `dense_shape` is traced.
 
   >>> bags = embed.Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4))
   >>> embed.to_padded(bags).values.tolist()
@@ -103,8 +104,27 @@ class Sparse:
 KINDS = (Padded, Ragged, Sparse)
 
 
+def _values(x: Any) -> Any:
+  return x.values if isinstance(x, KINDS) else x
+
+
+def _with_values(x: Any, values: Any) -> Any:
+  return dataclasses.replace(x, values=values) if isinstance(x, KINDS) else values
+
+
 def _kind(value: Any) -> str:
   return f"embed.{type(value).__name__}" if isinstance(value, KINDS) else "a dense array"
+
+
+# --- checks --------------------------------------------------------------------------------------
+# `where` begins an error: "Feature 'user': ".
+
+
+def _require(where: str, *checks: tuple[Any, str]) -> None:
+  """Raises ValueError with the text of the first check `(is_valid, text)` that fails."""
+  for is_valid, text in checks:
+    if not is_valid:
+      raise ValueError(where + text)
 
 
 def _is_concrete(*values: Any) -> bool:
@@ -112,168 +132,112 @@ def _is_concrete(*values: Any) -> bool:
   return not is_traced(values) and not any(map(away, jax.tree.leaves(values)))
 
 
-def as_array(value: Any, name: str) -> Any:
+def _as_array(value: Any, where: str) -> Any:
   """Returns arrays as they are and lists as NumPy arrays; an empty list becomes int32."""
   if isinstance(value, np.ma.MaskedArray):
-    raise ValueError(
-      f"Feature {name!r}: the mask of a masked array would be lost. Write ids.filled(-1), which is "
-      "padding, and weights.filled(0)."
-    )
+    raise ValueError(f"{where}a mask would be lost. Write ids.filled(-1), and weights.filled(0).")
   if isinstance(value, (jax.Array, np.ndarray)):
     return value
+  is_array = lambda x: isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 0
+  has_arrays = isinstance(value, (list, tuple)) and any(map(is_array, value))
   try:
     array = np.asarray(value)
-  except ValueError:
+  except (ValueError, TypeError):  # lists of different lengths, or of traced values
     array = None
-  except jax.errors.TracerArrayConversionError:
-    raise ValueError(
-      f"Feature {name!r}: a list of traced values. Write np.asarray(...) before it enters jit."
-    ) from None
-  if array is None:
-    raise ValueError(
-      f"Feature {name!r}: rows of different lengths. Write embed.to_padded(rows) on the host, or "
-      "embed.Ragged(values, row_splits)."
-    )
-  if array.dtype == object:
+  if array is None or array.dtype == object or has_arrays:
     raise TypeError(
-      f"Feature {name!r}: expected an array of integers, embed.Padded, embed.Ragged or "
-      f"embed.Sparse, got {type(value).__name__}. A batch has the structure of the feature config."
-    )
-  if isinstance(value, (list, tuple)) and any(
-    isinstance(row, (jax.Array, np.ndarray)) and row.ndim for row in value
-  ):
-    raise TypeError(
-      f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack "
-      "if they are one batch; a batch of several has the structure of the feature config."
+      f"{where}expected an array, or nested lists, of integers that fit 64 bits, or embed.Padded, "
+      f"embed.Ragged or embed.Sparse of them. Got {type(value).__name__} {value!r:.60}. Write "
+      "embed.to_padded(bags) for bags of different lengths, and np.stack(arrays) for arrays of one "
+      "feature; a batch of several features has the structure of the feature config."
     )
   return array.astype(np.int32) if array.size == 0 else array
 
 
-def _integers(value: Any, name: str, what: str = "ids") -> Any:
-  array = as_array(value, name)
-  if not np.issubdtype(array.dtype, np.integer) or array.dtype.kind == "m":  # timedelta64 is one
-    raise ValueError(
-      f"Feature {name!r}: {what} must be integers, got dtype {array.dtype}. Convert them with "
-      "`.astype('int32')`, or map them to 0 .. vocabulary_size - 1 first."
-    )
+def _integers(value: Any, where: str, what: str = "ids") -> Any:
+  array = _as_array(value, where)
+  is_integer = np.issubdtype(array.dtype, np.integer) and array.dtype.kind != "m"  # no timedelta64
+  text = f"{what} must be integers. Got dtype {array.dtype}; write .astype('int32')."
+  _require(where, (is_integer, text))
   return array
 
 
-def _row_ids(value: Any, name: str, feature: config_lib.FeatureConfig) -> Any:
-  """Integers; int32 for a table whose raw ids must have been given rows."""
-  array = _integers(value, name)
-  if feature.table.vocabulary is not None and array.dtype != np.int32 and array.size:
-    raise ValueError(
-      f"Feature {name!r} holds raw ids ({array.dtype}), and its table has a DynamicVocabulary. "
-      "Before the loss write `batch = model.embed.admit(batch)`; to evaluate or serve, `batch = "
-      "model.embed.translate(batch)`."
-    )
+def _row_ids(value: Any, where: str, feature: config_lib.FeatureConfig) -> Any:
+  """Returns integers; int32 for a table whose raw ids must have been given rows."""
+  array = _integers(value, where)
+  is_row = feature.table.vocabulary is None or array.dtype == np.int32 or not array.size
+  text = (
+    f"raw ids ({array.dtype}) of a table with a DynamicVocabulary. Before the loss write `batch = "
+    "model.embed.admit(batch)`; to evaluate or serve, `batch = model.embed.translate(batch)`."
+  )
+  _require(where, (is_row, text))
   return array
 
 
-def _floats(value: Any, name: str) -> Any:
-  array = as_array(value, name)
-  if not (jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.integer)):
-    raise ValueError(f"Feature {name!r}: weights must be floats, got dtype {array.dtype}.")
-  return array
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
-  """The arrays of an input; checks types, dtypes and shapes, and reads no value."""
-  kind = type(x) if isinstance(x, KINDS) else None
-  if x is None:
-    raise ValueError(f"Feature {name!r} is None. Leave it out of the dict, or give empty bags.")
-  if w is not None and type(w) is not kind:
-    if kind is None:
-      raise ValueError(
-        f"Weight specified for {name!r}, but input is dense. Give the ids as embed.Padded to "
-        "weight them."
-      )
-    raise ValueError(
-      f"Weight for {name!r} is {_kind(w)}, but its ids are {_kind(x)}. Give weights in the kind of "
-      "their ids."
-    )
-  if kind is None:
-    ids = _row_ids(x, name, feature)
-    if not ids.ndim:
-      raise ValueError(
-        f"Feature {name!r}: a single id has no batch. Write an array such as [{x}]; under vmap, "
-        "look up the whole batch outside."
-      )
+def _take_apart(where: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
+  """Returns the arrays of an input; checks types, dtypes and shapes, and reads no value."""
+  is_weighted, is_bags = w is not None, isinstance(x, KINDS)
+  _require(
+    where,
+    (x is not None, "None has no ids. Leave the feature out of the dict, or give empty bags."),
+    (
+      not is_weighted or (is_bags and type(w) is type(x)),
+      "weights are given in the kind of their ids, embed.Padded, embed.Ragged or embed.Sparse. Got "
+      f"{_kind(w)} for {_kind(x)}.",
+    ),
+  )
+  ids = _row_ids(_values(x), where, feature)
+  if not is_bags:
+    _require(where, (ids.ndim, "expected an array of ids, such as [3]. Got a single id."))
     batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
     return Parts(ids, None, None, "dense", batch, 1)
-  ids = _row_ids(x.values, name, feature)
-  weights = None if w is None else _floats(w.values, name)
-  if weights is not None and weights.shape != ids.shape:
-    raise ValueError(
-      f"Feature {name!r}: weights have shape {weights.shape}, but the ids {ids.shape}. Give each "
-      "id one weight; embed.to_padded makes both alike with the same max_valency."
+  weights = _as_array(w.values, where) if is_weighted else None
+  if weights is not None:
+    is_number = jnp.issubdtype(weights.dtype, jnp.floating) or weights.dtype.kind in "iu"
+    text = f"weights must be floats of the shape of the ids, {ids.shape}. Got {weights.dtype} "
+    _require(where, (is_number and weights.shape == ids.shape, f"{text}{weights.shape}."))
+  if isinstance(x, Padded):
+    text = (
+      f"embed.Padded takes ids [batch, ..., L]. Got shape {ids.shape}; a dense array is a bare "
     )
-  if kind is Padded:
-    if ids.ndim < 2:
-      raise ValueError(
-        f"Feature {name!r}: embed.Padded takes [batch, ..., L] ids, got shape {ids.shape}. Write "
-        "a dense array for one id per example."
-      )
+    _require(where, (ids.ndim > 1, f"{text}array."))
     return Parts(ids, weights, None, "padded", ids.shape[:-1], ids.shape[-1])
-  if ids.ndim != 1:
-    raise ValueError(f"Feature {name!r}: {_kind(x)} takes flat values [N], got shape {ids.shape}.")
-  if kind is Ragged:
-    splits = _integers(x.row_splits, name, "row_splits")
-    if splits.ndim != 1 or splits.shape[0] < 1:
-      raise ValueError(
-        f"Feature {name!r}: only rank 2 ragged input is supported, with row_splits [batch + 1]; "
-        f"got row_splits of shape {splits.shape}."
-      )
-    most = x.max_valency
-    is_integer = isinstance(most, (int, np.integer)) and not isinstance(most, bool)
-    if most is not None and not (is_integer and most > 0):
-      raise ValueError(
-        f"Feature {name!r}: max_valency must be a positive integer or None. Got {most!r}."
-      )
-    return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), int(most or 0))
+  _require(where, (ids.ndim == 1, f"{_kind(x)} takes flat values [N]. Got shape {ids.shape}."))
+  if isinstance(x, Ragged):
+    splits = _integers(x.row_splits, where, "row_splits")
+    text = f"row_splits are [batch + 1], for bags of rank 2. Got shape {splits.shape}."
+    _require(where, (splits.ndim == 1 and splits.size, text))
+    return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), x.max_valency or 0)
   rank = len(x.dense_shape)
-  if rank < 2:
-    raise ValueError(f"Feature {name!r}: only rank 2 and above is supported, got rank {rank}.")
-  indices = _integers(x.indices, name, "indices")
-  if indices.size == 0:
-    indices = indices.reshape(-1, rank)
-  if indices.shape != (*ids.shape, rank):
-    raise ValueError(
-      f"Feature {name!r}: for a dense_shape of rank {rank} and {ids.shape[0]} values, indices are "
-      f"[N, {rank}] with N = {ids.shape[0]}. Got shape {indices.shape}."
-    )
+  indices = _integers(x.indices, where, "indices")
+  indices = indices if indices.size else indices.reshape(-1, rank)
+  text = f"indices are [N, {rank}] with N = {ids.shape[0]} for these values and dense_shape. Got "
+  _require(
+    where,
+    (rank > 1, f"dense_shape has 2 dimensions or more. Got {x.dense_shape}."),
+    (indices.shape == (*ids.shape, rank), f"{text}shape {indices.shape}."),
+  )
   return Parts(ids, weights, indices, "sparse", x.dense_shape[:-1], x.dense_shape[-1])
 
 
-def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: bool) -> Form:
-  """The shape of the activations, checked against `output_shape` by TensorFlow's rules."""
-  batch, stated = parts.batch, feature.output_shape
-  if stated is None:
-    length = feature.max_sequence_length
-    if not length:
-      return Form(batch)
-    if parts.kind == "dense":
-      raise ValueError(
-        f"Feature {name!r} is a sequence feature but a dense array was passed. Write "
-        "embed.Padded(ids)."
-      )
-    if len(batch) != 1:
-      _logger.info("feature %r: max_sequence_length is ignored for rank %d", name, len(batch) + 1)
-      return Form(batch)
-    if weighted:
-      raise ValueError(
-        f"Weight specified for {name!r}, but this is a sequence feature. Leave it out, and "
-        "multiply the activations."
-      )
-    return Form((*batch, length), length)
-  same = len(stated) == len(batch) and all(
-    s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)
+def _form(where: str, feature: config_lib.FeatureConfig, parts: Parts) -> Form:
+  """Returns the shape of the activations, checked against `output_shape` by TensorFlow's rules."""
+  batch, stated, length = parts.batch, feature.output_shape, feature.max_sequence_length
+  not_weighted = (
+    parts.weights is None,
+    ("weights of a sequence feature. Leave them out, and multiply the activations."),
   )
-  if same:
+  if stated is None:
+    _require(where, (not length or parts.kind != "dense", "a sequence takes embed.Padded(ids)."))
+    if not length or len(batch) != 1:
+      if length:
+        _logger.info("%smax_sequence_length is ignored for rank %d", where, len(batch) + 1)
+      return Form(batch)
+    _require(where, not_weighted)
+    return Form((*batch, length), length)
+  if len(stated) == len(batch) and all(
+    s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)
+  ):
     return Form(batch)
   size, bags = math.prod(s or 0 for s in stated), math.prod(batch)
   if None not in stated and len(batch) == 1 and len(stated) > 1 and bags:
@@ -282,38 +246,29 @@ def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: 
       return Form(shape)
     if parts.kind == "ragged" and size % bags == 0 and size:
       length = size // bags
-      if weighted and shape[-1] == length:
-        raise ValueError(
-          f"Weight specified for {name!r}, but its output_shape {shape} makes a batch of {bags} "
-          f"a sequence feature of length {length}."
-        )
+      if shape[-1] == length:
+        _require(where, not_weighted)
       return Form(shape, length)
   raise ValueError(
-    f"Feature {name!r}: inconsistent shape. Its output_shape is {tuple(stated)}, but the input has "
-    f"a batch of {tuple(batch)}."
+    f"{where}inconsistent shape. The output_shape is {tuple(stated)}, but the input has a batch of "
+    f"{tuple(batch)}."
   )
 
 
-def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
-  """Raises ValueError if row splits do not fit `number` values; `where` begins the message."""
-  if splits[0] != 0 or (splits[1:] < splits[:-1]).any() or splits[-1] > number:
-    raise ValueError(
-      f"{where}row_splits must start at 0, never decrease and end at most at {number}, the number "
-      f"of values. Got {splits.tolist()[:10]}."
-    )
+def _check_row_splits(splits: np.ndarray, number: int, where: str) -> None:
+  is_valid = splits[0] == 0 and not (splits[1:] < splits[:-1]).any() and splits[-1] <= number
+  text = f"row_splits must start at 0, never decrease and end at most at {number}, the number of "
+  _require(where, (is_valid, f"{text}values. Got {splits.tolist()[:10]}."))
 
 
-def check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
-  """Raises ValueError if an index of a `Sparse` is outside of its dense_shape."""
+def _check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
   bad = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
   if bad.any():
-    raise ValueError(
-      f"{where}index {indices[bad.argmax()].tolist()} is outside the dense_shape {shape}."
-    )
+    index = indices[bad.argmax()].tolist()
+    raise ValueError(f"{where}index {index} is outside the dense_shape {shape}.")
 
 
-def check_one_id_each(indices: np.ndarray, where: str) -> None:
-  """Raises ValueError if two ids of a `Sparse` have the same index, for uses that allow one."""
+def _check_one_id_each(indices: np.ndarray, where: str) -> None:
   distinct, counts = np.unique(indices, axis=0, return_counts=True)
   if (counts > 1).any():
     index = distinct[counts.argmax()].tolist()
@@ -324,41 +279,46 @@ def check_one_id_each(indices: np.ndarray, where: str) -> None:
 
 
 def _check_values(
-  name: str, feature: config_lib.FeatureConfig, x: Any, parts: Parts, form: Form
+  where: str, feature: config_lib.FeatureConfig, x: Any, parts: Parts, form: Form
 ) -> None:
   """Checks that read values, in NumPy."""
-  splits = indices = None
-  ids = np.asarray(parts.ids)
+  ids, size = np.asarray(parts.ids), feature.table.vocabulary_size
   if parts.kind == "ragged":
-    check_row_splits(np.asarray(parts.layout), ids.shape[0], f"Feature {name!r}: ")
+    _check_row_splits(np.asarray(parts.layout), ids.shape[0], where)
     splits = np.asarray(parts.layout, np.int64)
     lengths = np.diff(splits)
     if parts.length and not feature.max_sequence_length and lengths.max(initial=0) > parts.length:
       raise ValueError(
-        f"Feature {name!r}: bag {int(lengths.argmax())} has {int(lengths.max())} ids, more than "
+        f"{where}bag {int(lengths.argmax())} has {int(lengths.max())} ids, more than "
         f"max_valency={parts.length}. Raise max_valency, or cut the bag."
       )
     ids = ids[: splits[-1]]
   if parts.kind == "sparse":
     kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
-    check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
-    indices = indices.astype(np.int64)
+    _check_indices(indices, x.dense_shape, where)
     if form.length:  # ids beyond the table are dropped and occupy no position
-      in_table = ids[kept] < feature.table.vocabulary_size
-      check_one_id_each(indices[in_table], f"Feature {name!r}: ")
-  if not feature.validate_weights_and_indices:
-    return
-  size = feature.table.vocabulary_size
+      _check_one_id_each(indices[ids[kept] < size].astype(np.int64), where)
   bad = ids > size - 1
-  if bad.any():
-    where = tuple(int(i) for i in np.argwhere(bad)[0])
+  if feature.validate_weights_and_indices and bad.any():
+    at = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
-      f"Feature {name!r}: id {int(ids[where])} at position {where} is out of range for a table of "
-      f"vocabulary_size {size} ({int(bad.sum())} such ids). Ids are 0 .. {size - 1}, negative ids "
-      "are padding. Raise vocabulary_size, or map ids into the range (hash, or one row for "
-      "unknown ids)."
+      f"{where}id {int(ids[at])} at position {at} is out of range for a table of vocabulary_size "
+      f"{size} ({int(bad.sum())} such ids; negative ids are padding). Raise vocabulary_size, or "
+      f"map ids into 0 .. {size - 1}."
     )
+
+
+def _check_weights(where: str, combiner: str, x: Any, w: Any, parts: Parts) -> None:
+  """Checks that weights are finite and laid out as their ids."""
+  divides = combiner in ("mean", "sqrtn")
+  if divides and _is_concrete(w) and np.isinf(np.asarray(parts.weights)).any():
+    raise ValueError(f"{where}infinite weights. The combiner {combiner!r} divides by their sum.")
+  if parts.layout is not None and _is_concrete(x, w):
+    layout = "row_splits" if parts.kind == "ragged" else "indices"
+    theirs, own = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
+    is_same = theirs.size == own.size and (theirs.reshape(own.shape) == own).all()
+    _require(where, (is_same, f"the weights have other {layout} than the ids."))
 
 
 class Input(NamedTuple):
@@ -374,7 +334,7 @@ class Input(NamedTuple):
 def matched(
   config: Any, features: Any, weights: Any = None
 ) -> Iterator[tuple[structure.Path, config_lib.FeatureConfig, Any, Any]]:
-  """The path, config, input and weights (or None) of each feature, in the order of the config."""
+  """Yields path, config, input and weights (or None) of each feature, in the config's order."""
   inputs = list(structure.match(config, features, "features", none_allowed=False))
   weight_of = {path: w for path, _, w in structure.match(config, weights, "weights")}
   with_ids = {path for path, _, _ in inputs}
@@ -386,11 +346,7 @@ def matched(
 
 
 def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
-  """The features of a batch in the order of the config. Values are checked if they are concrete.
-
-  Raises:
-    TypeError, ValueError: as `matched`, or if an input does not fit its feature.
-  """
+  """Returns the checked features of a batch in the order of the config."""
   return [
     check(path, structure.feature_name(path, feature), feature, x, w)
     for path, feature, x, w in matched(config, features, weights)
@@ -400,39 +356,23 @@ def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
 def check(
   path: structure.Path, name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
 ) -> Input:
-  """The input of one feature. Values are checked if they are concrete.
-
-  Raises:
-    ValueError: if the input does not fit the feature.
-  """
-  parts = _take_apart(name, feature, x, w)
-  form = _form(name, feature, parts, weighted=w is not None)
+  """Returns the checked input of one feature; values are checked if they are concrete."""
+  where = f"Feature {name!r}: "
+  parts = _take_apart(where, feature, x, w)
+  form = _form(where, feature, parts)
   if _is_concrete(x):
-    _check_values(name, feature, x, parts, form)
-  divides = feature.table.combiner in ("mean", "sqrtn")
-  if divides and w is not None and _is_concrete(w) and np.isinf(np.asarray(parts.weights)).any():
-    raise ValueError(
-      f"Feature {name!r}: a weight is infinite, and the combiner {feature.table.combiner!r} "
-      "divides by the sum of the weights. Give finite weights."
-    )
-  if w is not None and parts.layout is not None and _is_concrete(x, w):
-    layout = "row_splits" if parts.kind == "ragged" else "indices"
-    of_weights, of_ids = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
-    same = of_weights.size == of_ids.size and (of_weights.reshape(of_ids.shape) == of_ids).all()
-    if not same:
-      raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
+    _check_values(where, feature, x, parts, form)
+  if w is not None:
+    _check_weights(where, feature.table.combiner, x, w, parts)
   return Input(path, name, feature, parts, form)
 
 
 def to_bags(
   inputs: Sequence[Input], combiner: str | None, arrays: Sequence[Parts]
 ) -> tuple[tuple[Bags, ...], jax.Array]:
-  """Bags of some features, normalized by one combiner or each table's, and a count of dropped ids.
+  """Returns the bags of inputs, given as these arrays, and the number of dropped ids.
 
-  Args:
-    inputs: the features.
-    combiner: in place of the tables' own, or None.
-    arrays: the parts of each input, traced or not.
+  Bags are normalized by the combiner, or by each table's own if it is None.
   """
   bags, dropped = [], []
   for x, parts in zip(inputs, arrays, strict=True):
@@ -452,10 +392,8 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
     weights: weights in the same structure, or None; entries may be None.
 
   Raises:
-    ValueError: naming the feature and the value, for an id that is not in `0 ..
-      vocabulary_size - 1` (negative ids are padding), ids that are not integers, weights on a
-      dense or sequence feature, shapes that do not fit, or keys that are not in the config.
-    TypeError: if the kind of a container differs from the config's.
+    ValueError, TypeError: naming the feature and the value, for an id that is not in `0 ..
+      vocabulary_size - 1` (negative ids are padding), or an input that does not fit the config.
 
   >>> movie = embed.TableConfig(vocabulary_size=10, dim=4)
   >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": embed.Padded([[3, -1]])})
@@ -478,9 +416,6 @@ def raw_ids(values: Any) -> Any:
   JAX cuts 64-bit integers to their low halves, so convert a batch before it enters a jitted
   function. `SparseEmbed.admit` and `translate` do so themselves in eager calls.
 
-  Two keys that are hashed to 64 bits are the same id with a probability of `n**2 / 2**65` for n
-  keys: 3 in 100 million for a million of them, 1 in 37 for a billion.
-
   Args:
     values: the ids of one feature: a NumPy array or nested lists of integers, or `Padded`, `Ragged`
       or `Sparse` of them. -1, or 2**64 - 1 as unsigned, is padding.
@@ -496,24 +431,27 @@ def raw_ids(values: Any) -> Any:
   [[0, 7], [256, 3], [4294967295, 4294967295]]
   """
   if isinstance(values, KINDS):
-    return dataclasses.replace(values, values=raw_ids(values.values))
+    return _with_values(values, raw_ids(values.values))
   if isinstance(values, jax.Array):
     raise ValueError(
-      "raw_ids takes NumPy arrays: JAX has no 64-bit integers by default, and has cut these. Write "
-      "embed.raw_ids(ids) where the batch is made."
+      "raw_ids takes NumPy arrays, and JAX has cut these to 32 bits. Write embed.raw_ids(ids) "
+      "where the batch is made."
     )
-  array = as_array(values, "raw_ids")
-  if array.dtype.kind not in "iu":
-    raise ValueError(
-      f"raw_ids takes integers, got dtype {array.dtype}. Hash strings by embed.transforms.RawIds."
-    )
-  if array.dtype.kind == "i" and array.size and array.min() < -1:
-    raise ValueError(
-      f"{int(array.min())} is neither a raw id nor padding (-1). Give signed 64-bit hashes as "
-      "x.view(np.uint64)."
-    )
-  wide = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array
-  wide = wide.astype(np.uint64)
+  array = _as_array(values, "raw_ids: ")
+  is_signed = array.dtype.kind == "i"
+  _require(
+    "raw_ids takes ",
+    (
+      array.dtype.kind in "iu",
+      f"integers. Got dtype {array.dtype}; hash strings by embed.transforms.RawIds.",
+    ),
+    (
+      not is_signed or array.min(initial=0) >= -1,
+      f"ids of 0 and more, and -1 for padding. Got {array.min(initial=0)}; give signed 64-bit "
+      "hashes as x.view(np.uint64).",
+    ),
+  )
+  wide = array.astype(np.int64 if is_signed else np.uint64).view(np.uint64)
   return np.stack([wide >> np.uint64(32), wide & np.uint64(_NO_ID)], axis=-1).astype(np.uint32)
 
 
@@ -528,9 +466,9 @@ class RawInput(NamedTuple):
   stand_in: Input
 
   def used(self) -> jax.Array:
-    """The raw ids that a lookup reads, uint32 `[N, 2]`, and padding in place of all others.
+    """Returns the raw ids `[N, 2]`, with padding in place of those that a lookup does not read.
 
-    Those are behind the last bag of a `Ragged`, or behind the end of a sequence.
+    They are behind the last bag of a `Ragged`, or behind the end of a sequence.
     """
     ids, (parts, form) = jnp.asarray(self.ids).reshape(-1, 2), self.stand_in[3:]
     if parts.kind in ("dense", "padded") and not form.length:
@@ -543,19 +481,14 @@ class RawInput(NamedTuple):
     return jnp.where(is_read[:, None], ids, _NO_ID)
 
   def with_rows(self, rows: Any) -> Any:
-    """The input with int32 rows in place of raw ids."""
-    rows = rows.reshape(self.ids.shape[:-1])
-    return dataclasses.replace(self.given, values=rows) if isinstance(self.given, KINDS) else rows
+    """Returns the input with int32 rows in place of raw ids."""
+    return _with_values(self.given, rows.reshape(self.ids.shape[:-1]))
 
 
 def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) -> RawInput:
-  """The raw ids of a feature of a dynamic table.
-
-  Raises:
-    ValueError: if they are no raw ids, or do not fit the feature.
-  """
+  """Returns the checked raw ids of a feature of a dynamic table."""
   name = structure.feature_name(path, feature)
-  ids = x.values if isinstance(x, KINDS) else x
+  ids = _values(x)
   if not isinstance(ids, jax.Array) and getattr(ids, "dtype", None) != np.uint32:
     try:
       ids = raw_ids(ids)
@@ -570,33 +503,24 @@ def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) ->
     )
   is_padding = (ids[..., 0] == _NO_ID) & (ids[..., 1] == _NO_ID)
   stand_ins = -is_padding.astype(np.int32)
-  given = dataclasses.replace(x, values=stand_ins) if isinstance(x, KINDS) else stand_ins
-  return RawInput(ids, x, check(path, name, feature, given))
+  return RawInput(ids, x, check(path, name, feature, _with_values(x, stand_ins)))
 
 
 def with_stand_ins(config: Any, features: Any) -> Any:
-  """A batch with rows in place of raw ids, for what only looks at shapes and at demand.
+  """Returns a batch with int32 rows in place of raw ids: 0, and -1 for padding."""
 
-  A raw id stands for a row that follows from its hash; `jax.ShapeDtypeStruct` for one of int32.
-  """
-
-  def replaced(path, feature, x):
-    vocabulary, ids = feature.table.vocabulary, x.values if isinstance(x, KINDS) else x
-    if vocabulary is None or getattr(ids, "dtype", None) == np.int32:
+  def replaced(feature, path, x):
+    ids = _values(x)
+    if feature.table.vocabulary is None or getattr(ids, "dtype", None) == np.int32:
       return x
     if isinstance(ids, jax.ShapeDtypeStruct):
-      rows: Any = jax.ShapeDtypeStruct(ids.shape[:-1], np.int32)
-    else:
-      raw = read_raw(path, feature, x)
-      high, low = (np.asarray(raw.ids)[..., half] for half in (0, 1))
-      hashed = admission.mixed(jnp.asarray(high), jnp.asarray(low))[0]
-      rows = np.asarray(admission.scaled_to(hashed, vocabulary.capacity))
-      rows = np.where(np.asarray(raw.stand_in.parts.ids) < 0, -1, rows).astype(np.int32)
-    return dataclasses.replace(x, values=rows) if isinstance(x, KINDS) else rows
+      return _with_values(x, jax.ShapeDtypeStruct(ids.shape[:-1], np.int32))
+    raw = read_raw(path, feature, x)
+    return raw.with_rows(raw.stand_in.parts.ids)
 
-  if all(f.table.vocabulary is None for _, f in structure.flatten_features(config)):
+  if all(feature.table.vocabulary is None for _, feature in structure.flatten_features(config)):
     return features
-  flat = {path: replaced(path, f, x) for path, f, x, _ in matched(config, features)}
+  flat = {path: replaced(feature, path, x) for path, feature, x, _ in matched(config, features)}
   return structure.pack(config, features, flat)
 
 
@@ -617,47 +541,41 @@ def to_padded(
       with 0 (as weights).
     max_valency: L of the result; None takes the longest bag. A fixed one keeps shapes, and so the
       compiled step, the same from batch to batch.
-    truncate: whether longer bags are cut to their first `max_valency` ids.
+    truncate: whether longer bags are cut to their first `max_valency` ids; otherwise they raise.
 
   Returns:
     `Padded` with values `[batch, L]` (for a `Sparse` of higher rank `[..., L]`).
-
-  Raises:
-    ValueError: if a bag is longer than `max_valency` and `truncate` is False, an id does not fit
-      int64, or values are neither integers nor floats.
 
   >>> embed.to_padded([[3, 7], [5]]).values.tolist()
   [[3, 7], [5, -1]]
   >>> embed.to_padded([[0.5, 2.0], [1.0]], max_valency=3).values.tolist()  # weights
   [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]
   """
+  where = "to_padded: "
   if isinstance(bags, Sparse):
-    values, shape = _flat(np.asarray(as_array(bags.values, "to_padded"))), bags.dense_shape[:-1]
+    values, shape = _flat(np.asarray(_as_array(bags.values, where))), bags.dense_shape[:-1]
     indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
     if values.dtype.kind != "f":  # of weights, none is padding
       values, indices = values[values >= 0], indices[values >= 0]
-    check_indices(indices, bags.dense_shape, "to_padded: ")
-    check_one_id_each(indices, "to_padded: ")
+    _check_indices(indices, bags.dense_shape, where)
+    _check_one_id_each(indices, where)
     rows = np.ravel_multi_index(tuple(indices[:, :-1].T), shape) if len(values) else indices[:, 0]
     columns, longest = indices[:, -1], bags.dense_shape[-1]
   else:
     if isinstance(bags, Ragged):
-      values, splits = np.asarray(as_array(bags.values, "to_padded")), np.asarray(bags.row_splits)
-      check_row_splits(splits, len(values), "to_padded: ")
+      values, splits = np.asarray(_as_array(bags.values, where)), np.asarray(bags.row_splits)
+      _check_row_splits(splits, len(values), where)
       values, splits = _flat(values[: splits[-1]]), splits.astype(np.int64)
-      lengths = np.diff(splits)
+      lengths = splits[1:] - splits[:-1]
     else:
-      arrays = [np.asarray(bag) for bag in bags]
-      lengths = np.array([len(a) for a in arrays], np.int64)
-      full = [a for a in arrays if len(a)]
-      if any(a.dtype == np.uint64 for a in full):  # NumPy makes floats of them beside int64
-        full = list(map(_flat, full))
-      values = _flat(np.concatenate(full)) if full else np.zeros(0, np.int32)
+      values, lengths = _joined(bags)
     shape = (len(lengths),)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     columns = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     longest = int(lengths.max(initial=0))
-  length = max(longest, 1) if max_valency is None else max_valency
+  length = max(longest, 1)
+  if max_valency is not None:
+    length = config_lib.integer("max_valency", max_valency, 1)
   keep = columns < length
   if not truncate and not keep.all():
     raise ValueError(
@@ -669,18 +587,33 @@ def to_padded(
   return Padded(out.reshape(*shape, length))
 
 
+def _joined(bags: Iterable[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the values `[N]` of a list of bags, and their lengths."""
+  arrays = [np.asarray(bag) for bag in bags]
+  for array in arrays:
+    if array.ndim != 1:
+      raise ValueError(
+        f"to_padded takes a list of bags, such as [[3, 7], [5]]. Got {array.tolist()!r:.60} for a "
+        "bag."
+      )
+  full = [array for array in arrays if len(array)]
+  if any(array.dtype == np.uint64 for array in full):  # NumPy makes floats of them beside int64
+    full = list(map(_flat, full))
+  values = _flat(np.concatenate(full)) if full else np.zeros(0, np.int32)
+  return values, np.array([len(array) for array in arrays], np.int64)
+
+
 def _flat(values: np.ndarray) -> np.ndarray:
-  """Weights as float32, or ids as int32, int64 where one of them needs it."""
+  """Converts weights to float32, and ids to int32, or to int64 where one of them needs it."""
   if np.issubdtype(values.dtype, np.floating):
     return values.astype(np.float32)
   if not values.size:
     return values.astype(np.int32)
-  if values.dtype.kind not in "iu":
-    raise ValueError(f"to_padded takes integers or floats, got dtype {values.dtype}.")
-  largest = int(values.max())
-  if largest > np.iinfo(np.int64).max:
+  largest = values.max() if values.dtype.kind in "iu" else None
+  if largest is None or largest > np.iinfo(np.int64).max:
+    text = f"dtype {values.dtype}" if largest is None else f"{largest}"
     raise ValueError(
-      f"to_padded: id {largest} does not fit int64, and uint64 has no padding. Map ids to rows of "
-      "a table first, as by a hash."
+      f"to_padded takes floats, or integers that fit int64. Got {text}; map ids to rows of a table "
+      "first, as by a hash."
     )
   return narrow(values) if largest <= np.iinfo(np.int32).max else values.astype(np.int64)

@@ -2,7 +2,6 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import meshes
@@ -65,40 +64,9 @@ def test_a_slot_draws_nothing_that_a_row_has_drawn():
   np.testing.assert_allclose(np.asarray(layer.tables["t"])[0], wanted, rtol=1e-6)
 
 
-INITIALIZERS = {
-  "zeros": nnx.initializers.zeros_init(),
-  "ones": jax.nn.initializers.ones,
-  "constant": jax.nn.initializers.constant(0.5),
-  "normal": nnx.initializers.normal(0.1),
-  "uniform": jax.nn.initializers.uniform(0.1),
-  "truncated_normal": jax.nn.initializers.truncated_normal(0.1),
-}
-
-
-def check_known(initializer, again):
-  assert initializers.as_row_wise(initializer, D) is initializers.as_row_wise(again, D)
-  other = initializers.as_row_wise(jax.nn.initializers.normal(0.2), D)
-  assert initializers.as_row_wise(initializer, D) is not other
-
-
-def test_known_initializers_draw_row_by_row_unasked():
-  """As if `embed.row_wise` were written, and equal ones as one, which is compiled once."""
-  again = {"normal": nnx.initializers.normal(0.1)}
-  cases.each({name: (f, again.get(name, f)) for name, f in INITIALIZERS.items()}, check_known)
-
-  def rows(initializer):
-    table = embed.TableConfig(50, D, initializer, name="t")
-    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0)).tables["t"]
-
-  normal = INITIALIZERS["normal"]
-  np.testing.assert_array_equal(rows(normal), rows(embed.row_wise(normal)))
-
-
 def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
   every = np.arange(12.0, dtype=np.float32).reshape(4, D)
   of_rows = jax.nn.initializers.constant(every)
-  for whole in (of_rows, jax.nn.initializers.lecun_normal(), lambda key, shape, dtype: every):
-    assert initializers.as_row_wise(whole, D) is None
   table = embed.TableConfig(4, D, of_rows, name="t")
   make = lambda: embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   np.testing.assert_array_equal(make().tables["t"], every)

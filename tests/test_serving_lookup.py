@@ -126,7 +126,7 @@ def test_output_shape_of_a_ragged_input():
   for shape in ([3], [6], [2], [0], [5, 1]):
     with pytest.raises(ValueError, match=r"'clicks'.*not a multiple"):
       at(shape)
-  with pytest.raises(ValueError, match="'clicks': weights have shape"):
+  with pytest.raises(ValueError, match="'clicks': weights must be floats of the shape"):
     at([4, 2], ragged_floats([[1.0]]))
 
 
@@ -197,11 +197,15 @@ def test_errors_name_the_feature():
   dense, bags, weights = np.array([1, 2]), sparse([[1], [2]]), floats([[1.0], [1.0]])
   length = {"max_sequence_length": 2}
   for arguments, feature, says in [
-    ((dense, np.ones(2, np.float32)), {}, "Weight specified for 'clicks', but input is dense"),
-    ((bags, ragged_floats([[1], [1]])), {}, "Weight for 'clicks' is embed.Ragged"),
-    ((ragged([[1], [2]]), weights), {}, "Weight for 'clicks' is embed.Sparse"),
-    ((bags, weights), length, "Weight specified for 'clicks', but this is a sequence"),
-    ((dense,), length, "'clicks' is a sequence feature but a dense array"),
+    (
+      (dense, np.ones(2, np.float32)),
+      {},
+      "'clicks': weights .* kind of their ids.* for a dense array",
+    ),
+    ((bags, ragged_floats([[1], [1]])), {}, "Got embed.Ragged for embed.Sparse"),
+    ((ragged([[1], [2]]), weights), {}, "Got embed.Sparse for embed.Ragged"),
+    ((bags, weights), length, "'clicks': weights of a sequence feature"),
+    ((dense,), length, r"'clicks': a sequence takes embed.Padded\(ids\)"),
     ((np.ones(2, np.float32),), {}, "'clicks': ids must be integers"),
   ]:
     with pytest.raises(ValueError, match=says):
@@ -297,7 +301,7 @@ def test_recorded_errors():
     assert {expected(LOOKUPS[name], f)["error"] for f in LOOKUPS[name]["features"]} == {
       "ValueError"
     }
-  cases = [(name, f"Weight specified for '{name}:f'") for name in wrong]
+  cases = [(name, f"'{name}:f': weights of a sequence feature") for name in wrong]
   refused(cases, lambda name: served([name]))
 
 

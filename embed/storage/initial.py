@@ -71,7 +71,7 @@ def _make_rows(
   whole = {}
   for name in stack.tables:
     table = tables[name]
-    maker = initializers.as_row_wise(table.initializer, table.dim)
+    maker = initializers.as_row_wise(table.initializer)
     if maker is not None:
       row_wise[name] = maker
     else:
@@ -113,7 +113,7 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
       continue
     # Beyond the numbers of rows, whose keys are folded from the same one.
     seeds = {name: jax.random.fold_in(key, 2**32 - 1 - i) for name, key in keys.items()}
-    maker = None if slot.per_row else initializers.as_row_wise(init, stack.dim)
+    maker = None if slot.per_row else initializers.as_row_wise(init)
     if maker is not None:
       makers = tuple((name, maker) for name in stack.tables)
       made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)

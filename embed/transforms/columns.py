@@ -1,8 +1,10 @@
 """Columns: functions from one raw feature to ids."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,8 @@ class Column:
 
   Args:
     key: the raw feature to read in a `Transforms`. None reads the feature of the same name.
-    max_valency: lists of lists, `Ragged` and `Sparse` become `Padded` of exactly this many columns,
-      so that all batches have one shape and share one compiled step. None pads lists to the longest
-      one, and keeps `Ragged` and `Sparse` as they are.
+    max_valency: lists, `Ragged` and `Sparse` become `Padded` of exactly this many columns, so that
+      all batches share one compiled step. None pads lists to the longest one.
     truncate: whether longer bags are cut to their first `max_valency` values; otherwise they raise.
 
   >>> class Parity(Column):
@@ -53,47 +54,40 @@ class Column:
     raise NotImplementedError
 
   def __call__(self, column: Any) -> Any:
-    """Converts a column, of any kind that the module describes, to ids.
+    """Converts a column, of any kind that the module describes, to ids."""
+    if isinstance(column, inputs_lib.KINDS):
+      bags = dataclasses.replace(column, values=self._dense(column.values))
+      if isinstance(bags, inputs_lib.Padded) or self.max_valency is None:
+        return bags
+    elif is_list_of_bags(column):
+      values, splits = _join(column)
+      if values.ndim != 1:
+        raise ValueError(f"the values of bags must be flat, [N]. Got shape {values.shape}.")
+      bags = inputs_lib.Ragged(self._dense(values), splits)
+    else:
+      return self._dense(column)
+    return inputs_lib.to_padded(bags, self.max_valency, truncate=self.truncate)
 
-    Raises:
-      ValueError: naming a value that has no id or the wrong type, or a bag that is too long.
-    """
-    values, rebuild = flatten(column, self.max_valency, self.truncate)
-    return rebuild(self.ids(values))
+  def _dense(self, values: Any) -> np.ndarray:
+    """Returns the ids of an array, or nested lists, in the same shape."""
+    array = hashing.to_array(values)
+    return self.ids(array.reshape(-1)).reshape(array.shape)
 
   def read(self, batch: Mapping[str, Any], name: str) -> Any:
-    """Returns the ids of the feature `name` of a batch; `Transforms` calls it.
-
-    Raises:
-      ValueError: as in a call, or if the batch lacks the raw feature.
-    """
+    """Returns the ids of the feature `name` of a batch; `Transforms` calls it."""
     return self(raw_feature(batch, self.key or name))
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Column):
-  """Takes integers as ids; negative ones are padding, as everywhere in `embed`.
+  """Takes integers 0 .. num_buckets - 1 as ids; negative ones are padding.
 
-  The counterpart of `tf.feature_column.categorical_column_with_identity`, where a negative id is
-  out of range.
-
-  Args:
-    num_buckets: ids are 0 .. num_buckets - 1.
-    default_value: the id of larger integers; -1 makes them padding, None raises an error.
-    permuted: whether a fixed permutation of 0 .. num_buckets - 1 is applied. For integers that
-      share a factor with the number of shards, such as multiples of 8: under the strategy "mod" a
-      few shards would have all of the rows that are used.
-
-  Raises:
-    ValueError: naming the argument; in a call, naming an integer that is out of range or a string.
-
-  >>> Identity(num_buckets=10)([0, 9, -1]).tolist()
-  [0, 9, -1]
+  The counterpart of `tf.feature_column.categorical_column_with_identity`. Larger integers get the
+  id `default_value`; -1 makes them padding, None raises an error.
   """
 
   num_buckets: int
   default_value: int | None = None
-  permuted: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -110,41 +104,26 @@ class Identity(Column):
       if not (padding := keys == "").all():
         raise ValueError(f"Identity takes integers. Got {keys[~padding][0]!r}.")
       return np.full(keys.shape, -1, np.int32)
-    is_too_large = keys >= self.num_buckets
-    ids = np.where(is_too_large, 0, keys).astype(np.int64)
+    ids = np.maximum(narrow(keys, self.num_buckets), -1)
     problem = f"is not in 0 .. {self.num_buckets - 1}: raise num_buckets,"
-    fill_missing(ids, is_too_large, keys, self.default_value, problem)
-    ids = narrow(ids)
-    if self.permuted:
-      ids[ids >= 0] = hashing.permuted(ids[ids >= 0], self.num_buckets)
-    return ids
+    return fill_missing(self, ids, ids >= self.num_buckets, keys, problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class HashBucket(Column):
-  """Hashes strings or integers: `XXH64(key, seed=salt) % num_buckets`.
+  """Hashes strings or integers: `XXH64(key) % num_buckets`; different keys may share an id.
 
   The counterpart of `tf.feature_column.categorical_column_with_hash_bucket`.
 
-  Args:
-    num_buckets: the number of ids; different keys may share one.
-    salt: seed of the hash; different salts give independent hashes of one feature.
-
-  Raises:
-    ValueError: naming the argument; in a call, for floats and for integers below -1.
-
   >>> HashBucket(1000)(["drama", "comedy", ""]).tolist()
   [964, 893, -1]
-  >>> HashBucket(1000)(np.array([7, 2**62, -1])).tolist()
-  [877, 955, -1]
   """
 
   num_buckets: int
-  salt: int = 0
 
   def __post_init__(self):
     super().__post_init__()
-    set_integers(self, num_buckets=(1, MAX_SIZE), salt=(0, 2**64 - 1))
+    set_integers(self, num_buckets=(1, MAX_SIZE))
 
   @property
   def vocabulary_size(self) -> int:
@@ -152,34 +131,18 @@ class HashBucket(Column):
 
   def ids(self, values: np.ndarray) -> np.ndarray:
     keys = hashing.to_keys(values)
-    ids = hashing.buckets(hashing.hashes(keys, self.salt), self.num_buckets)
+    ids = hashing.buckets(hashing.hashes(keys), self.num_buckets)
     return np.where(hashing.is_padding(keys), np.int32(-1), ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class RawIds(Column):
-  """Takes strings and integers as raw 64-bit ids, for a table with an `embed.DynamicVocabulary`.
+  """Makes raw 64-bit ids, for a table with an `embed.DynamicVocabulary`.
 
-  A string is hashed, to the upper 63 bits of `XXH64(key, seed=salt)`; among a million strings two
-  have the same hash with a probability of 5 in 100 million, among a billion of 1 in 19. An integer
-  is its own raw id. The result is uint32 pairs, as `embed.raw_ids` makes them.
-
-  Args:
-    salt: seed of the hash.
-
-  Raises:
-    ValueError: naming the argument; in a call, for floats, for integers below -1, and for those
-      above 2**63 - 1.
-
-  >>> RawIds()(np.array([7, -1])).tolist()
-  [[0, 7], [4294967295, 4294967295]]
+  A string is hashed to the upper 63 bits of its XXH64; among a million strings two have the same
+  hash with a probability of 5 in 100 million, among a billion of 1 in 19. An integer is its own raw
+  id. The result is uint32 pairs, as `embed.raw_ids` makes them.
   """
-
-  salt: int = 0
-
-  def __post_init__(self):
-    super().__post_init__()
-    set_integers(self, salt=(0, 2**64 - 1))
 
   @property
   def vocabulary_size(self) -> int:
@@ -194,10 +157,85 @@ class RawIds(Column):
     keys = hashing.to_keys(values)
     padding = hashing.is_padding(keys)
     if keys.dtype == object:
-      keys = hashing.hashes(keys, self.salt) >> np.uint64(1)
+      keys = hashing.hashes(keys) >> np.uint64(1)
     elif keys.size and keys.max() > np.iinfo(np.int64).max:
       raise ValueError(f"raw id {keys.max()} does not fit int64. Give it to embed.raw_ids itself.")
     return np.where(padding, -1, keys.astype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary(Column):
+  """Looks tokens up in a list; the id of a token is its position.
+
+  The counterpart of `tf.feature_column.categorical_column_with_vocabulary_list`, which drops
+  unknown keys by default; here they raise an error.
+
+  Args:
+    tokens: strings (or their UTF-8), or integers. They are part of a pickle, so that workers and
+      servers need no file. `tokens[id]` turns an id back into its token.
+    num_oov_buckets: ids after the tokens, for unknown keys:
+      `len(tokens) + XXH64(key) % num_oov_buckets`.
+    default_value: instead, one id for all unknown keys; -1 makes them padding.
+
+  >>> genre = Vocabulary(["drama", "comedy"], num_oov_buckets=2)
+  >>> genre.vocabulary_size
+  4
+  >>> genre([["comedy", "drama"], ["western"]]).values.tolist()
+  [[1, 0], [3, -1]]
+  """
+
+  tokens: Sequence[Any] = dataclasses.field(repr=False)
+  num_oov_buckets: int = 0
+  default_value: int | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    is_list = not isinstance(self.tokens, (str, bytes, os.PathLike))
+    keys = hashing.to_keys(hashing.to_array(list(self.tokens) if is_list else []))
+    if not keys.size:
+      raise ValueError(
+        "Argument `tokens` must be a list of at least one token. Of a file with a token on each "
+        f"line, write pathlib.Path(file).read_text().splitlines(). Got {self.tokens!r}."
+      )
+    object.__setattr__(self, "tokens", tuple(keys.tolist()))
+    is_padding = hashing.is_padding(keys)
+    for i, token in enumerate(self.tokens):
+      if is_padding[i] or self._position_of[token] != i:
+        expected = "distinct and not padding ('', None or -1)"
+        raise ValueError(f"Argument `tokens` must be {expected}. Got {token!r} at {i}.")
+    set_integers(self, num_oov_buckets=(0, MAX_SIZE - len(self.tokens)))
+    set_integers(self, default_value=(-1, self.vocabulary_size - 1))
+    if self.num_oov_buckets and self.default_value is not None:
+      raise ValueError("Give `num_oov_buckets` or `default_value`, not both.")
+
+  @property
+  def vocabulary_size(self) -> int:
+    return len(self.tokens) + self.num_oov_buckets
+
+  @functools.cached_property
+  def _position_of(self) -> dict[str | int, int]:
+    return {token: i for i, token in enumerate(self.tokens)}
+
+  def __getstate__(self) -> dict[str, Any]:  # without the dict of positions
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  def ids(self, values: np.ndarray) -> np.ndarray:
+    keys = hashing.to_keys(values)
+    padding = hashing.is_padding(keys)
+    if (keys.dtype == object) != isinstance(self.tokens[0], str) and not padding.all():
+      raise ValueError(
+        f"the tokens are like {self.tokens[0]!r}, the values like {keys[~padding].tolist()[0]!r}. "
+        "Convert the values with .astype(str) or .astype('int64')."
+      )
+    positions = map(self._position_of.get, keys.tolist(), itertools.repeat(-1))
+    ids = np.fromiter(positions, np.int32, len(keys))
+    unknown = (ids < 0) & ~padding
+    if not self.num_oov_buckets:
+      problem = f"is not among the {len(self.tokens)} tokens: give num_oov_buckets,"
+      return fill_missing(self, ids, unknown, keys, problem)
+    hashed = hashing.buckets(hashing.hashes(keys[unknown]), self.num_oov_buckets)
+    ids[unknown] = len(self.tokens) + hashed
+    return ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +252,6 @@ class Bucketized(Column):
       Integers are compared with integers exactly.
     default_value: the id of NaN and None; -1 makes them padding, None raises an error.
 
-  Raises:
-    ValueError: naming the argument; in a call, for NaN, for values that are not numbers, and for
-      `Padded` without a `default_value`.
-
   >>> Bucketized([0, 10, 100])([[-5, 10000], [150, 10], [5, 100]]).values.tolist()
   [[0, 3], [3, 2], [1, 3]]
   """
@@ -228,10 +262,9 @@ class Bucketized(Column):
   def __post_init__(self):
     super().__post_init__()
     boundaries = hashing.to_numbers(hashing.to_array(list(self.boundaries)))
-    increases = boundaries.size and not np.isnan(boundaries).any() and (np.diff(boundaries) > 0)
-    config_lib.check(
-      "boundaries", self.boundaries, bool(np.all(increases)), "strictly increasing numbers"
-    )
+    increases = boundaries.size and not np.isnan(boundaries[0]) and (np.diff(boundaries) > 0).all()
+    expected = "strictly increasing numbers"
+    config_lib.check("boundaries", self.boundaries, bool(increases), expected)
     object.__setattr__(self, "boundaries", tuple(boundaries.tolist()))
     set_integers(self, default_value=(-1, len(boundaries)))
 
@@ -254,49 +287,13 @@ class Bucketized(Column):
         boundaries = boundaries.astype(numbers.dtype)
     ids = np.searchsorted(boundaries, numbers, side="right").astype(np.int32)
     problem = "lies in no bucket: fill it in,"
-    fill_missing(ids, np.isnan(numbers), numbers, self.default_value, problem)
-    return ids
+    return fill_missing(self, ids, np.isnan(numbers), numbers, problem)
 
 
-# --- kinds of columns ----------------------------------------------------------------------------
+# --- what columns share --------------------------------------------------------------------------
 
 
-def flatten(
-  column: Any, max_valency: int | None = None, truncate: bool = False
-) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
-  """Returns the values `[N]` of a column, and the function from their ids `[N]` to its kind.
-
-  >>> values, rebuild = flatten([["a"], ["b", "c"]])
-  >>> values.tolist(), rebuild(np.array([4, 5, 6])).values.tolist()
-  (['a', 'b', 'c'], [[4, -1], [5, 6]])
-  """
-  if is_list := _is_list_of_bags(column):
-    column = _join(column)
-  if not isinstance(column, (inputs_lib.Ragged, inputs_lib.Sparse)):
-    is_padded = isinstance(column, inputs_lib.Padded)
-    array = hashing.to_array(column.values if is_padded else column)
-    wrap = inputs_lib.Padded if is_padded else lambda ids: ids
-    return array.reshape(-1), lambda ids: wrap(ids.reshape(array.shape))
-  values = hashing.to_array(column.values)
-  if values.ndim != 1:
-    raise ValueError(f"the values of bags must be flat, [N]. Got shape {values.shape}.")
-  used = len(values)
-  if isinstance(column, inputs_lib.Ragged):  # a buffer may be longer than its bags
-    splits = np.asarray(column.row_splits)
-    inputs_lib.check_row_splits(splits, len(values))
-    used = int(splits[-1])
-
-  def rebuild(ids: np.ndarray) -> Any:
-    unused = np.full(len(values) - used, -1, ids.dtype)
-    bags = dataclasses.replace(column, values=np.concatenate([ids, unused]))
-    if max_valency is None and not is_list:
-      return bags
-    return inputs_lib.to_padded(bags, max_valency, truncate=truncate)
-
-  return values[:used], rebuild
-
-
-def _is_list_of_bags(column: Any) -> bool:
+def is_list_of_bags(column: Any) -> bool:
   """Returns True for a list of lists, or an object array of them, as in data frames."""
   if isinstance(column, np.ndarray):
     if column.dtype != object or column.ndim != 1:
@@ -306,8 +303,8 @@ def _is_list_of_bags(column: Any) -> bool:
   return not {list, tuple, np.ndarray}.isdisjoint(map(type, column))
 
 
-def _join(column: Sequence[Any]) -> inputs_lib.Ragged:
-  """Joins a list of bags to one `Ragged`."""
+def _join(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+  """Joins a list of bags to values `[N]` and row splits."""
   bags = [() if bag is None else bag for bag in column]
   if not all(isinstance(bag, (list, tuple, np.ndarray)) for bag in bags):
     raise ValueError("a list of bags holds lists and None; write [value] for a bag of one value.")
@@ -315,12 +312,8 @@ def _join(column: Sequence[Any]) -> inputs_lib.Ragged:
   filled = [bag for bag in bags if len(bag)]
   kinds = {bag.dtype.kind if isinstance(bag, np.ndarray) else None for bag in filled}
   if len(kinds) == 1 and None not in kinds:  # keeps the dtype
-    return inputs_lib.Ragged(np.concatenate(filled), splits)
-  values = hashing.to_array(list(itertools.chain.from_iterable(filled)))
-  return inputs_lib.Ragged(values, splits)
-
-
-# --- what columns share --------------------------------------------------------------------------
+    return np.concatenate(filled), splits
+  return hashing.to_array(list(itertools.chain.from_iterable(filled))), splits
 
 
 def raw_feature(batch: Mapping[str, Any], key: str) -> Any:
@@ -339,21 +332,14 @@ def set_integers(column: Any, **bounds: tuple[int, int]) -> None:
 
 
 def fill_missing(
-  ids: np.ndarray,
-  is_missing: np.ndarray,
-  values: np.ndarray,
-  default_value: int | None,
-  problem: str,
-) -> None:
-  """Sets the ids `[N]` of values that have none to `default_value`, in place.
-
-  Raises:
-    ValueError: naming such a value and its `problem`, if `default_value` is None.
-  """
-  if default_value is not None:
-    ids[is_missing] = default_value
-  elif is_missing.any():
+  column: Any, ids: np.ndarray, is_missing: np.ndarray, values: np.ndarray, problem: str
+) -> np.ndarray:
+  """Returns ids `[N]` with the column's `default_value` where they are missing; None raises."""
+  if column.default_value is not None:
+    return np.where(is_missing, np.int32(column.default_value), ids)
+  if is_missing.any():
     raise ValueError(
       f"{values[is_missing].tolist()[0]!r} {problem} or give default_value, an id or -1 for "
       f"padding ({int(is_missing.sum())} such values)."
     )
+  return ids

@@ -16,11 +16,7 @@ def to_array(values: Any) -> np.ndarray:
 
 
 def to_keys(values: np.ndarray) -> np.ndarray:
-  """Converts values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str.
-
-  >>> to_keys(np.array([b"drama", "comedy", None], object)).tolist()
-  ['drama', 'comedy', '']
-  """
+  """Converts values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str."""
   if values.dtype.kind in "iu":
     return values
   if values.dtype.kind in "UST":
@@ -34,18 +30,15 @@ def to_keys(values: np.ndarray) -> np.ndarray:
   items = values.tolist()
   types = set(map(type, items)) - {type(None)}
   if all(issubclass(t, (str, bytes)) for t in types):
-    return np.array([_text(item) for item in items], object)
+    # Invalid UTF-8 survives: `hashes` encodes it back to the same bytes.
+    decode = lambda x: x.decode("utf-8", "surrogateescape") if isinstance(x, bytes) else x or ""
+    return np.array([decode(item) for item in items], object)
   if all(issubclass(t, (int, np.integer)) and t is not bool for t in types):
     return _to_integers([-1 if item is None else int(item) for item in items])
   raise ValueError(
     "a column holds strings, bytes and integers, and not strings mixed with integers. Got "
     f"{sorted(t.__name__ for t in types)}. A missing value is None or '', not NaN."
   )
-
-
-def _text(item: str | bytes | None) -> str:
-  # Invalid UTF-8 survives: `hashes` encodes it back to the same bytes.
-  return item.decode("utf-8", "surrogateescape") if isinstance(item, bytes) else item or ""
 
 
 def _to_integers(items: list[int]) -> np.ndarray:
@@ -92,12 +85,8 @@ _P4 = np.uint64(0x85EBCA77C2B2AE63)
 _P5 = np.uint64(0x27D4EB2F165667C5)
 
 
-def hashes(keys: np.ndarray, seed: int) -> np.ndarray:
-  """Hashes the UTF-8 of strings, or the 8 little-endian bytes of integers, by XXH64: uint64 `[N]`.
-
-  >>> hashes(np.array(["drama"], object), 0).tolist() == [xxhash.xxh64_intdigest(b"drama")]
-  True
-  """
+def hashes(keys: np.ndarray, seed: int = 0) -> np.ndarray:
+  """Hashes strings as UTF-8, or integers as 8 little-endian bytes, by XXH64: uint64 `[N]`."""
   if keys.dtype != object:
     return xxh64(keys.astype(np.uint64), np.array([seed], np.uint64))
   encoded = (key.encode("utf-8", "surrogateescape") for key in keys.tolist())
@@ -107,11 +96,8 @@ def hashes(keys: np.ndarray, seed: int) -> np.ndarray:
 def xxh64(words: np.ndarray, seeds: np.ndarray) -> np.ndarray:
   """Hashes the 8 little-endian bytes of each word by XXH64, vectorized.
 
-  A word is an input of one 8-byte lane: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md,
-  XXH64, steps 1 (special case), 5 and 6.
-
-  Args:
-    words, seeds: uint64 arrays that broadcast with each other.
+  A word is one 8-byte lane: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, XXH64, steps 1
+  (special case), 5 and 6. `words` and `seeds` are uint64 and broadcast with each other.
   """
   lane = _rotated(words * _P2, 31) * _P1
   h = _rotated(lane ^ (seeds + (_P5 + np.uint64(8))), 27) * _P1 + _P4
@@ -131,24 +117,3 @@ def buckets(hashes: np.ndarray, num_buckets: int) -> np.ndarray:
   """Returns `hashes % num_buckets` in int32."""
   n = np.uint64(num_buckets)
   return (hashes - hashes // n * n).astype(np.int32)  # NumPy vectorizes division, not remainders
-
-
-def permuted(ids: np.ndarray, size: int) -> np.ndarray:
-  """Permutes int32 `[N]` by a fixed permutation of 0 .. size - 1.
-
-  A Feistel network over the next power of four; numbers that leave the range go through it again
-  (cycle walking; Black and Rogaway 2002).
-
-  >>> permuted(np.arange(0, 40, 8, dtype=np.int32), 40).tolist()
-  [20, 10, 3, 7, 16]
-  """
-  bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-  mask, out = np.uint64((1 << bits) - 1), ids.astype(np.uint64)
-  is_left = np.ones(len(out), bool)
-  while is_left.any():
-    high, low = out[is_left] >> np.uint64(bits), out[is_left] & mask
-    for seed in range(4):
-      high, low = low, high ^ (xxh64(low, np.array([seed], np.uint64)) & mask)
-    out[is_left] = (high << np.uint64(bits)) | low
-    is_left = out >= size
-  return out.astype(np.int32)

@@ -175,16 +175,6 @@ def test_a_weighted_mean_that_divides_by_the_count():
   close(act, theirs("fbgemm")["weighted_mean"])
 
 
-def test_fbgemm_state():
-  """A real state_dict of split tables, row-wise Adagrad's state included."""
-  arrays = theirs("fbgemm")
-  state = {key.removeprefix("state/"): x for key, x in arrays.items() if key[:6] == "state/"}
-  read = embed.importers.from_fbgemm(state, {"t": (problem.V, problem.D)})
-  np.testing.assert_array_equal(read["t"]["parameters"], arrays["rowwise_adagrad/sum"])
-  assert read["t"]["accumulators"].shape == (problem.V,)
-  assert (read["t"]["accumulators"] > 0).all()
-
-
 def test_keras_file():
   """A real `.weights.h5` of keras-rs, with the state of Adam."""
   pytest.importorskip("h5py")

@@ -391,7 +391,7 @@ def memory(which):  # VmRSS now, VmHWM at its peak; getrusage's peak starts at t
 
 def build(rows, **where):
   before = memory("VmRSS")
-  make = jax.nn.initializers.normal(0.01)
+  make = embed.row_wise(jax.nn.initializers.normal(0.01))
   table = embed.TableConfig(rows, {DIM}, initializer=make, name="table")
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0), **where)
   kept.append(jax.block_until_ready(nnx.state(layer)))  # freed memory would serve the next

@@ -12,9 +12,9 @@ def xxh64(word, seed=0):
   return xxhash.xxh64_intdigest(data, seed)
 
 
-def cross(*values, salt=0):
+def cross(*values):
   words = [value if isinstance(value, int) else xxh64(value) for value in values]
-  return functools.reduce(lambda seed, word: xxh64(word, seed), words, salt)
+  return functools.reduce(lambda seed, word: xxh64(word, seed), words, 0)
 
 
 def bags(column):
