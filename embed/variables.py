@@ -128,8 +128,8 @@ class Tape(nnx.Module):
     try:
       self.calls = number + 1
       if self.is_first_pass:
-        zeros = ([jnp.zeros_like(x) for x in activations], jnp.float32(0))
-        self.lookups.append(nnx.Dict(tap=Tap(zeros), record=Record((record, jnp.float32(0)))))
+        shapes = (list(activations), jnp.float32(0))  # and types: no value is known
+        self.lookups.append(nnx.Dict(tap=Tap(shapes), record=Record((record, jnp.float32(0)))))
       elif number == len(self.lookups):
         raise ValueError(
           f"{lost} made in a copy of the model, or under nnx.jit(graph=False), where its row "
