@@ -28,15 +28,14 @@ _KEYS = {  # of an entry, TensorFlow's first
     "dim", "optimizer", "dtype", "stochastic_rounding",
   ),
 }  # fmt: skip
-_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True in every optimizer
+_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True of every optimizer
 
 
 class EmbeddingConfigSpec:
   """The embedding of a model, declared as in TPUEstimator's `EmbeddingConfigSpec`.
 
-  Argument names are TensorFlow's; entries are plain mappings. Everything may come from one nested
-  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. There are no feature
-  columns: write their content in the two dictionaries.
+  Argument names are TensorFlow's; entries are mappings, which replace feature columns. Everything
+  may come from one dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`.
 
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
@@ -53,8 +52,8 @@ class EmbeddingConfigSpec:
     clipping_limit: the `clipvalue` of each optimizer that has none: every table's summed row
       gradient is clipped to `[-c, c]`, elementwise. (TensorFlow stores it and never reads it.)
     gradient_multiplier_fn: must be None; multiply gradients in the training step, with `Grads.map`.
-    pipeline_execution_with_tensor_core: kept as an attribute, without effect: a training step
-      pipelines, a layer cannot. Write the step with `embed.look_ahead` if this is True.
+    pipeline_execution_with_tensor_core: an attribute without effect: a training step pipelines, by
+      a `lookup` of the next batch before `apply_gradients`; a layer cannot.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
 
   Attributes:
