@@ -247,7 +247,7 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
   "per_row": _BOOL,
   "update": (callable, "a function"),
   "slots": _optional(lambda x: isinstance(x, Mapping), "{name: initial value or embed.Slot}"),
-  "tx": (lambda x: hasattr(x, "update"), "an optax transformation such as optax.adam(1e-3)"),
+  "tx": (lambda x: hasattr(x, "init"), "an optax transformation such as optax.adam(1e-3)"),
 }
 
 
@@ -309,8 +309,7 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
     multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
-    clip_weight_min: touched rows are clipped to it after the update.
-    clip_weight_max: touched rows are clipped to it after the update.
+    clip_weight_min, clip_weight_max: touched rows are clipped to them after the update.
     slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
       whole slot's, `[V, D]` or `[V]`.
 
@@ -376,9 +375,8 @@ def rowwise_adagrad(
   steps that `accumulators` are up to date with.
 
   Args:
-    half_life: the number of steps in which `a` halves, also of rows that are not touched, so that a
-      model keeps learning for months. Computed when a row is stepped, for all steps since the last
-      time. None never forgets.
+    half_life: the number of steps in which `a` halves, touched or not, so that a model keeps
+      learning for months; computed when a row is stepped. None never forgets.
   """
   arguments = _arguments("rowwise_adagrad", locals())
   initial, epsilon = _divisor(arguments)
@@ -507,17 +505,16 @@ def adam(
     v = beta_2 * v + (1 - beta_2) * g²
     w -= lr * m / sqrt(v + epsilon²)  # lr * m / (sqrt(v) + epsilon) without sum_inside_sqrt
 
-  Slots `momenta` and `velocities`, float32 `[V, D]`, from 0. That makes the first step of a row
-  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. Two arguments correct
-  for it: `learning_rate=embed.bias_corrected(...)` by the global step, before epsilon is added, as
-  TensorFlow's Adam and torch's SparseAdam; and `bias_correction`.
+  Slots `momenta` (`m`) and `velocities` (`v`), float32 `[V, D]`, from 0. That makes the first step
+  of a row `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. To correct it
+  by the global step, as TensorFlow's Adam and torch's SparseAdam, write
+  `learning_rate=embed.bias_corrected(...)`; by a row's own steps, `bias_correction=True`.
 
   Args:
-    bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t` before epsilon is
-      added, `t` being the row's own steps, this one included. Without sum_inside_sqrt that is
-      torch's Adam and optax's. Slot `steps`, int32 `[V]`.
-    rowwise: `v` is of the mean of g² over the row, one value a row, `[V]`: FBGEMM's
-      PARTIAL_ROWWISE_ADAM.
+    bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t`, `t` being the row's
+      steps, this one included: without sum_inside_sqrt torch's Adam and optax's. Slot `steps`,
+      int32 `[V]`.
+    rowwise: `v` averages the mean of g² over the row, `[V]`: FBGEMM's PARTIAL_ROWWISE_ADAM.
   """
   arguments = _arguments("adam", locals())
   beta_1, beta_2 = arguments["beta_1"], arguments["beta_2"]

@@ -4,7 +4,7 @@ import inspect
 import pathlib
 import re
 import types
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 import numpy as np
 
@@ -99,13 +99,6 @@ def assert_signature(entry):
     return
   true = dict(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
   true.pop("self", None)
-  true = {name: p for name, p in true.items() if p.annotation is not Never}  # `embed.frozen`
-  common = set(inspect.signature(embed.sgd).parameters) - {"learning_rate"}
-  returns = None if inspect.isclass(value) else inspect.signature(value).return_annotation
-  if true and value is not embed.sgd and returns is embed.RowOptimizer:
-    assert common <= set(true)
-    true = {name: p for name, p in true.items() if name not in common}
-    written.pop("common", None)
   plain = lambda parameters: [(name, p.kind, p.default) for name, p in parameters.items()]
   assert plain(written) == plain(true)
 

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from embed import initializers
-from embed.config import FeatureConfig, TableConfig
+from embed.config import FeatureConfig, TableConfig, check, setting
 from embed.layer import SparseEmbed
 from embed.optimizers import RowOptimizer, named
 
@@ -28,19 +28,18 @@ _KEYS = {  # of an entry, TensorFlow's first
     "dim", "optimizer", "dtype", "stochastic_rounding",
   ),
 }  # fmt: skip
-_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True in every optimizer
+_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True of every optimizer
 
 
 class EmbeddingConfigSpec:
   """The embedding of a model, declared as in TPUEstimator's `EmbeddingConfigSpec`.
 
-  Argument names are TensorFlow's; entries are plain mappings. Everything may come from one nested
-  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. There are no feature
-  columns: write their content in the two dictionaries.
+  Argument names are TensorFlow's; entries are mappings, which replace feature columns. Everything
+  may come from one dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`.
 
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
-      may have `max_sequence_length`, `weight_key` (the column with the weights of its ids),
+      may have `weight_key`, the column with the weights of its ids, and `max_sequence_length`,
       `validate_weights_and_indices` and `output_shape`, as in `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
@@ -50,11 +49,11 @@ class EmbeddingConfigSpec:
       `hot_id_replication` and `layout` have no effect: they place rows on TPUs.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
       `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
-    clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
-      `clipvalue` of each optimizer that has none. (TensorFlow stores it and never reads it.)
+    clipping_limit: the `clipvalue` of each optimizer that has none: every table's summed row
+      gradient is clipped to `[-c, c]`, elementwise. (TensorFlow stores it and never reads it.)
     gradient_multiplier_fn: must be None; multiply gradients in the training step, with `Grads.map`.
-    pipeline_execution_with_tensor_core: kept as an attribute, without effect: a training step
-      pipelines, a layer cannot. Write the step with `embed.look_ahead` if this is True.
+    pipeline_execution_with_tensor_core: an attribute without effect: a training step pipelines, by
+      a `lookup` of the next batch before `apply_gradients`; a layer cannot.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
 
   Attributes:
@@ -64,16 +63,13 @@ class EmbeddingConfigSpec:
     weight_keys: `{feature: column}`, of the features with weights.
 
   Raises:
-    ValueError: naming the table or feature, for an unknown key or table, a table that no feature
-      uses, two learning rates, a rate without an optimizer, a value that its argument cannot have,
-      an optimizer that is not one, or an invalid partition strategy.
+    ValueError: naming the table or feature and what is wrong with its entry.
     TypeError: for an entry that is not a mapping, or keys that are not strings.
 
   >>> spec = embed.EmbeddingConfigSpec(
   ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
   ...   table_to_config_dict={"movie": {"vocabulary_size": 100, "dimension": 4, "combiner": "sum"}},
   ...   optimization_parameters={"name": "adagrad", "learning_rate": 0.1},
-  ...   clipping_limit=1.0,
   ... )
   >>> layer = spec.make(rngs=nnx.Rngs(0))
   >>> batch = {"watched": embed.Padded([[3, 7]]), "seconds": embed.Padded([[0.5, 2]]), "label": [1]}
@@ -91,23 +87,21 @@ class EmbeddingConfigSpec:
     gradient_multiplier_fn: None = None,
     partition_strategy: str = "div",
   ):
-    if partition_strategy not in ("div", "mod"):
-      raise ValueError(
-        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. To replicate a "
-        "table, use embed.plan."
-      )
-    if clipping_limit is not None and not clipping_limit > 0:
-      raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
-    if gradient_multiplier_fn is not None:
-      raise ValueError(
-        "gradient_multiplier_fn has no counterpart. Write grads = grads.map(lambda g: f(step) * g) "
-        "between embed.value_and_grad and optimizer.update."
-      )
+    limit = setting("clipping_limit", clipping_limit)
+    is_positive = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
+    check("clipping_limit", limit, limit is None or is_positive, "a positive number, or None")
+    is_strategy = partition_strategy in ("div", "mod")
+    expected = "'div' or 'mod'; to replicate a table, use embed.plan"
+    check("partition_strategy", partition_strategy, is_strategy, expected)
+    expected = "None; write grads = grads.map(lambda g: f(step) * g) in the training step"
+    check(
+      "gradient_multiplier_fn", gradient_multiplier_fn, gradient_multiplier_fn is None, expected
+    )
     self.pipeline_execution_with_tensor_core = pipeline_execution_with_tensor_core
     self.partition_strategy = partition_strategy
-    self.optimizer = _optimizer("optimization_parameters", optimization_parameters, clipping_limit)
+    self.optimizer = _optimizer("optimization_parameters", optimization_parameters, limit)
     self.tables = {
-      name: _table(name, entry, self.optimizer, clipping_limit)
+      name: _table(name, entry, self.optimizer, limit)
       for name, entry in _entries("table", table_to_config_dict).items()
     }
     self.features, self.weight_keys = {}, {}
@@ -116,13 +110,9 @@ class EmbeddingConfigSpec:
       if weight_key is not None:
         self.weight_keys[name] = weight_key
       self.features[name] = _feature(name, entry, self.tables)
-    self._check_columns()
-
-  def _check_columns(self) -> None:
-    """Raises for a table without features, and for weights that no column can hold."""
-    used = [feature.table for feature in self.features.values()]
-    for name, table in self.tables.items():
-      if table not in used:
+    used = {feature.table.name for feature in self.features.values()}
+    for name in self.tables:
+      if name not in used:
         raise ValueError(f"Table {name!r} is used by no feature; remove it.")
     for name, key in self.weight_keys.items():
       if not isinstance(key, str):
@@ -144,20 +134,12 @@ class EmbeddingConfigSpec:
 
     Returns:
       `(features, weights)`, weights being None if no feature has any.
-
-    >>> spec = embed.EmbeddingConfigSpec(
-    ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
-    >>> spec.inputs({"user": [3, 7], "label": [0, 1]})
-    ({'user': [3, 7]}, None)
     """
     missing = [key for key in (*self.features, *self.weight_keys.values()) if key not in columns]
     if missing:
       raise ValueError(f"The batch has no column {missing[0]!r}; it has {sorted(columns)}.")
     weights = {name: columns[key] for name, key in self.weight_keys.items()}
     return {name: columns[name] for name in self.features}, weights or None
-
-
-# --- entries -------------------------------------------------------------------------------------
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
@@ -196,7 +178,7 @@ def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
     raise ValueError(f"{what}: unknown name {name!r}. There are {', '.join(sorted(functions))}.")
   try:
     return functions[name](**arguments)
-  except TypeError as error:  # most likely an argument that it does not have
+  except (TypeError, ValueError) as error:
     raise ValueError(f"{what}: {error}") from None
 
 
@@ -221,9 +203,9 @@ def _table(
   """Makes the config of a table, with its own optimizer or rate, or with the default optimizer."""
   what = f"Table {name!r}"
   for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
+    if key in entry and alias in entry:
+      raise ValueError(f"{what}: {key!r} and {alias!r} have the same meaning; give one of them.")
     if alias in entry:
-      if key in entry:
-        raise ValueError(f"{what}: {key!r} and {alias!r} have the same meaning; give one of them.")
       entry[key] = entry.pop(alias)
   for key in ("vocabulary_size", "dim"):
     if key not in entry:

@@ -5,8 +5,8 @@ The rows that a step makes of it are those of test_steps, to the bit.
 
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -17,31 +17,9 @@ ULP = 2.0**-7  # of bfloat16 from 1 to 2
 TO_BFLOAT16 = jax.jit(lambda x, bits: update.to_bfloat16(x, bits).astype(jnp.float32))
 
 
-def make(optimizer, v=64, d=8, value=1.0, **settings):
-  settings = {"dtype": jnp.bfloat16, "combiner": "sum", "name": "t"} | settings
-  initializer = lambda key, shape, dtype: np.full(shape, value, dtype)
-  table = embed.TableConfig(v, d, initializer, optimizer, **settings)
-  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
-
-def stepper(model):
-  """`(ids, gradient)` to one optimizer step, compiled."""
-  optimizer = embed.Optimizer(model, optax.sgd(0.0))
-
-  @nnx.jit
-  def step(model, optimizer, ids, g):
-    loss = lambda m: jnp.sum(m(ids).astype(jnp.float32) * g)
-    _, grads = embed.value_and_grad(loss)(model)
-    optimizer.update(model, grads)
-
-  return lambda ids, g: step(model, optimizer, ids, g)
-
-
-def rows(model):
-  return np.asarray(model.tables["t"]).astype(np.float32)
-
-
-# --- numbers --------------------------------------------------------------------------------------
+def ones(optimizer, **settings):
+  rows = np.ones((64, 8), jnp.bfloat16)
+  return layers.one_table(optimizer, rows, dtype=jnp.bfloat16, **settings)
 
 
 def test_one_of_the_two_neighbours_and_what_fits_stays():
@@ -93,35 +71,25 @@ def test_noise_differs_by_row_column_step_and_table():
     assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(base.size * 32), name
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.ci
 def test_steps_below_the_resolution_count():
   """100 steps of 1/64 ulp: to the nearest nothing ever moves, at random it does on average."""
-  ids = embed.Padded(np.arange(64)[:, None])
-  g = jnp.float32(ULP / 64)
-  exact = make(embed.sgd(1.0), stochastic_rounding=False)
-  random = make(embed.sgd(1.0))
-  move, wander = stepper(exact), stepper(random)
-  for _ in range(100):
-    move(ids, g)
-    wander(ids, g)
-  np.testing.assert_array_equal(rows(exact), 1.0)
+  ids, g = np.arange(64), np.full((64, 8), ULP / 64, np.float32)
+  exact, random = ones(embed.sgd(1.0), stochastic_rounding=False), ones(embed.sgd(1.0))
+  for number in range(100):
+    layers.step(exact, ids, g, np.int32(number))
+    layers.step(random, ids, g, np.int32(number))
+  np.testing.assert_array_equal(exact.tables["t"].astype(np.float32), 1.0)
+  rows = np.asarray(random.tables["t"]).astype(np.float32)
   # Below 1 the spacing is half as wide; a walk of variance under 100 * (1/64) * (63/64) ulp^2.
-  deviation = ULP * np.sqrt(100 / 64 / rows(random).size)
-  assert abs(rows(random).mean() - (1 - 100 * g)) < 4 * deviation
+  deviation = ULP * np.sqrt(100 / 64 / rows.size)
+  assert abs(rows.mean() - (1 - 100 * ULP / 64)) < 4 * deviation
 
 
 def test_the_step_is_asked_for_where_rows_are_rounded():
   ids, g = np.array([1, 2]), np.ones((2, 8), np.float32)
-
-  def apply(optimizer, **settings):
-    model = make(optimizer)
-    _, residual = model.lookup(ids)
-    model.apply_gradients(g, residual, **settings)
-
+  apply = lambda optimizer, number: layers.step(ones(optimizer), ids, g, number)
   with pytest.raises(ValueError, match="step="):
-    nnx.eval_shape(lambda: apply(embed.sgd(0.1)))
-  nnx.eval_shape(lambda: apply(embed.sgd(0.1), step=0))
-  nnx.eval_shape(lambda: apply(embed.frozen()))
+    nnx.eval_shape(lambda: apply(embed.sgd(0.1), None))
+  nnx.eval_shape(lambda: apply(embed.sgd(0.1), 0))
+  nnx.eval_shape(lambda: apply(embed.frozen(), None))

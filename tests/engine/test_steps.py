@@ -19,7 +19,7 @@ RATE, HALF_LIFE = 0.125, 4.0
 ALL = [*STEPS, "half", "other"]
 FEW = ["row", "half", "other"]
 # Every kind on one device; on more those for which it matters where their rows are.
-KINDS = {"one": ALL, "div": ["sum", *FEW]}
+KINDS = {"one": ALL, "div": ["sum", "fading", *FEW]}
 RULES = {
   "sum": ("sgd", {}),
   "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125}),

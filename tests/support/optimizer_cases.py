@@ -2,17 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import embed
 
 SCHEDULE = np.array([0.125, 0.0625, 0.25], np.float32)
 DECAY = {"weight_decay_factor": 0.125}
-LR_DECAY = {
-  "weight_decay_factor": 0.5,
-  "multiply_weight_decay_factor_by_learning_rate": True,
-}
+LR_DECAY = {"weight_decay_factor": 0.5, "multiply_weight_decay_factor_by_learning_rate": True}
 CLIP = {"clipvalue": (-0.25, 0.5), "clip_weight_min": -1.0, "clip_weight_max": 1.5}
+L1_L2 = {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25, "beta": 0.5}
+NESTEROV = {"use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 0.1}
 # One line per optimizer and way to use it.
 OPTIMIZERS = [
   ("sgd", {}),
@@ -26,29 +24,10 @@ OPTIMIZERS = [
   ("rowwise_adagrad", {"initial_accumulator_value": 0.5} | CLIP | LR_DECAY),
   ("rowwise_adagrad", {"epsilon": 0.25}),
   ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01}),
-  (
-    "adagrad_momentum",
-    {"momentum": 0.5, "use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 0.1},
-  ),
+  ("adagrad_momentum", {"momentum": 0.5} | NESTEROV),
   ("ftrl", {}),
-  (
-    "ftrl",
-    {
-      "l1_regularization_strength": 0.125,
-      "l2_regularization_strength": 0.25,
-      "beta": 0.5,
-      "learning_rate_power": -0.75,
-    },
-  ),
-  (
-    "ftrl",
-    {
-      "multiply_linear_by_learning_rate": True,
-      "l1_regularization_strength": 0.125,
-      "l2_regularization_strength": 0.25,
-      "beta": 0.5,
-    },
-  ),
+  ("ftrl", {"learning_rate_power": -0.75} | L1_L2),
+  ("ftrl", {"multiply_linear_by_learning_rate": True} | L1_L2),
   ("adam", {"epsilon": 1e-3}),
   ("adam", {"epsilon": 1e-3, "sum_inside_sqrt": False} | CLIP | DECAY),
 ]
@@ -59,16 +38,6 @@ TOLERANCE = {"adam": {"rtol": 1e-4, "atol": 5e-5}, "ftrl": {"rtol": 1e-4, "atol"
 
 def optimizer_id(index):
   return "-".join([OPTIMIZERS[index][0], *(key[:12] for key in OPTIMIZERS[index][1])])
-
-
-# The first way to use each optimizer, for what does not depend on its settings.
-EXTRA = {
-  "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),
-  "custom_optimizer": lambda: embed.custom_optimizer(
-    lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1}), {"n": embed.Slot(per_row=True)}
-  ),
-  "frozen": embed.frozen,
-}
 
 
 def _across_the_row(g, w, s, lr):

@@ -23,16 +23,13 @@ def plain():
     },
     "table_to_config_dict": {
       "movie": {
-        "vocabulary_size": 20,
-        "dimension": 4,
-        "combiner": "sum",
+        "vocabulary_size": 20, "dimension": 4, "combiner": "sum", "hot_id_replication": True,
         "initializer": {"name": "constant", "value": 1.0},
-        "hot_id_replication": True,
       },
       "user": {"vocabulary_size": 9, "dim": 2, "learning_rate": 0.5},
     },
     "optimization_parameters": {"name": "adagrad", "learning_rate": 0.1},
-  }
+  }  # fmt: skip
 
 
 def batch():
@@ -45,16 +42,16 @@ def batch():
   }
 
 
-def changed(**changes):
-  """`plain()` with arguments replaced, or entries by "table/movie" or "feature/user"."""
-  found = plain()
+def spec_of(**changes):
+  """`plain()` with arguments replaced, or entries changed, as by `table__movie={...}`."""
+  config = plain()
   for name, value in changes.items():
     kind, _, entry = name.partition("__")
     if entry:
-      found[f"{kind}_to_config_dict"].setdefault(entry, {}).update(value)
+      config[f"{kind}_to_config_dict"].setdefault(entry, {}).update(value)
     else:
-      found[name] = value
-  return found
+      config[name] = value
+  return embed.EmbeddingConfigSpec(**config)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +75,8 @@ def test_one_mapping_is_a_model(layer):
   assert spec.features["history"].max_sequence_length == 3
   assert not spec.features["user"].validate_weights_and_indices
   activations = look_up(layer, *spec.inputs(batch()))
-  assert {name: a.shape for name, a in activations.items()} == {
-    "watched": (2, 4),
-    "history": (2, 3, 4),
-    "user": (2, 2),
-  }
+  shapes = {"watched": (2, 4), "history": (2, 3, 4), "user": (2, 2)}
+  assert {name: a.shape for name, a in activations.items()} == shapes
   np.testing.assert_array_equal(activations["watched"], [[2.5] * 4, [1.0] * 4])
   rows = np.asarray(layer.tables["user"])[[0, 8]]  # TensorFlow's columns drop a dense id 0
   np.testing.assert_array_equal(activations["user"], rows)
@@ -100,44 +94,37 @@ def test_arguments_and_defaults_are_tensorflows():
     "gradient_multiplier_fn": None,
     "partition_strategy": "div",
   }
-  spec = embed.EmbeddingConfigSpec(**plain(), pipeline_execution_with_tensor_core=True)
+  spec = spec_of(pipeline_execution_with_tensor_core=True)
   assert (spec.partition_strategy, spec.pipeline_execution_with_tensor_core) == ("div", True)
 
 
 @pytest.mark.ci
 def test_initializers_by_name():
   """Row by row, so that a table's values do not depend on the mesh."""
-  entry = {"initializer": {"name": "uniform", "scale": 0.25}}
-  spec = embed.EmbeddingConfigSpec(**changed(table__movie=entry))
+  spec = spec_of(table__movie={"initializer": {"name": "uniform", "scale": 0.25}})
   rows = np.asarray(spec.make(rngs=nnx.Rngs(0)).tables["movie"])
   assert rows.min() >= 0
   assert 0.2 < rows.max() < 0.25
   sharded = spec.make(rngs=nnx.Rngs(0), mesh=make_mesh()).tables["movie"]
   np.testing.assert_array_equal(rows, sharded)
   given = embed.row_wise(nnx.initializers.zeros)
-  spec = embed.EmbeddingConfigSpec(**changed(table__movie={"initializer": given}))
-  assert spec.tables["movie"].initializer is given
-
-
-# ------------------------------------------------------------------------------ optimizers
+  assert spec_of(table__movie={"initializer": given}).tables["movie"].initializer is given
 
 
 def test_a_table_has_its_own_optimizer_or_its_own_rate():
   rate = lambda step: 0.5 / (1 + step)
-  own = {"optimization_parameters": embed.sgd(0.3)}
-  spec = embed.EmbeddingConfigSpec(
-    **changed(table__movie=own, table__user={"learning_rate": None, "learning_rate_fn": rate})
+  spec = spec_of(
+    table__movie={"optimization_parameters": embed.sgd(0.3)},
+    table__user={"learning_rate": None, "learning_rate_fn": rate},
   )
   assert spec.tables["movie"].optimizer == embed.sgd(0.3)
   assert spec.tables["user"].optimizer == embed.adagrad(rate)
   own = {"optimizer": {"name": "adam", "beta_1": 0.5}, "learning_rate": 0.25}
-  spec = embed.EmbeddingConfigSpec(**changed(table__movie=own))
-  assert spec.tables["movie"].optimizer == embed.adam(0.25, beta_1=0.5)
+  assert spec_of(table__movie=own).tables["movie"].optimizer == embed.adam(0.25, beta_1=0.5)
 
 
 def test_without_an_optimizer_tables_can_only_be_looked_up():
-  config = changed(optimization_parameters=None, table__user={"learning_rate": None})
-  spec = embed.EmbeddingConfigSpec(**config)
+  spec = spec_of(optimization_parameters=None, table__user={"learning_rate": None})
   layer = nnx.eval_shape(lambda: spec.make(rngs=nnx.Rngs(0)))
   assert list(layer.arrays["movie"]) == ["parameters"]
 
@@ -155,18 +142,14 @@ def test_clipping_limit_clips_the_summed_gradient():
 
 
 def test_an_optimizer_keeps_what_it_says_itself():
-  config = changed(
+  spec = spec_of(
     table__movie={"optimizer": embed.sgd(0.1, clipvalue=3.0)},
     table__user={"optimizer": {"name": "frozen"}, "learning_rate": None},
-    clipping_limit=1.0,
+    clipping_limit=np.float32(1.0),
   )
-  spec = embed.EmbeddingConfigSpec(**config)
   assert spec.tables["movie"].optimizer == embed.sgd(0.1, clipvalue=3.0)
   assert spec.tables["user"].optimizer == embed.frozen()
   assert spec.optimizer == embed.adagrad(0.1, clipvalue=1.0)
-
-
-# -------------------------------------------------------------------------------- partition
 
 
 @pytest.mark.parametrize("strategy", ["div", "mod"])
@@ -174,10 +157,9 @@ def test_partition_strategy(strategy):
   """Rows are where TensorFlow's partitions have them."""
   for case in conformance.load("sharding")["div_mod"]:
     size, shards = case["vocabulary_size"], case["num_shards"]
+    table = {"vocabulary_size": size, "dim": 2}
     spec = embed.EmbeddingConfigSpec(
-      {"f": {"table_id": "t"}},
-      {"t": {"vocabulary_size": size, "dim": 2}},
-      partition_strategy=strategy,
+      {"f": {"table_id": "t"}}, {"t": table}, partition_strategy=strategy
     )
     mesh = make_mesh(shape=(shards,))
     layer = nnx.eval_shape(lambda spec=spec, mesh=mesh: spec.make(rngs=nnx.Rngs(0), mesh=mesh))
@@ -187,17 +169,13 @@ def test_partition_strategy(strategy):
     assert found == case[strategy]
 
 
-# ---------------------------------------------------------------------- columns
-
-
 def test_columns_become_inputs():
   spec = embed.EmbeddingConfigSpec(**plain())
   features, weights = spec.inputs(batch())
   assert list(features) == ["watched", "history", "user"]
   assert list(weights) == ["watched"]
   assert weights["watched"].values.tolist() == [[0.5, 2.0], [1.0, 0.0]]
-  unweighted = embed.EmbeddingConfigSpec(**changed(feature__watched={"weight_key": None}))
-  assert unweighted.inputs(batch())[1] is None
+  assert spec_of(feature__watched={"weight_key": None}).inputs(batch())[1] is None
   for column in ("user", "seconds"):
     left = {name: value for name, value in batch().items() if name != column}
     with pytest.raises(ValueError, match=f"The batch has no column '{column}'"):
@@ -210,16 +188,11 @@ def test_weights_are_for_bags_and_become_float32(layer):
   activations = look_up(layer, *spec.inputs(whole))
   assert activations["watched"].tolist() == [[3.0] * 4, [3.0] * 4]
   for name, message in (("user", "input is dense"), ("history", "this is a sequence feature")):
-    weighted = embed.EmbeddingConfigSpec(
-      **changed(**{f"feature__{name}": {"weight_key": "seconds"}})
-    )
+    weighted = spec_of(**{f"feature__{name}": {"weight_key": "seconds"}})
     columns = batch() | {"seconds": embed.Padded(np.ones((2, 4 if name == "history" else 2)))}
     columns |= {"watched": embed.Padded(np.ones(np.shape(columns["seconds"].values), int))}
     with pytest.raises(ValueError, match=message):
       embed.validate(weighted.features, *weighted.inputs(columns))
-
-
-# ----------------------------------------------------------------------------------- errors
 
 
 ERRORS = [  # what is changed, and what is said of it
@@ -232,20 +205,24 @@ ERRORS = [  # what is changed, and what is said of it
   ({"optimization_parameters": None}, "'user' has a learning rate, but no optimizer"),
   ({"table__user": {"optimizer": {"name": "frozen"}}}, "no optimizer that takes one"),
   ({"table__movie": {"optimizer": {"name": "adagrd"}}}, "'movie': optimizer.*'adagrd'"),
-  ({"clipping_limit": 0.0}, "clipping_limit"),
+  (
+    {"optimization_parameters": {"name": "adagrad", "learning_rate": "0.1"}},
+    r"optimization_parameters: Argument `learning_rate` must be .*'0\.1'",
+  ),
+  ({"table__movie": {"optimizer": {"name": "sgd", "rate": 1}}}, "'movie': .*'rate'.* It takes"),
+  ({"table__movie": {"initializer": {"name": "constant"}}}, "'movie': initializer: .*'value'"),
+  ({"clipping_limit": 0.0}, "clipping_limit` must be a positive number"),
+  ({"clipping_limit": "1"}, "clipping_limit` must be a positive number"),
   ({"gradient_multiplier_fn": lambda step: 0.5}, r"gradient_multiplier_fn.*grads\.map"),
   ({"optimization_parameters": {"name": "adam", "lazy_adam": False}}, "lazy_adam=False has no"),
-  ({"partition_strategy": "hash"}, "partition_strategy 'hash'"),
+  ({"partition_strategy": "hash"}, "partition_strategy` must be 'div' or 'mod'.*'hash'"),
   ({"feature__user": {"weight_key": "watched"}}, "weight_key 'watched' is a feature"),
 ]
 
 
 def test_errors_name_what_is_wrong():
-  refused(ERRORS, lambda changes: embed.EmbeddingConfigSpec(**changed(**changes)))
+  refused(ERRORS, lambda changes: spec_of(**changes))
   with pytest.raises(TypeError, match="table_to_config_dict must be a mapping"):
-    embed.EmbeddingConfigSpec(**changed(table_to_config_dict=[3]))
-
-
-def test_feature_columns_are_not_taken():
+    spec_of(table_to_config_dict=[3])
   with pytest.raises(TypeError, match="feature_columns"):
     embed.EmbeddingConfigSpec(feature_columns=[])
