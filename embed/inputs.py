@@ -304,8 +304,8 @@ def _check_values(
     at = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
       f"{where}id {int(ids[at])} at position {at} is out of range for a table of vocabulary_size "
-      f"{size} ({int(bad.sum())} such ids; negative ids are padding). Raise vocabulary_size, or "
-      f"map ids into 0 .. {size - 1}."
+      f"{size} ({int(bad.sum())} such ids). Ids are 0 .. {size - 1}, negative ids are padding. "
+      "Raise vocabulary_size, or map ids into the range."
     )
 
 

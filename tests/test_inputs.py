@@ -350,7 +350,7 @@ def test_to_padded_makes_no_row_of_an_id_that_is_none():
   large = np.array([2**63 + 5, 7], np.uint64)
   pairs = lambda x: embed.Sparse([[0, 0], [0, 1]], x, (1, 2))
   for bags in ([large], [large, [3]], embed.Ragged(large, [0, 2]), pairs(large)):
-    with pytest.raises(ValueError, match="fit int64. Got 9223372036854775813"):
+    with pytest.raises(ValueError, match=r"fit int64\. Got 9223372036854775813"):
       embed.to_padded(bags)
   small = np.array([2, 7], np.uint64)
   both = embed.to_padded([small, [3]]).values

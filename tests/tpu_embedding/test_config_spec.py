@@ -209,7 +209,7 @@ def test_weights_are_for_bags_and_become_float32(layer):
   whole = batch() | {"seconds": embed.Padded(np.array([[1, 2], [3, 4]]))}
   activations = look_up(layer, *spec.inputs(whole))
   assert activations["watched"].tolist() == [[3.0] * 4, [3.0] * 4]
-  for name, message in (("user", "input is dense"), ("history", "this is a sequence feature")):
+  for name, message in (("user", "kind of their ids"), ("history", "of a sequence feature")):
     weighted = embed.EmbeddingConfigSpec(
       **changed(**{f"feature__{name}": {"weight_key": "seconds"}})
     )
