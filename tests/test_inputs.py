@@ -92,7 +92,7 @@ BAD = {
   "weights-shape": Bad(
     {"clicks": ragged()},
     {"clicks": ragged((1, 1), (0, 2, 2), f32)},
-    says=("clicks", "shape of the ids"),
+    says=("clicks", "as the ids"),
   ),
   "dense-sequence": Bad({"history": dense(1, 2)}, says=("history",)),
   "list-for-tuple": Bad([dense(1)], error=TypeError, says=("features", "got list"), config=(FC(),)),
