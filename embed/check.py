@@ -150,15 +150,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One comparison.
-
-  Args:
-    what: such as "adagrad".
-    where: such as "one device".
-    error: the largest difference over the largest value, infinite if they cannot be compared.
-    tolerance: the largest error that passes.
-    note: what has this error, such as "row gradients".
-  """
+  """One comparison: the largest difference over the largest value, infinite if there is none."""
 
   what: str
   where: str
@@ -374,12 +366,8 @@ def compare(
 ) -> dict[str, float]:
   """The errors of what a step has made of a table, by what is compared.
 
-  Args:
-    found: activations, `RowGrads` and variables.
-    activations: those expected, `[N, dim]`.
-    rows: the gradients expected, by touched row.
-    variables: those expected.
-    looked_up: the rows that any step has looked up; the others must be as at first, to the bit.
+  `found` are activations, `RowGrads` and variables; `rows` the expected gradients by touched row;
+  `looked_up` marks the rows that any step has looked up: the others must keep their bits.
   """
   ids, values = np.asarray(found[1].ids), np.asarray(found[1].values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]

@@ -329,14 +329,6 @@ class Grads:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.
     rows: a mapping from `"<module path>/<table name>"` (`"<table name>"` if the model itself is
       the layer) to `RowGrads`. Every table has an entry, empty if nothing was looked up.
-
-  >>> movie = embed.TableConfig(100, 2, combiner="sum", name="movie")
-  >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-  >>> loss_fn = lambda model, ids: model(ids).sum()
-  >>> loss, grads = embed.value_and_grad(loss_fn)(model, embed.Padded([[3, 7], [3, -1]]))
-  >>> rows = grads.rows["movie"]
-  >>> rows.values[rows.ids == 3].tolist()  # looked up twice
-  [[2.0, 2.0]]
   """
 
   dense: Any
@@ -360,10 +352,6 @@ def global_norm(grads: Grads) -> jax.Array:
   It is `sqrt(sum of g²)` over all dense gradients and all rows, where rows are summed over
   duplicates before they are squared. Dense gradients of the tables would have the same norm. Rows
   of `frozen` tables do not count.
-
-  >>> rows = {"movie": embed.RowGrads(jnp.array([3, 3]), jnp.array([[1.0], [2.0]]))}
-  >>> float(embed.global_norm(embed.Grads({"bias": jnp.array([4.0])}, rows)))  # 1 + 2 and 4
-  5.0
   """
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))

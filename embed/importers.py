@@ -6,7 +6,6 @@ libraries that wrote the files are not imported; `.weights.h5` needs h5py (the e
 """
 
 import functools
-import inspect
 import math
 import numbers
 import os
@@ -398,7 +397,7 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
     if is_so:
       raise ValueError(f"The {kind} of {where} {what}: {instead}{write}.")
   make, arguments = OPTIMIZERS[str(name)], {}
-  for argument in inspect.signature(make).parameters:
+  for argument in make().arguments:
     attribute = argument if hasattr(theirs, argument) else _NAMES_IN_V1.get(argument, argument)
     if hasattr(theirs, attribute):
       arguments[argument] = getattr(theirs, attribute)

@@ -46,14 +46,8 @@ from embed.variables import (
 class Spec:
   """Static facts of a `SparseEmbed`: layers with equal ones share their compiled programs.
 
-  Attributes:
-    features: the feature config.
-    tables: the `TableConfig` of each table by name.
-    optimizers: the `RowOptimizer` of each table by name, the layer's where a table has none, or
-      None.
-    stacks: the storage of tables, by stack name; internal.
-    table_of: the table of each feature.
-    stack_of: the stack of each table.
+  `SparseEmbed` explains `features`, `tables` and `optimizers`; the rest is internal: the stacks by
+  name, the table of each feature, and the stack of each table.
   """
 
   features: Any
@@ -220,14 +214,6 @@ class SparseEmbed(nnx.Module):
 
     Returns:
       `(activations, residual)`. The residual is an `embed.Residual`, a pytree.
-
-    >>> movie = embed.TableConfig(
-    ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> activations, residual = layer.lookup(np.array([3]))
-    >>> layer.apply_gradients(jax.grad(lambda x: x.sum())(activations), residual)
-    >>> layer.tables["movie"][3].tolist()
-    [0.5, 0.5, 0.5, 0.5]
     """
     return self._look_up(features, weights)
 
@@ -379,15 +365,6 @@ class SparseEmbed(nnx.Module):
 
     Raises:
       ValueError: naming the feature, for ids that are no raw ids, or 64-bit ids that have been cut.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(1024), dim=4, name="user")
-    >>> layer = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, rngs=nnx.Rngs(0))
-    >>> batch = layer.admit({"user": np.array([2**63 + 5, 7, 2**63 + 5], np.uint64)})
-    >>> rows = batch["user"].tolist()
-    >>> rows[0] == rows[2] != rows[1], layer(batch)["user"].shape
-    (True, (3, 4))
-    >>> layer.translate({"user": np.array([7, 8], np.uint64)})["user"].tolist() == [rows[1], -1]
-    True
     """
     return self._with_rows(features, lambda table, inputs: table.admit(inputs, bool(ahead)))
 
@@ -486,11 +463,6 @@ class SparseEmbed(nnx.Module):
     "parameters" is `[vocabulary_size, dim]`; slots are `[vocabulary_size, dim]` or
     `[vocabulary_size]`, and the docstrings of the optimizers name them. The remarks on the arrays
     of `tables` apply here too.
-
-    >>> movie = embed.TableConfig(100, 4, optimizer=embed.rowwise_adagrad(0.1), name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> {name: x.shape for name, x in layer.variables["movie"].items()}
-    {'parameters': (100, 4), 'accumulators': (100,)}
     """
     return read_variables(self)
 
@@ -584,12 +556,6 @@ class SparseEmbed(nnx.Module):
     Raises:
       ValueError: before anything is changed, for ids that occur twice, arrays of another shape, an
         unknown table or slot, or a table without a `DynamicVocabulary`.
-
-    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
-    >>> rows = layer.load_rows("user", np.array([7, 2**40]), {"parameters": np.eye(2)})
-    >>> layer(layer.translate(np.array([2**40, 8]))).tolist()
-    [[0.0, 1.0], [0.0, 0.0]]
     """
     return dynamic_table(self, table_name).load_rows(raw_ids, variables)
 

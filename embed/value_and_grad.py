@@ -85,8 +85,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         if hasattr(layer, "tape"):
           del layer.tape
       _set_tapes(outer)
-    checked = functools.partial(_checked, is_whole)
-    return (checked(value) if not has_aux else (checked(value[0]), value[1])), Grads(dense, rows)
+    value, dense, rows = _checked(is_whole, value, dense, rows)
+    return value, Grads(dense, rows)
 
   return wrapped
 
@@ -187,12 +187,17 @@ def _rows(model: Any, layers: dict[str, SparseEmbed], taps: Any) -> tuple[Rows, 
   return Rows(grads, stacks), is_whole
 
 
-def _checked(is_whole: Any, loss: jax.Array) -> jax.Array:
+def _checked(is_whole: Any, value: Any, dense: Any, rows: Rows) -> tuple[Any, Any, Rows]:
+  """The loss, alone or with aux, and the gradients; NaN and zeros if a lookup is not whole."""
   if is_traced(is_whole):
-    return jnp.where(is_whole, loss, jnp.nan)
+    loss, *aux = value if isinstance(value, tuple) else (value,)
+    loss = jnp.where(is_whole, loss, jnp.nan)
+    dense = jax.tree.map(lambda g: jnp.where(is_whole, g, 0), dense)
+    factor = jnp.where(is_whole, 1.0, 0.0)
+    return (loss, *aux) if aux else loss, dense, rows.scale(factor)
   if not is_whole:
     raise ValueError(
       "A lookup of the loss is made in a copy of the model, or repeated by a transformation, so "
       "that its row gradient would be wrong. Look up once, in the model that the loss gets."
     )
-  return loss
+  return value, dense, rows

@@ -1,7 +1,6 @@
 """`EmbeddingConfigSpec`: tables, features and their optimizers, from one nested mapping."""
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -198,8 +197,7 @@ def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
   try:
     return functions[name](**arguments)
   except TypeError as error:  # most likely an argument that it does not have
-    takes = ", ".join(inspect.signature(functions[name]).parameters)
-    raise ValueError(f"{what}: {name}: {error}. It takes {takes}.") from None
+    raise ValueError(f"{what}: {error}") from None
 
 
 def _optimizer(what: str, value: Any, clipping_limit: float | None) -> RowOptimizer | None:

@@ -67,7 +67,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     objective_ = objective(config, data, mesh)
     step = train_step.Step(objective_, model, optimizer, train_step.options(config), mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
-      run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
+      run.log(**step(batch), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
     return run.finish(evaluate(run.best(), "test") if config.test else {})

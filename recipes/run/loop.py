@@ -97,7 +97,6 @@ class Run:
     self._progress, self._stack = checkpoints.Progress(), contextlib.ExitStack()
     self._values: dict[str, list[Any]] = {}  # on the device; fetched where they are written
     self._iterator: Any = None
-    self._pending: Any = None  # the batch of the next step, which has been looked at
     self._writes = self._saves = False
     self._latest: Any = None  # value of the last step, which a profile waits for
 
@@ -210,7 +209,7 @@ class Run:
     notice.is_deferred = True
     while progress.step < config.steps and not progress.stopped:
       preempted = notice.is_due(progress.step)
-      if preempted and self._pending is None:
+      if preempted:
         if progress.step > self._saved_step:
           self.save()
         raise Preempted
@@ -218,37 +217,19 @@ class Run:
       last = progress.step == config.steps
       self._writes = last or every(config.log_every)
       self.evaluates = last or every(config.eval_every)
-      self._saves = self.evaluates or preempted or every(config.checkpoint_every)
+      self._saves = self.evaluates or every(config.checkpoint_every)
       self._saves = self._saves or self._is_overdue()
-      batch = self._next() if self._pending is None else self._pending
-      self._pending = None
+      batch = self._prepare(next(self._iterator))
       with self._profile.step(progress.step):
         yield batch
       self._profile.stepped(progress.step, self._latest)
       self._journal.stepped()
       if self._saves:
         self.save()
-      if preempted:
-        raise Preempted
     self.evaluates = False
     if notice.is_due(progress.step):
       raise Preempted
     notice.is_deferred = False
-
-  def peek(self) -> Any:
-    """Returns the batch of the next step; None before an evaluation, a checkpoint, and the end.
-
-    A pipelined step looks it up. Evaluations and checkpoints come between two steps of which
-    neither waits for the other.
-    """
-    if self._saves:
-      return None
-    if self._pending is None:
-      self._pending = self._next()
-    return self._pending
-
-  def _next(self) -> Any:
-    return self._prepare(next(self._iterator))
 
   def log(self, **values: Any) -> None:
     """Logs values of the current step; call it once in a step.
@@ -305,11 +286,8 @@ class Run:
     """Saves the run as it is.
 
     Raises:
-      RuntimeError: `peek` has returned the next batch, which a resumed run would skip.
       FloatingPointError: the loss is not finite.
     """
-    if self._pending is not None:
-      raise RuntimeError("save after a step whose `peek` returned None, or do not call `peek`")
     progress = self._progress
     progress.logged = self._fetched()
     progress.seconds = time.perf_counter() - self._began
@@ -339,7 +317,7 @@ class Run:
     """
     minutes = self.config.checkpoint_minutes
     waits = self._writes or hosts.shard()[1] == 1
-    if not minutes or self.config.pipelined or not waits:
+    if not minutes or not waits:
       return False
     return hosts.from_main(lambda: time.perf_counter() - self._saved_at >= 60 * minutes)
 

@@ -30,9 +30,7 @@ RUN: dict[str, Any] = {
   "warmup_steps": -1,  # over which learning rates rise; -1 is a tenth of the steps, up to 100
   "final_rate": 0.1,  # share of the learning rates that a cosine leaves at the end
   "weight_decay": 0.0,  # of dense parameters; tables have their own
-  "pipelined": False,  # looks up each batch during the step before it
-  # Saves after this many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
-  # run does not either: its numbers depend on where it pauses.
+  # Saves after this many minutes as well as every `checkpoint_every` steps; 0 does not.
   "checkpoint_minutes": 10.0,
   # Every n-th save is full; the others hold the rows that have changed since the last save, and all
   # dense state. 1: all are full. Each row takes 8 bytes on its device.

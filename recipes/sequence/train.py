@@ -70,7 +70,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     train_objective, options = objective(config, data), train_step.options(config)
     step = train_step.Step(train_objective, model, optimizer, options, mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
-      run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
+      run.log(**step(batch), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
     return run.finish(evaluate(run.best(), "test") if config.test else {})

@@ -62,7 +62,6 @@ class Options:
 
   clip_norm: float = 0.0
   accumulate: int = 1
-  pipelined: bool = False
   ema: float = 0.0
 
 
@@ -72,18 +71,13 @@ def options(config) -> Options:
   Raises:
     UserError: a setting makes no sense, or two exclude each other; says what to write instead.
   """
-  chosen = Options(config.clip_norm, config.accumulate, config.pipelined, config.ema)
+  chosen = Options(config.clip_norm, config.accumulate, config.ema)
   if not 0 <= chosen.clip_norm < float("inf"):
     raise UserError(f"clip_norm is {chosen.clip_norm}: choose a positive norm, or 0 for none")
   if chosen.accumulate < 1:
     raise UserError(f"accumulate is {chosen.accumulate}: choose 1 or more parts of a batch")
   if not 0 <= chosen.ema < 1:
     raise UserError(f"ema is {chosen.ema}: choose a decay below 1, such as 0.999, or 0 for none")
-  if chosen.accumulate > 1 and chosen.pipelined:
-    raise UserError(
-      f"pipelined looks up whole batches ahead, and accumulate={chosen.accumulate} cuts them into "
-      "parts: write pipelined=False or accumulate=1"
-    )
   return chosen
 
 
@@ -152,29 +146,6 @@ def _train_step(
   return step
 
 
-def _pipelined_step(objective: Objective | LossFn, options: Options) -> Callable[..., Any]:
-  """Returns `(model, optimizer, pending, batch, next_batch) -> (metrics, pending)`, not compiled.
-
-  It trains on `batch`, or the prepared batch and its lookups in `pending`, and looks up
-  `next_batch` (None: there is none) without this step's update; see `embed.look_ahead`.
-  """
-  objective = _objective(objective)
-
-  def step(model, optimizer, pending, batch, next_batch):
-    batch, ahead = pending or (objective.prepared(model, batch), None)
-    if next_batch is not None:
-      next_batch = objective.prepared(model, next_batch, ahead=True)
-    with jax.named_scope("dense"):
-      grad = embed.value_and_grad(objective, has_aux=True, ahead=ahead)
-      (_, metrics), grads = grad(model, batch)
-    pending = None
-    if next_batch is not None:
-      pending = next_batch, embed.look_ahead(objective, has_aux=True)(model, next_batch)
-    return metrics | _update(model, optimizer, grads, options), pending
-
-  return step
-
-
 def _objective(objective: Objective | LossFn) -> Objective:
   return objective if isinstance(objective, Objective) else Objective(objective)
 
@@ -209,24 +180,11 @@ class Step:
     options: Options = Options(),
     mesh: jax.sharding.Mesh | None = None,
   ):
-    step: Callable[..., Any] = _train_step(objective, options, mesh)
-    if options.pipelined:
-      step = _pipelined_step(objective, options)
-    self._step, self._pipelined = embed.jit_step(step, model, optimizer), options.pipelined
-    self._pending: tuple[Any, embed.Ahead] | None = None
+    self._step = embed.jit_step(_train_step(objective, options, mesh), model, optimizer)
 
-  def __call__(self, batch: Any, peek: Callable[[], Any] = lambda: None) -> dict[str, jax.Array]:
-    """Trains on a batch; returns `{"loss": ...}`, what the loss logs, and a clipped `grad_norm`.
-
-    Args:
-      batch: the one that `peek` of the step before has returned, if it has returned one.
-      peek: returns the batch of the next step, which a pipelined step looks up, or None before a
-        pause, after which nothing is pending; see `Run.peek`.
-    """
-    if not self._pipelined:
-      return self._step(batch)
-    metrics, self._pending = self._step(self._pending, batch, peek())
-    return metrics
+  def __call__(self, batch: Any) -> dict[str, jax.Array]:
+    """Trains on a batch; returns `{"loss": ...}`, what the loss logs, and a clipped `grad_norm`."""
+    return self._step(batch)
 
 
 # --- moving averages ------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ compiled_loss = nnx.jit(loss_fn)
 def toy_config(**changes):
   config = {
     "seed": 0, "steps": STEPS, "batch_size": 8, "log_every": 2, "eval_every": 3,
-    "checkpoint_every": 5, "select": "valid_loss", "patience": 0, "pipelined": False,
+    "checkpoint_every": 5, "select": "valid_loss", "patience": 0,
     "writers": (),
   }  # fmt: skip
   return ml_collections.ConfigDict(settings.RUN | config | changes)
@@ -94,12 +94,9 @@ def run_toy(workdir, evaluate=None, *, rows=20, loss=loss_fn, **changes):
   evaluate, options = evaluate or held_out_loss, train_step.options(config)
   with loop.Run("toy", config, workdir, model=model, optimizer=optimizer) as run:
     warm_start.start(run)
-    if config.pipelined:
-      step = train_step.Step(loss, model, optimizer, options)
-    else:
-      step = lambda batch, peek: make_step(loss, options)(model, optimizer, batch)
+    step = make_step(loss, options)
     for batch in run.steps(pipeline.batches(source, dict)):
-      run.log(**step(batch, run.peek))
+      run.log(**step(model, optimizer, batch))
       if run.evaluates:
         run.score(evaluate(model, "valid"))
     return run.finish(evaluate(run.best(), "test"))

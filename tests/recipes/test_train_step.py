@@ -177,7 +177,6 @@ def test_settings_that_make_no_sense():
     ({"clip_norm": -1.0}, "clip_norm is -1.0: choose a positive norm, or 0"),
     ({"clip_norm": float("nan")}, "clip_norm is nan: choose a positive norm, or 0"),
     ({"accumulate": 0}, "accumulate is 0: choose 1 or more"),
-    ({"accumulate": 4, "pipelined": True}, "write pipelined=False or accumulate=1"),
     ({"accumulate": 4, "batch_size": 40}, "each of the 8 devices: choose 32"),
     ({"accumulate": 3, "batch_size": 16}, "accumulate=3 cannot cut .*: choose 24"),
     ({"eval_batch_size": 0}, "eval_batch_size is 0: choose 1 or more"),
