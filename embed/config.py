@@ -153,9 +153,6 @@ class TableConfig:
       average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). By
       rounding, a row may exceed `clip_weight_max`.
 
-  Raises:
-    ValueError: naming the invalid argument.
-
   >>> movie = embed.TableConfig(
   ...   vocabulary_size=60_000, dim=64, optimizer=embed.adagrad(0.05), name="movie")
   >>> movie.combiner, movie.dtype
@@ -177,34 +174,33 @@ class TableConfig:
     if isinstance(given := self.vocabulary_size, DynamicVocabulary):
       set_("vocabulary", given)
       set_("vocabulary_size", given.capacity)
-    if self.vocabulary is not None and self.vocabulary.capacity != self.vocabulary_size:
-      raise ValueError(
-        f"Argument `vocabulary_size` is {self.vocabulary_size}, but its DynamicVocabulary has a "
-        f"capacity of {self.vocabulary.capacity}. Give the DynamicVocabulary as vocabulary_size."
-      )
-    set_("vocabulary_size", integer("vocabulary_size", self.vocabulary_size, 1))
+    set_(
+      "vocabulary_size", integer("vocabulary_size", self.vocabulary_size, 1, MAX_VOCABULARY_SIZE)
+    )
     set_("dim", integer("dim", self.dim, 1))
-    if self.vocabulary_size > MAX_VOCABULARY_SIZE:
-      raise ValueError(
-        f"Argument `vocabulary_size` must be at most {MAX_VOCABULARY_SIZE}: row ids are int32. "
-        f"Got {self.vocabulary_size}; split the table, or hash its ids into fewer rows."
-      )
-    for name, is_valid, expected in (
-      ("initializer", callable, "a callable f(key, shape, dtype) (or None)"),
-      ("name", lambda x: isinstance(x, str) and bool(x), "a non-empty str or None"),
-    ):
-      value = getattr(self, name)
-      check(name, value, value is None or is_valid(value), expected)
-    check("combiner", self.combiner, self.combiner in COMBINERS, f"one of {COMBINERS}")
+    is_size = self.vocabulary is None or self.vocabulary.capacity == self.vocabulary_size
     try:
       dtype = np.dtype(self.dtype)
     except TypeError:
       dtype = None
-    is_known = dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-    check("dtype", self.dtype, is_known, "float32 or bfloat16")
+    for name, is_valid, expected in (
+      ("vocabulary", is_size, "given in place of vocabulary_size"),
+      (
+        "initializer",
+        self.initializer is None or callable(self.initializer),
+        "a callable f(key, shape, dtype), or None",
+      ),
+      (
+        "name",
+        self.name is None or (isinstance(self.name, str) and self.name),
+        "a non-empty str or None",
+      ),
+      ("combiner", self.combiner in COMBINERS, f"one of {COMBINERS}"),
+      ("dtype", dtype in (np.float32, ml_dtypes.bfloat16), "float32 or bfloat16"),
+      ("stochastic_rounding", isinstance(self.stochastic_rounding, bool), "a bool"),
+    ):
+      check(name, getattr(self, name), bool(is_valid), expected)
     set_("dtype", dtype)
-    rounding = self.stochastic_rounding
-    check("stochastic_rounding", rounding, isinstance(rounding, bool), "a bool")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,10 +217,6 @@ class FeatureConfig:
     output_shape: the shape of the activations without `dim`; entries may be None. It is checked,
       and a flat batch of bags is reshaped to it.
     name: a label used in error messages.
-
-  Raises:
-    ValueError: naming the invalid argument.
-    TypeError: if `output_shape` is not a shape.
 
   >>> movie = embed.TableConfig(100, 4, name="movie")
   >>> features = {
@@ -244,12 +236,9 @@ class FeatureConfig:
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
-    if not isinstance(self.table, TableConfig):
-      raise ValueError(
-        f"Argument `table` has invalid type {type(self.table)}. Expected embed.TableConfig."
-      )
     set_("max_sequence_length", integer("max_sequence_length", self.max_sequence_length, 0))
     validates = self.validate_weights_and_indices
+    check("table", self.table, isinstance(self.table, TableConfig), "an embed.TableConfig")
     check("validate_weights_and_indices", validates, isinstance(validates, bool), "a bool")
     if self.output_shape is not None:
       set_("output_shape", _shape(self.output_shape))
@@ -258,7 +247,7 @@ class FeatureConfig:
 
 
 def _shape(value: Any) -> tuple[int | None, ...]:
-  """The entries of an `output_shape`, each an int or None."""
+  """Returns the entries of an `output_shape`, each an int or None."""
   try:
     dims = [value] if isinstance(value, int) else list(value)
     return tuple(None if d is None else operator.index(d) for d in dims)

@@ -194,13 +194,10 @@ def _take_apart(where: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -
   weights = _as_array(w.values, where) if is_weighted else None
   if weights is not None:
     is_number = jnp.issubdtype(weights.dtype, jnp.floating) or weights.dtype.kind in "iu"
-    text = f"weights must be floats of the shape of the ids, {ids.shape}. Got {weights.dtype} "
-    _require(where, (is_number and weights.shape == ids.shape, f"{text}{weights.shape}."))
+    text = f"weights must be floats {ids.shape}, as the ids. Got {weights.dtype} {weights.shape}."
+    _require(where, (is_number and weights.shape == ids.shape, text))
   if isinstance(x, Padded):
-    text = (
-      f"embed.Padded takes ids [batch, ..., L]. Got shape {ids.shape}; a dense array is a bare "
-    )
-    _require(where, (ids.ndim > 1, f"{text}array."))
+    _require(where, (ids.ndim > 1, f"embed.Padded takes [batch, ..., L]. Got shape {ids.shape}."))
     return Parts(ids, weights, None, "padded", ids.shape[:-1], ids.shape[-1])
   _require(where, (ids.ndim == 1, f"{_kind(x)} takes flat values [N]. Got shape {ids.shape}."))
   if isinstance(x, Ragged):
@@ -209,24 +206,19 @@ def _take_apart(where: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -
     _require(where, (splits.ndim == 1 and splits.size, text))
     return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), x.max_valency or 0)
   rank = len(x.dense_shape)
+  _require(where, (rank > 1, f"dense_shape has 2 dimensions or more. Got {x.dense_shape}."))
   indices = _integers(x.indices, where, "indices")
   indices = indices if indices.size else indices.reshape(-1, rank)
-  text = f"indices are [N, {rank}] with N = {ids.shape[0]} for these values and dense_shape. Got "
-  _require(
-    where,
-    (rank > 1, f"dense_shape has 2 dimensions or more. Got {x.dense_shape}."),
-    (indices.shape == (*ids.shape, rank), f"{text}shape {indices.shape}."),
-  )
+  text = f"indices must be [N, {rank}] with N = {ids.shape[0]}. Got shape {indices.shape}."
+  _require(where, (indices.shape == (*ids.shape, rank), text))
   return Parts(ids, weights, indices, "sparse", x.dense_shape[:-1], x.dense_shape[-1])
 
 
 def _form(where: str, feature: config_lib.FeatureConfig, parts: Parts) -> Form:
   """Returns the shape of the activations, checked against `output_shape` by TensorFlow's rules."""
   batch, stated, length = parts.batch, feature.output_shape, feature.max_sequence_length
-  not_weighted = (
-    parts.weights is None,
-    ("weights of a sequence feature. Leave them out, and multiply the activations."),
-  )
+  advice = "weights of a sequence feature. Leave them out, and multiply the activations."
+  not_weighted = parts.weights is None, advice
   if stated is None:
     _require(where, (not length or parts.kind != "dense", "a sequence takes embed.Padded(ids)."))
     if not length or len(batch) != 1:
@@ -256,9 +248,11 @@ def _form(where: str, feature: config_lib.FeatureConfig, parts: Parts) -> Form:
 
 
 def _check_row_splits(splits: np.ndarray, number: int, where: str) -> None:
-  is_valid = splits[0] == 0 and not (splits[1:] < splits[:-1]).any() and splits[-1] <= number
-  text = f"row_splits must start at 0, never decrease and end at most at {number}, the number of "
-  _require(where, (is_valid, f"{text}values. Got {splits.tolist()[:10]}."))
+  if splits[0] != 0 or (splits[1:] < splits[:-1]).any() or splits[-1] > number:
+    raise ValueError(
+      f"{where}row_splits must start at 0, never decrease and end at most at {number}, the number "
+      f"of values. Got {splits[:10].tolist()}."
+    )
 
 
 def _check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
@@ -304,8 +298,8 @@ def _check_values(
     at = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
       f"{where}id {int(ids[at])} at position {at} is out of range for a table of vocabulary_size "
-      f"{size} ({int(bad.sum())} such ids; negative ids are padding). Raise vocabulary_size, or "
-      f"map ids into 0 .. {size - 1}."
+      f"{size} ({int(bad.sum())} such ids). Ids are 0 .. {size - 1}, negative ids are padding. "
+      "Raise vocabulary_size, or map ids into the range."
     )
 
 

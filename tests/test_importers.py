@@ -194,32 +194,25 @@ def test_features_and_tables():
       tf_feature(tf_table(7, 2, combiner="sum")),
       (tf_feature(video, output_shape=[2, None]),),
     ],
-    "pair": Pair(tf_feature(video, validate_weights_and_indices=False), tf_feature(video)),
+    "pair": Pair(tf_feature(video, validate_weights_and_indices=False), tf_feature(tf_table(7, 2))),
   }
   features, optimizer = embed.from_tpu_embedding(config)
   assert optimizer is None
-  table = features["watched"].table
+  watched, (more, (shaped,)), pair = features["watched"], features["more"], features["pair"]
+  table = watched.table
   assert (table.vocabulary_size, table.dim, table.combiner, table.name) == (10, 4, "sqrtn", "video")
-  assert table.dtype == np.float32
-  assert features["watched"].max_sequence_length == 3
-  assert features["watched"].name == "w"
-  assert features["watched"].output_shape is None
-  assert type(features["more"]) is list
-  assert features["more"][0].table.name is None
-  assert features["more"][1][0].output_shape == (2, None)
-  assert type(features["pair"]) is Pair
-  assert not features["pair"].table.validate_weights_and_indices
-  others = (features["more"][1][0], features["pair"].table, features["pair"].other)
-  assert all(f.table is table for f in others)
-  equal, ours = tf_feature(tf_table(4, 2)), tf_table(4, 2, optimizer=embed.adagrad(0.1))
-  (first, second), optimizer = embed.from_tpu_embedding(
-    (tf_feature(tf_table(4, 2)), equal), embed.adam(lambda step: 0.1)
-  )
-  assert first.table is not second.table
-  assert optimizer.learning_rate_at(3) == 0.1
-  assert embed.from_tpu_embedding(tf_feature(ours)).features.table.optimizer == embed.adagrad(0.1)
+  assert (table.dtype, watched.max_sequence_length, watched.name) == (np.float32, 3, "w")
+  assert (watched.output_shape, shaped.output_shape) == (None, (2, None))
+  assert (type(features["more"]), type(pair)) == (list, Pair)
+  assert not pair.table.validate_weights_and_indices
+  assert shaped.table is pair.table.table is table
+  assert more.table is not pair.other.table  # equal, but two tables
   layer = nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
-  assert list(layer.spec.tables) == ["table_0", "video"]
+  assert list(layer.spec.tables) == ["table_0", "video", "table_2"]
+  ours = tf_feature(tf_table(4, 2, optimizer=embed.adagrad(0.1)))
+  features, optimizer = embed.from_tpu_embedding(ours, embed.adam(lambda step: 0.1))
+  assert optimizer.learning_rate_at(3) == 0.1
+  assert features.table.optimizer == embed.adagrad(0.1)
 
 
 FTRL = {
@@ -262,24 +255,15 @@ def test_optimizers():
 
 
 def test_arguments_of_all_optimizers():
-  theirs = tf_optimizer(
-    "Adagrad",
-    learning_rate=0.5,
-    initial_accumulator_value=0.1,
-    clipvalue=2.0,
-    clip_weight_min=-1.0,
-    clip_weight_max=3.0,
-    weight_decay_factor=0.01,
-    multiply_weight_decay_factor_by_learning_rate=True,
-  )
-  assert imported(optimizer=theirs).optimizer == embed.adagrad(
-    0.5,
-    clipvalue=2.0,
-    clip_weight_min=-1.0,
-    clip_weight_max=3.0,
-    weight_decay_factor=0.01,
-    multiply_weight_decay_factor_by_learning_rate=True,
-  )
+  common = {
+    "clipvalue": 2.0,
+    "clip_weight_min": -1.0,
+    "clip_weight_max": 3.0,
+    "weight_decay_factor": 0.01,
+    "multiply_weight_decay_factor_by_learning_rate": True,
+  }
+  theirs = tf_optimizer("Adagrad", learning_rate=0.5, initial_accumulator_value=0.1, **common)
+  assert imported(optimizer=theirs).optimizer == embed.adagrad(0.5, **common)
   open_end = tf_optimizer("SGD", clipvalue=(None, 1.0))
   assert imported(optimizer=open_end).optimizer.clipvalue == (None, 1.0)
 
@@ -413,17 +397,6 @@ def by_strategy(array, shards, strategy):
   return np.array_split(array, shards)  # the first ones have a row more
 
 
-def test_whole_arrays():
-  found = embed.import_variables(ARRAYS, a_layer())
-  assert {table: list(of) for table, of in found.items()} == {
-    "a/b": ["parameters", "accumulators"],
-    "a": ["parameters"],
-  }
-  for name, wanted in ARRAYS.items():
-    table, _, key = name.rpartition("/") if name != "a/b" else (name, "", "parameters")
-    np.testing.assert_array_equal(found[table][key], wanted)
-
-
 @pytest.mark.programs(60, "the rows of each number of shards have shapes of their own")
 @pytest.mark.parametrize("strategy", ["div", "mod"])
 def test_shards_come_back_in_order(strategy):
@@ -452,11 +425,19 @@ def test_shards_come_back_in_order(strategy):
     np.testing.assert_array_equal(found["a/b"]["parameters"], table)
 
 
-def test_slots_that_are_not_wanted():
-  found = embed.import_variables(ARRAYS, a_layer(), slots=False)
-  assert list(found["a/b"]) == ["parameters"]
+def test_whole_arrays():
+  found = embed.import_variables(ARRAYS, a_layer())
   rows_alone = {"a/b": ARRAYS["a/b"], "a": ARRAYS["a/parameters"]}
-  assert list(embed.import_variables(rows_alone, a_layer(), slots=False)) == ["a/b", "a"]
+  for given in (ARRAYS, rows_alone):
+    without = embed.import_variables(given, a_layer(), slots=False)
+    assert {table: list(of) for table, of in without.items()} == {
+      "a/b": ["parameters"],
+      "a": ["parameters"],
+    }
+  assert list(found["a/b"]) == ["parameters", "accumulators"]
+  np.testing.assert_array_equal(found["a/b"]["parameters"], ARRAYS["a/b"])
+  np.testing.assert_array_equal(found["a/b"]["accumulators"], ARRAYS["a/b/accumulators"])
+  np.testing.assert_array_equal(found["a"]["parameters"], ARRAYS["a/parameters"])
 
 
 def test_arrays_that_do_not_fit():

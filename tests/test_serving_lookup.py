@@ -126,7 +126,7 @@ def test_output_shape_of_a_ragged_input():
   for shape in ([3], [6], [2], [0], [5, 1]):
     with pytest.raises(ValueError, match=r"'clicks'.*not a multiple"):
       at(shape)
-  with pytest.raises(ValueError, match="'clicks': weights must be floats of the shape"):
+  with pytest.raises(ValueError, match="'clicks': weights must be floats"):
     at([4, 2], ragged_floats([[1.0]]))
 
 
