@@ -71,7 +71,7 @@ def test_the_changed_rows_and_their_slots():
   assert delta.state["model"]["bias/value"].tolist() == [0]
   of_rows = 2 * (4 + 3 * 2 * 4)  # ids, and three arrays of two float32
   assert delta.nbytes - of_rows == sum(x.nbytes for x in delta.state["model"].values())
-  assert re.search(r"steps 7 to 8\n\n.*\nembed/t +2 +56\n", repr(delta))
+  assert repr(delta).startswith("delta of steps 7 to 8: 2 changed rows, ")
 
 
 def test_one_half_of_a_fingerprint_is_enough():
