@@ -28,15 +28,12 @@ __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 Tree = dict[str, Any]
 
 
-# --- saving ---------------------------------------------------------------------------------------
-
-
 def to_tree(**nodes: Any) -> Tree:
   """Returns the state of models and optimizers as nested dicts of arrays.
 
   They are the models' own arrays: save or copy them before a step that donates the model. On a
   mesh, tables are split over its devices where their rows or columns divide, and whole on each
-  device elsewhere. Random keys are converted to their data, since not every store knows keys.
+  device elsewhere. Random keys are converted to their data.
 
   Args:
     **nodes: `nnx` modules and optimizers, by their names in the tree.
@@ -44,10 +41,6 @@ def to_tree(**nodes: Any) -> Tree:
   Returns:
     A dict by name, of dicts with two keys. "state" holds arrays by path, "tables" holds
     `{"<module path>/<table>": {"parameters": array, slot: array}}`, rows in order.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> embed.checkpoint.to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
-  (4, 2)
   """
   tables = lambda node: _by_key(node, lambda layer: layer.variables)
   return {name: {"state": dense_arrays(x), "tables": tables(x)} for name, x in nodes.items()}
@@ -71,32 +64,22 @@ def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> 
   return {key: values[id(layer)][name] for key, (layer, name) in row_keys(node).items()}
 
 
-# --- restoring ------------------------------------------------------------------------------------
-
-
 def from_tree(tree: Tree, **nodes: Any) -> None:
   """Puts a tree made by `to_tree` into models and optimizers of the same configuration.
 
-  The mesh may be another one, or none: tables in the tree do not depend on it. A table without an
-  optimizer, or with `embed.frozen()`, takes the rows of the tree and ignores its slots, so that a
-  model for serving, made without optimizers, restores a trained one.
+  The mesh may be another one, or none. A table without an optimizer, or with `embed.frozen()`,
+  takes the rows and ignores slots, so that a model for serving restores a trained one.
 
   Args:
-    tree: from `to_tree`, or NumPy or JAX arrays in the same structure, as a store restores them.
-      They are copied.
+    tree: from `to_tree`, or NumPy or JAX arrays in the same structure. They are copied.
     **nodes: the modules and optimizers to change, by their names in the tree.
 
   Raises:
     ValueError: before anything is changed, as in `check`, and for a table whose
       `DynamicVocabulary` was saved with another bucket width.
-
-  >>> config = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
-  >>> trained, fresh = (embed.SparseEmbed(config, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-  >>> embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=trained), model=fresh)
-  >>> bool((fresh.tables["movie"] == trained.tables["movie"]).all())
-  True
   """
-  _check(tree, nodes)
+  check(tree, **nodes)
+  arrays: dict[SparseEmbed, Tree] = {}
   for name, node in nodes.items():
     for key, (layer, table) in row_keys(node).items():
       vocabulary, saved = layer.spec.tables[table].vocabulary, tree[name]["tables"][key]
@@ -105,23 +88,19 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
           f"{name}/tables/{key} was saved with another bucket_width. Make its DynamicVocabulary as "
           "it was, or move the rows by `rows_by_raw_id` and `load_rows`."
         )
+      of_table = {slot: saved[slot] for slot in layer.variable_shapes[table]}
+      arrays.setdefault(layer, {})[table] = of_table
   for name, node in nodes.items():
     load_dense_arrays(tree[name]["state"], node)  # first: it has the numbers of batches
-    of_layers: dict[int, Tree] = {}
-    for key, (layer, table) in row_keys(node).items():
-      saved = tree[name]["tables"][key]
-      arrays = {slot: saved[slot] for slot in layer.variable_shapes[table]}
-      of_layers.setdefault(id(layer), {})[table] = arrays
-    for layer in sparse_embeds(node).values():
-      layer.load_variables(of_layers[id(layer)])
+  for layer, tables in arrays.items():
+    layer.load_variables(tables)
 
 
 def check(tree: Tree, **nodes: Any) -> None:
-  """Raises ValueError unless a tree, or the metadata of a stored one, fits models and optimizers.
+  """Checks that a tree, or the metadata of a stored one, fits models and optimizers.
 
-  `restore` calls it before it reads anything. Orbax's own advice for arrays of another shape is
-  `strict=False`, which would pad or cut tables. A warning names the tables that would be rounded:
-  those saved with more precision than the model's, such as float32 for bfloat16.
+  `restore` calls it before it reads anything. It warns of tables that would be rounded: saved with
+  more precision than the model's, such as float32 for bfloat16.
 
   Args:
     tree: as in `from_tree`; its leaves may be anything with a shape, such as the metadata
@@ -131,11 +110,6 @@ def check(tree: Tree, **nodes: Any) -> None:
   Raises:
     ValueError: naming each array that is missing, unknown, of another shape or of no real numbers.
   """
-  _check(tree, nodes)
-
-
-def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
-  """Checks as `check` does; the warning points at the caller of the public function."""
   if found := problems(tree, nodes):
     raise ValueError(
       f"The checkpoint does not fit the model: {'; '.join(found[:10])}. Make the model with the "
@@ -153,7 +127,7 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
     warnings.warn(
       f"Tables of the checkpoint are rounded to the dtype of the model's: {', '.join(rounded)}. "
       "Give their TableConfigs the dtype that was saved to keep the values.",
-      stacklevel=3,
+      stacklevel=3,  # of `restore` and `from_tree`
     )
 
 
@@ -163,7 +137,7 @@ def problems(tree: Tree, nodes: Mapping[str, Any]) -> list[str]:
   for name, node in nodes.items():
     expected, saved = _flat(like(node=node)["node"]), _flat(tree.get(name, {}))
     optimizers = _by_key(node, lambda layer: layer.spec.optimizers)
-    is_trained = lambda key, of=optimizers: of.get(key) is not None and of[key].equation is not None
+    untrained = {key for key, x in optimizers.items() if x is None or x.equation is None}
     for path, x in expected.items():
       where = f"{name}/{path}"
       if path not in saved:
@@ -176,22 +150,19 @@ def problems(tree: Tree, nodes: Mapping[str, Any]) -> list[str]:
       elif isinstance(saved[path], jax.Array) and saved[path].is_deleted():
         found.append(f"{where} was deleted by a step that donated its model: copy the tree before")
     for path in saved:
-      table = path.removeprefix("tables/").rpartition("/")[0]
-      is_ignored = table in optimizers and not is_trained(table)  # the slots of a served model
-      if path not in expected and not is_ignored:
+      is_slot = path.removeprefix("tables/").rpartition("/")[0] in untrained  # of a served model
+      if path not in expected and not is_slot:
         found.append(f"{name}/{path} is not in the model")
   return found
 
 
 def _flat(tree: Tree) -> dict[str, Any]:
-  """The leaves of a tree by path, "a/b"."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-  """The shape of an array, of nested lists, or of the metadata of a stored array."""
-  shape = getattr(x, "shape", None)
+  shape = getattr(x, "shape", None)  # None in the metadata of what is no array
   return np.shape(x) if shape is None else tuple(shape)
 
 
@@ -199,7 +170,6 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def is_key(x: Any) -> bool:
-  """True for an array of random keys, which may be abstract."""
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -220,11 +190,10 @@ def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
   dense, treedef = _dense(node)
 
   def restored(path, old):
-    value = arrays[path]
-    if is_key(old):
-      data = stored_tables.copied_like(value, jax.random.key_data(old))
-      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
-    return stored_tables.copied_like(value, old)
+    if not is_key(old):
+      return stored_tables.copied_like(arrays[path], old)
+    data = stored_tables.copied_like(arrays[path], jax.random.key_data(old))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
 
   nnx.update(node, jax.tree.unflatten(treedef, [restored(k, v) for k, v in dense.items()]))
 
@@ -251,8 +220,7 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
 def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
   """Reads a tree of `to_tree` that Orbax saved into models and optimizers.
 
-  `check` runs before anything is read, and `from_tree` afterwards. Each device reads its own part.
-  Slots are not read for a model without optimizers.
+  Each device reads its own part. Slots are not read for a model without optimizers.
 
   Args:
     folder: the folder that Orbax wrote, a step of a `CheckpointManager`, or the folder of a manager
@@ -261,19 +229,14 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
 
   Raises:
     FileNotFoundError: if there is no such folder, or no checkpoint in it.
-    ValueError: as in `check`, or if a step holds several items; the message lists them.
-    ImportError: if Orbax is not installed.
+    ValueError: as in `from_tree`, or if a step holds several items; the message lists them.
   """
-  try:
-    import orbax.checkpoint as ocp
-  except ImportError:
-    raise ImportError(
-      "Checkpoints are read by Orbax: pip install -e '.[recipes]', or orbax-checkpoint."
-    ) from None
+  import orbax.checkpoint as ocp  # an extra: the library runs without it
+
   path = _tree_folder(pathlib.Path(folder).absolute(), ocp)
   with ocp.PyTreeCheckpointer() as reader:
     # Of the tree alone: the checkpointer's would warn of the file that a step's folder has instead.
-    _check(ocp.PyTreeCheckpointHandler().metadata(path).tree, nodes)
+    check(ocp.PyTreeCheckpointHandler().metadata(path).tree, **nodes)
     expected = like(**nodes)
     restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)

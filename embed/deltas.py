@@ -2,13 +2,8 @@
 
 A training step touches few rows of a large table. `fingerprint` remembers 64 bits of each row and
 its slots, on the devices; `changes` compares them with the model some steps later, and returns a
-`Delta`: the rows that differ, by their ids, and everything outside tables whole. Nothing is added
-to the training step. A full checkpoint and the deltas after it make up the later state to the bit,
-on any mesh.
-
-`write` and `read` keep a delta in a folder: an `.npz` file for each process that wrote it, which
-NumPy alone can read. `apply` puts it into a model, of the same run or a server's without
-optimizers.
+`Delta`: the rows that differ, by their ids, and everything outside tables whole. A full checkpoint
+and the deltas after it make up the later state to the bit, on any mesh.
 """
 
 import dataclasses
@@ -27,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from embed import checkpoint, planning
+from embed import checkpoint
 from embed.engine import admission, cost
 from embed.engine.stack import Layout
 from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
@@ -47,7 +42,8 @@ __all__ = [
   "write",
 ]
 
-_HEADER = "header"  # the entry of a file that describes the others
+_HEADER = "header"  # the entry of a file that describes the others, in JSON
+_DESCRIBED = ("since", "step", "before", "after")
 _FILE = re.compile(r"rows-(\d{5})-of-(\d{5})\.npz")
 Digests = Mapping[str, Mapping[str, str]]
 
@@ -101,30 +97,22 @@ class Delta:
   @property
   def nbytes(self) -> int:
     """The size of all arrays in bytes."""
-    return _nbytes((self.tables, self.state, self.owners))
+    return sum(x.nbytes for x in jax.tree.leaves((self.tables, self.state, self.owners)))
 
   def __repr__(self) -> str:
-    tables = [item for of_node in self.tables.values() for item in of_node.items()]
-    lines: list[tuple[str, ...]] = [("table", "changed rows", "bytes")]
-    lines += [(key, str(len(x.ids)), cost.readable(_nbytes(x))) for key, x in tables]
-    lines.append(("other arrays", "", cost.readable(_nbytes((self.state, self.owners)))))
-    return f"delta of steps {self.since} to {self.step}\n\n{planning.aligned(lines)}"
-
-
-def _nbytes(tree: Any) -> int:
-  return sum(x.nbytes for x in jax.tree.leaves(tree))
+    size = cost.readable(self.nbytes)
+    return f"delta of steps {self.since} to {self.step}: {self.num_rows} changed rows, {size}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
-  """The result of `fingerprint`, 64 bits for each row, on the devices: the start of a later delta.
+  """The result of `fingerprint`: 64 bits for each row, on the devices, the start of a later delta.
 
   Attributes:
     step: of the state.
-    lanes: fingerprints of the stored rows, by node, layer and stack; internal.
-    layouts: the rows of each shard, in the same order; internal.
     digests: as `Delta.before`.
-    owners: the owners of the rows of dynamic tables, on the devices; internal.
+    lanes, layouts, owners: internal, by node: the fingerprints and the places of stored rows, and
+      the owners of the rows of dynamic tables.
   """
 
   step: int
@@ -132,9 +120,6 @@ class Fingerprints:
   layouts: Mapping[str, Mapping[str, list[Layout]]]
   digests: Digests
   owners: Mapping[str, Mapping[str, Mapping[str, jax.Array]]]
-
-
-# --- making ---------------------------------------------------------------------------------------
 
 
 def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
@@ -146,22 +131,18 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   Args:
     step: the number of the state, an integer of Python, NumPy or JAX.
     **nodes: `nnx` modules and optimizers, by the names of `embed.checkpoint.to_tree`.
-
-  Raises:
-    ValueError: if the step is no integer.
   """
   step = _integer(step)
-  lanes: dict[str, dict[str, list[changes_lib.Lanes]]] = {name: {} for name in nodes}
-  digests: dict[str, dict[str, str]] = {name: {} for name in nodes}
-  owners: dict[str, dict[str, Any]] = {name: {} for name in nodes}
+  lanes: dict[str, dict[str, list[changes_lib.Lanes]]] = {}
+  digests: dict[str, dict[str, str]] = {}
+  owners: dict[str, dict[str, Any]] = {}
   for name, node in nodes.items():
-    of_layers = {}
+    lanes[name], of_layers = {}, {}
     for path, layer in sparse_embeds(node).items():
       lanes[name][path], of_layers[id(layer)] = _fingerprints(layer, slots=True)
-    for key, (layer, table) in row_keys(node).items():
-      digests[name][key] = of_layers[id(layer)][table]
-      if arrays := owned(layer, table):
-        owners[name][key] = arrays
+    keys = row_keys(node)
+    digests[name] = {key: of_layers[id(layer)][table] for key, (layer, table) in keys.items()}
+    owners[name] = {key: x for key, (layer, table) in keys.items() if (x := owned(layer, table))}
   layouts = {name: _layouts(node) for name, node in nodes.items()}
   return Fingerprints(step, lanes, layouts, digests, owners)
 
@@ -177,17 +158,6 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     since: fingerprints of the earlier state, on the same mesh.
     step: the number of this state.
     **nodes: as for `fingerprint`; optimizers too.
-
-  Raises:
-    ValueError: if the fingerprints are of other nodes, tables or meshes, or the step is no integer.
-
-  >>> movie = embed.TableConfig(4, 2, name="movie")
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-  >>> since = embed.deltas.fingerprint(0, model=layer)
-  >>> layer.load_tables({"movie": layer.tables["movie"].at[3].add(1)})
-  >>> delta, since = embed.deltas.changes(since, 1, model=layer)
-  >>> delta.tables["model"]["movie"].ids.tolist(), delta.num_rows, delta.nbytes
-  ([3], 1, 24)
   """
   for name, node in nodes.items():
     if since.layouts.get(name) != _layouts(node):
@@ -241,7 +211,7 @@ def _layouts(node: Any) -> dict[str, list[Layout]]:
 
 
 def _fingerprints(layer: Any, slots: bool) -> tuple[list[changes_lib.Lanes], dict[str, str]]:
-  """The fingerprints of the stored rows, with their slots or without, and digests by table."""
+  """Fingerprints of the stored rows, with their slots or without, and digests by table."""
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if not slots:
@@ -251,7 +221,7 @@ def _fingerprints(layer: Any, slots: bool) -> tuple[list[changes_lib.Lanes], dic
 
 
 def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
-  """The rows of each table of a layer whose fingerprints differ."""
+  """Rows of each table of a layer whose fingerprints differ."""
   rows: dict[str, TableRows] = {}
   for stack, before, after in zip(layer.spec.stacks.values(), old, new, strict=True):
     mask, count = changes_lib.changed(stack, before, after)
@@ -275,15 +245,15 @@ def _on_host(tree: Any) -> Any:
 
 
 def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
-  """Puts a delta into models and optimizers, and returns the step that they are at now.
+  """Puts a delta into models and optimizers, and returns their new step.
 
   The mesh may be another one than the delta's. A table without an optimizer, or with
   `embed.frozen()`, takes the rows and ignores slots, so that a server follows a training run.
 
-  All new arrays are computed, as copies, before the first is set: requests that are being answered
-  keep the arrays that they have read, and an error leaves the nodes as they were. Other threads may
-  predict meanwhile, by functions under `nnx.jit(graph=False)`. Apply between calls that return the
-  model, as `nnx.jit` does by default and `embed.jit_step` does: they would undo the delta.
+  All new arrays are computed, as copies, before the first is set, so that an error leaves the nodes
+  as they were. Other threads may predict meanwhile, by functions under `nnx.jit(graph=False)`.
+  Apply between calls of `nnx.jit` and `embed.jit_step`, which return the model: they would undo the
+  delta.
 
   Args:
     delta: from `read`, or of a run of one process.
@@ -293,16 +263,6 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
   Raises:
     ValueError: before anything is changed: if the delta does not begin at that step, holds other
       tables or arrays, or was made against other rows. The message names them.
-
-  >>> movie = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
-  >>> trained, served = (embed.SparseEmbed(movie, rngs=nnx.Rngs(0)) for _ in range(2))
-  >>> since = embed.deltas.fingerprint(0, model=trained)
-  >>> trained.load_tables({"movie": trained.tables["movie"].at[3].add(1)})
-  >>> delta, since = embed.deltas.changes(since, 1, model=trained)
-  >>> embed.deltas.apply(delta, 0, model=served)
-  1
-  >>> bool((served.tables["movie"] == trained.tables["movie"]).all())
-  True
   """
   if delta.since != (at := _integer(at)):
     raise ValueError(
@@ -346,16 +306,19 @@ def _check_fits(delta: Delta, name: str, node: Any) -> None:
   """Raises ValueError unless a node has the arrays of a delta, and the rows before it."""
   if name not in delta.tables:
     raise ValueError(f"The delta has no {name!r}; it has {sorted(delta.tables)}.")
-  tables = delta.tables[name]
+  tables, owners = delta.tables[name], delta.owners[name]
   expected = checkpoint.like(node=node)["node"]["tables"]
   given: dict[str, Any] = {"state": delta.state[name], "tables": {}}
   problems = []
   for key, rows in tables.items():
-    parts = [rows, *(owners.changed for owners in [delta.owners[name].get(key)] if owners)]
+    parts = [rows, owners[key].changed] if key in owners else [rows]
     ids = np.concatenate([part.ids for part in parts])
     size = expected[key]["parameters"].shape[0] if key in expected else ids.max(initial=0) + 1
-    whole = lambda x, size=size: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-    given["tables"][key] = {k: whole(x) for part in parts for k, x in part.values.items()}
+    given["tables"][key] = {
+      array: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+      for part in parts
+      for array, x in part.values.items()
+    }
     outside = ids[(ids < 0) | (ids >= size)]
     problems += [f"{key} has row {i}, the model's has rows 0 .. {size - 1}" for i in outside[:1]]
   problems += checkpoint.problems({name: given}, {name: node})
@@ -364,12 +327,14 @@ def _check_fits(delta: Delta, name: str, node: Any) -> None:
   layers = sparse_embeds(node).values()
   digests = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
   dtype_of = lambda arrays: arrays["parameters"].dtype
-  same = {  # a server may keep rows in another dtype, which is not compared
-    key: digests[id(layer)][table]
+  differing = [
+    key
     for key, (layer, table) in row_keys(node).items()
+    # A server may keep rows in another dtype.
     if dtype_of(tables[key].values) == dtype_of(expected[key])
-  }
-  if differing := [key for key, digest in same.items() if digest != delta.before[name][key]]:
+    and digests[id(layer)][table] != delta.before[name][key]
+  ]
+  if differing:
     raise ValueError(
       f"The delta was made against other rows: tables {', '.join(differing[:10])} of {name!r} are "
       f"not as they were at step {delta.since}. The model is of another run, or a delta is "
@@ -403,7 +368,7 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   names = jax.tree_util.tree_map_with_path(name_of, tree)
   arrays = dict(zip(jax.tree.leaves(names), jax.tree.leaves(tree), strict=True))
   header = {
-    **{key: getattr(delta, key) for key in ("since", "step", "before", "after")},
+    **{key: getattr(delta, key) for key in _DESCRIBED},
     "names": names,
     "dtypes": {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"},
   }
@@ -441,7 +406,7 @@ def read(folder: str | os.PathLike[str], /) -> Delta:
   if missing := [path for path in paths if path.name not in found]:
     raise FileNotFoundError(f"{missing[0]} is missing, the rows of a process in the delta.")
   parts = [_read_file(path) for path in paths]
-  made = lambda part: (part.since, part.step, part.before, part.after)
+  made = lambda part: [getattr(part, key) for key in _DESCRIBED]
   others = [folder / name for name in found if folder / name not in paths]
   others += [path for path, x in zip(paths, parts, strict=True) if made(x) != made(parts[0])]
   if others:
@@ -471,18 +436,15 @@ def _read_file(path: pathlib.Path) -> Delta:
     for name, dtype in header["dtypes"].items():
       arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
     tree = jax.tree.map(arrays.__getitem__, header["names"])  # named tuples are lists in JSON
-    by_key = lambda kind, make: {
-      node: {key: make(*x) for key, x in of_node.items()} for node, of_node in tree[kind].items()
+    tables = {
+      node: {key: TableRows(*rows) for key, rows in x.items()} for node, x in tree["tables"].items()
     }
-    return Delta(
-      header["since"],
-      header["step"],
-      by_key("tables", TableRows),
-      tree["state"],
-      by_key("owners", lambda evicted, changed: Owners(evicted, TableRows(*changed))),
-      header["before"],
-      header["after"],
-    )
+    owners = {
+      node: {key: Owners(evicted, TableRows(*changed)) for key, (evicted, changed) in x.items()}
+      for node, x in tree["owners"].items()
+    }
+    described = {key: header[key] for key in _DESCRIBED}
+    return Delta(tables=tables, state=tree["state"], owners=owners, **described)
   # NumPy, zipfile, zlib and json raise errors of many kinds, most without the file's name.
   except Exception as error:
     if isinstance(error, OSError) and error.filename is not None:

@@ -30,11 +30,6 @@ class Vocabulary(nnx.Variable):
 
   An `nnx.Variable` type, for filters. It holds the storage by buckets; `SparseEmbed.variables` has
   the raw ids by row.
-
-  >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> jax.tree.leaves(nnx.state(layer, embed.Vocabulary))[0].shape  # one bucket
-  (1, 48)
   """
 
 
@@ -54,21 +49,13 @@ def make_variables(
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTable:
-  """A dynamic table of a layer; `SparseEmbed` documents the methods that it has too.
-
-  Attributes:
-    name: the table's name.
-    config: its config.
-    stack: the stack that stores its rows.
-    held: its Variables, the `nnx.Dict` of `make_variables`.
-    arrays: the Variables of the stack.
-  """
+  """A dynamic table of a layer; `SparseEmbed` documents the methods that it has too."""
 
   name: str
   config: TableConfig
   stack: StackSpec
-  held: Any
-  arrays: Mapping[str, nnx.Variable]
+  held: Any  # the Variables of `make_variables`
+  arrays: Mapping[str, nnx.Variable]  # of the stack
 
   @property
   def vocabulary(self) -> DynamicVocabulary:
@@ -81,7 +68,7 @@ class DynamicTable:
     return {**self.held["owners"].get_value(), **self.held["admissions"].get_value()}
 
   def _set(self, state: Mapping[str, Any]) -> None:
-    """Sets the arrays of a state that are given."""
+    """Sets the given arrays of a state."""
     for variable in self.held.values():
       before = variable.get_value()
       variable.set_value({key: state.get(key, x) for key, x in before.items()})
@@ -96,11 +83,8 @@ class DynamicTable:
     made = self.config.initializer or initializers.truncated_normal_rows
     return self.stack, self.name, initializers.row_wise(made)
 
-  # --- raw ids of a batch ------------------------------------------------------------------------
-
   @jax.named_scope("admit")
   def admit(self, inputs: Sequence[RawInput], ahead: bool) -> dict[Path, Any]:
-
     def rows_of(ids):
       state, arrays = self.state, self._stored
       rows, *new = _admit(*self._new_rows, self.vocabulary, ahead, state, arrays, ids)
@@ -154,14 +138,11 @@ class DynamicTable:
     counts["fill"] = state["filled"] / jnp.float32(self.vocabulary.capacity)
     return counts
 
-  # --- the owners by row ------------------------------------------------------------------------
-
   def owners(self) -> dict[str, Any]:
     """The owners of the rows, arrays by name as in `admission.read_owners`."""
-    buckets = self.state["buckets"]
-    arrays = admission.read_owners(self.vocabulary, self.stack.placement, buckets)
-    arrays = mesh_lib.settled(arrays)
-    return {name: arrays[name] for name in admission.owner_names(self.vocabulary)}
+    static, buckets = (self.vocabulary, self.stack.placement), self.state["buckets"]
+    arrays = mesh_lib.settled(admission.read_owners(*static, buckets))
+    return {name: arrays[name] for name in admission.owner_names(self.vocabulary)}  # sorted by jit
 
   def set_owners(self, arrays: Mapping[str, Any]) -> None:
     """Replaces the owners of all rows, by arrays in the form of `owners`."""
@@ -173,8 +154,6 @@ class DynamicTable:
     owners = _state_of(self.vocabulary, mesh_lib.LOCAL, on_host(self.owners()))
     self.held["owners"] = Vocabulary(owners)
     self.held["admissions"] = Admissions(on_host(self.held["admissions"].get_value()))
-
-  # --- rows by raw id, on the host --------------------------------------------------------------
 
   def rows_by_raw_id(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     arrays = {key: np.asarray(x) for key, x in variables.items()}
@@ -199,13 +178,10 @@ class DynamicTable:
     rows = _rows_for(vocabulary, ids)
     kept = rows >= 0
     step = max(int(state["step"]), 1)  # the rows count as used once, in the current batch
-    new_owners = {"raw_ids": ids[kept], "last_used": step, "uses": 1}
-    owners = {
-      key: np.full(x.shape, admission.EMPTY if key == "raw_ids" else 0, x.dtype)
-      for key, x in admission.owner_shapes(vocabulary, mesh_lib.LOCAL).items()
-    }
-    for key, x in owners.items():
-      x[rows[kept]] = new_owners[key]
+    owners = {}
+    for key, x in admission.owner_shapes(vocabulary, mesh_lib.LOCAL).items():
+      owners[key] = np.full(x.shape, admission.EMPTY if key == "raw_ids" else 0, x.dtype)
+      owners[key][rows[kept]] = {"raw_ids": ids[kept], "last_used": step, "uses": 1}[key]
     initial_rows = _reset(*self._new_rows, stored, state["key"], rows[kept], ids[kept])
     values = {key: np.asarray(x, shapes[key].dtype)[kept] for key, x in variables.items()}
     given = changes.TableRows(rows[kept].astype(np.int32), values)
@@ -220,14 +196,15 @@ def _state_of(
   vocabulary: DynamicVocabulary, placement: mesh_lib.Placement, owners: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The part of a state that holds owners, from arrays by row."""
-  arrays = {name: owners[name] for name in admission.owner_names(vocabulary)}
-  if placement.is_local:
-    placed = {name: jnp.asarray(x) for name, x in arrays.items()}
-  else:
-    spec = admission.owners_spec(vocabulary, placement)
-    place = lambda x: stored_tables.place_whole(placement, x, stored_tables.dtype_of(x), spec)
-    placed = {name: place(x) for name, x in arrays.items()}
-  return mesh_lib.settled(admission.from_owners(vocabulary, placement, placed))
+  spec = admission.owners_spec(vocabulary, placement)
+
+  def place(x):
+    if placement.is_local:
+      return jnp.asarray(x)
+    return stored_tables.place_whole(placement, x, stored_tables.dtype_of(x), spec)
+
+  arrays = {name: place(owners[name]) for name in admission.owner_names(vocabulary)}
+  return mesh_lib.settled(admission.from_owners(vocabulary, placement, arrays))
 
 
 def _rows_for(vocabulary: DynamicVocabulary, ids: np.ndarray) -> np.ndarray:

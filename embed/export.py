@@ -41,20 +41,8 @@ class Exported(NamedTuple):
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes arrays and program to one `.npz`, which replaces an earlier one at one instant.
 
-    Args:
-      path: the file; its folder is made where it is missing. One process at a time writes it.
-
-    Raises:
-      OSError: naming the file, which then stays as it was.
-
-    >>> import pathlib, tempfile
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.npz"
-    >>> embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1])).save(path)
-    >>> arrays = dict(np.load(path))
-    >>> program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
-    >>> program.call(arrays, np.array([2, 3])).shape
-    (2, 2)
+    Its folder is made where it is missing; one process at a time writes a file. An `OSError` names
+    the file, which then stays as it was.
     """
     program = np.frombuffer(self.program.serialize(), np.uint8)
     files.write_npz(pathlib.Path(path), {_PROGRAM: program, **self.arrays})
@@ -69,14 +57,14 @@ def export(
 ) -> Exported:
   """Exports a function of a model, as StableHLO, for processes that have only JAX.
 
-  Optimizer slots, and all arrays that the function does not read, are left out. A model on a mesh
+  Arrays that the function does not read, such as optimizer slots, are left out. A model on a mesh
   is exported with whole tables, for one device. Call `model.eval()` first if its layers have it.
 
   Inputs and outputs of the program are dicts, lists and tuples of arrays: `Padded` becomes its
   `values`, `Ragged` becomes `{"values": ..., "row_splits": ...}`, `Sparse` becomes
   `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are taken from the example),
-  and a named tuple becomes a dict. Ids are int32; ids out of range are dropped. JAX silently cuts
-  wider ids, so check them before.
+  and a named tuple becomes a dict. Ids are int32: JAX silently cuts wider ones, and ids out of
+  range are dropped.
 
   Args:
     function: `f(model, *args)`, traceable.
@@ -92,17 +80,6 @@ def export(
     ValueError: for an input or output that has no such form, a `Sparse` or examples of different
       sizes with `any_batch`, a function that draws random numbers, a mesh that is set, and arrays
       that are not all on this host.
-
-  >>> table = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
-  >>> layer = embed.SparseEmbed({"watched": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
-  >>> layer.load_tables({"movie": np.array([[1.0], [10.0], [100.0]])})
-  >>> batch = {"watched": embed.Padded(np.array([[0, 2]]))}
-  >>> exported = embed.export(lambda layer, batch: layer(batch), layer, batch, any_batch=True)
-  >>> sorted(exported.arrays)
-  ['movie']
-  >>> ids = np.array([[0, 1], [2, -1]])
-  >>> exported.program.call(exported.arrays, {"watched": ids})["watched"].tolist()
-  [[11.0], [100.0]]
   """
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
@@ -114,8 +91,7 @@ def export(
   reports, state = states
   leaves, treedef = jax.tree.flatten(state)
   names = _names(model, state)
-  args = _specs(jax.tree.map(_with_arrays, args, is_leaf=_is_input), any_batch)
-  inputs, input_tree = jax.tree.flatten(args)
+  inputs, input_tree = jax.tree.flatten(_specs(args, any_batch))
   # The index of each input, at its position in the plain arguments.
   indices = _plain(jax.tree.unflatten(input_tree, range(len(inputs))))
 
@@ -131,8 +107,9 @@ def export(
     repeated = next(name for name in names if name == _PROGRAM or names.count(name) > 1)
     raise ValueError(f"export: two arrays of the model are called {repeated!r}; rename the table.")
   plain = jax.tree.map(lambda i: inputs[i], indices)
-  is_used = _used(call, _shapes(stored), *plain)
-  arrays = {name: stored[name] for name in sorted(stored) if is_used[name]}
+  jaxpr = jax.make_jaxpr(call)(_shapes(stored), *plain).jaxpr
+  is_used = _used_inputs(jaxpr, [True] * len(jaxpr.outvars))  # of the arrays, then of the inputs
+  arrays = {name: stored[name] for name, used in zip(sorted(stored), is_used, strict=False) if used}
   for name, x in arrays.items():
     if checkpoint.is_key(x):
       raise ValueError(
@@ -146,19 +123,8 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
-# --- the arrays that a function reads -------------------------------------------------------------
-
-
 # `jax.export` drops unused arguments itself (`module_kept_var_idx`), but keeps all of them where a
 # dimension is symbolic.
-def _used(function: Callable[..., Any], arrays: Any, *args: Any) -> Any:
-  """True for each of the arrays that a result depends on, in their structure."""
-  jaxpr = jax.make_jaxpr(function)(arrays, *args).jaxpr
-  used = _used_inputs(jaxpr, [True] * len(jaxpr.outvars))
-  leaves, treedef = jax.tree.flatten(arrays)
-  return jax.tree.unflatten(treedef, used[: len(leaves)])
-
-
 def _used_inputs(jaxpr: Any, used_outputs: Sequence[bool]) -> list[bool]:
   """True for each input of a jaxpr that the used outputs depend on; enters jitted functions."""
   live = {id(x) for x, is_used in zip(jaxpr.outvars, used_outputs, strict=True) if is_used}
@@ -171,9 +137,6 @@ def _used_inputs(jaxpr: Any, used_outputs: Sequence[bool]) -> list[bool]:
       inputs = _used_inputs(equation.params["jaxpr"].jaxpr, outputs)
     live |= {id(x) for x, is_used in zip(equation.invars, inputs, strict=True) if is_used}
   return [id(x) in live for x in jaxpr.invars]
-
-
-# --- the model ------------------------------------------------------------------------------------
 
 
 def _names(model: Any, state: Any) -> list[str]:
@@ -212,9 +175,6 @@ def _read(arrays: Mapping[str, Any], name: str, leaf: Any) -> Any:
   return x if x.dtype == leaf.dtype else jax.lax.bitcast_convert_type(x, leaf.dtype)
 
 
-# --- inputs and outputs ---------------------------------------------------------------------------
-
-
 def _is_input(x: Any) -> bool:
   return isinstance(x, inputs_lib.KINDS)
 
@@ -223,14 +183,6 @@ def _parts(x: Any) -> dict[str, Any]:
   """The arrays of a Padded, Ragged or Sparse."""
   fields = [f.name for f in dataclasses.fields(x) if not f.metadata.get("static")]
   return {name: getattr(x, name) for name in fields}
-
-
-def _with_arrays(x: Any) -> Any:
-  """Converts lists of numbers in an input to arrays: `jax.tree` would take them as containers."""
-  if not _is_input(x):
-    return x
-  array = lambda v: np.asarray(v) if isinstance(v, (list, tuple)) else v
-  return dataclasses.replace(x, **{name: array(v) for name, v in _parts(x).items()})
 
 
 def _plain(x: Any) -> Any:
@@ -254,35 +206,34 @@ def _plain(x: Any) -> Any:
 
 def _specs(args: Any, any_batch: bool) -> Any:
   """The shapes and dtypes of the inputs, with symbolic first dimensions if `any_batch`."""
+  (batch,) = jax.export.symbolic_shape("batch")
   sizes = set()
 
-  def spec(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-
-  def first(x: Any, more: int = 0) -> jax.ShapeDtypeStruct:
+  def spec(x: Any, beyond_batch: int = 0, is_free: bool = any_batch) -> jax.ShapeDtypeStruct:
+    x = np.asarray(x) if isinstance(x, (list, tuple)) else x
     shape = np.shape(x)
-    if not shape:
-      return spec(x)
-    sizes.add(shape[0] - more)
-    return jax.ShapeDtypeStruct((batch + more, *shape[1:]), jnp.result_type(x))
+    if is_free and shape:
+      sizes.add(shape[0] - beyond_batch)
+      shape = (batch + beyond_batch, *shape[1:])
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-  def free(x: Any) -> Any:
-    if isinstance(x, inputs_lib.Sparse):
+  def specs(x: Any) -> Any:
+    if not _is_input(x):
+      return spec(x)
+    if any_batch and isinstance(x, inputs_lib.Sparse):
       raise ValueError(
         "export: a Sparse has the batch in its dense_shape, which is static. Take embed.Padded or "
         "embed.Ragged, or leave any_batch out."
       )
     if isinstance(x, inputs_lib.Ragged):
-      return dataclasses.replace(x, values=spec(x.values), row_splits=first(x.row_splits, 1))
-    return jax.tree.map(first, x)
+      values, row_splits = spec(x.values, is_free=False), spec(x.row_splits, beyond_batch=1)
+      return dataclasses.replace(x, values=values, row_splits=row_splits)
+    return dataclasses.replace(x, **{name: spec(part) for name, part in _parts(x).items()})
 
-  if not any_batch:
-    return jax.tree.map(spec, args)
-  (batch,) = jax.export.symbolic_shape("batch")
-  specs = jax.tree.map(free, args, is_leaf=_is_input)
+  made = jax.tree.map(specs, args, is_leaf=_is_input)
   if len(sizes) > 1:
     raise ValueError(
       f"export: any_batch, and examples of batches {sorted(sizes)}. Give jax.ShapeDtypeStruct with "
       "dimensions of jax.export.symbolic_shape instead, and leave any_batch out."
     )
-  return specs
+  return made

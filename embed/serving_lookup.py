@@ -21,8 +21,7 @@ def serving_lookup(
 ) -> Any:
   """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
 
-  It can be jitted and exported, `feature_config` being bound beforehand. It differs from a call of
-  `SparseEmbed` where TensorFlow's `serving_embedding_lookup` on CPU does:
+  Bind `feature_config`, then jit or export. It differs from `SparseEmbed` in three rules:
 
   - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
   - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
@@ -30,15 +29,12 @@ def serving_lookup(
   - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
     k times as many make sequences of length k, weights and combiner ignored.
 
-  `Padded`, which TensorFlow does not have, is looked up as in training. Negative ids are padding.
-
   Args:
     inputs: in the structure of `feature_config`; a dict may hold any subset. Each is a dense
-      integer array, `Padded`, `Ragged` or `Sparse`.
+      integer array, `Padded`, `Ragged` or `Sparse`; negative ids are padding.
     weights: the parallel structure of floats, or None; an entry may be None.
-    tables: float `[vocabulary_size, dim]`, NumPy or JAX, by the table's name, as in
-      `sparse_embed.tables`, or, outside of jit, by its `TableConfig`. An eager call brings NumPy
-      tables, and tables on a mesh, to one device: keep them there for many calls.
+    tables: float `[vocabulary_size, dim]`, NumPy or JAX, by the table's name or, outside of jit, by
+      its `TableConfig`. An eager call copies NumPy tables, and tables on a mesh, to one device.
     feature_config: a `FeatureConfig` or any nesting of them.
 
   Returns:
@@ -46,20 +42,9 @@ def serving_lookup(
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:
-    ValueError: naming the feature, for an id `>= vocabulary_size` (under jit such ids are dropped,
-      but JAX cuts the arguments of a jitted function to 32 bits before: check wider ones on the
-      host), weights on a dense or sequence feature or of another kind than the ids, and an
-      `output_shape` that does not fit. Naming the table, if it is missing or has another shape.
+    ValueError: for a wrong input, naming its feature, or a wrong table. Under jit, ids
+      `>= vocabulary_size` are dropped instead, and JAX first cuts ids to 32 bits.
     TypeError: where the kind of a container differs from the config.
-
-  >>> import functools
-  >>> movie = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
-  >>> features = {"watched": embed.FeatureConfig(movie)}
-  >>> lookup = jax.jit(functools.partial(embed.serving_lookup, feature_config=features))
-  >>> rows = np.array([[1.0], [10.0], [100.0]], np.float32)
-  >>> batch = {"watched": embed.Padded(np.array([[0, 2], [1, -1]]))}
-  >>> lookup(batch, None, {"movie": rows})["watched"].tolist()
-  [[101.0], [10.0]]
   """
   names = {table: name for name, table in structure.name_tables(feature_config).items()}
   activations = {}
@@ -105,13 +90,14 @@ def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array)
     validate_weights_and_indices=True,  # in serving it decides on pruning, below
   )
   checked = inputs_lib.check((), name, rules, x, w)
-  if out is not None and (length := _places(name, out, np.shape(x.row_splits)[0] - 1)) > 1:
+  if out is not None and (length := _ids_per_bag(name, out, np.shape(x.row_splits)[0] - 1)) > 1:
     rules = dataclasses.replace(rules, max_sequence_length=length)
     checked = inputs_lib.check((), name, rules, x)
   bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
-  is_sparse = isinstance(x, inputs_lib.Sparse)
-  prunes = is_sparse and (feature.validate_weights_and_indices or len(x.dense_shape) > 2)
-  if prunes and bags.gains is not None and table.combiner != "sum":
+  is_pruned = isinstance(x, inputs_lib.Sparse) and (
+    feature.validate_weights_and_indices or len(x.dense_shape) > 2
+  )
+  if is_pruned and bags.gains is not None and table.combiner != "sum":
     keep = bags.gains > 0
     ids = jnp.where(keep, bags.ids, table.vocabulary_size)
     bags = dataclasses.replace(bags, ids=ids, gains=jnp.where(keep, bags.gains, 0))
@@ -121,17 +107,15 @@ def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array)
   return act if out is None else act.reshape(*out, table.dim)
 
 
-def _places(name: str, output_shape: Any, bags: int) -> int:
-  """Places for ids that an `output_shape` has for each ragged bag; 1 combines the bag."""
+def _ids_per_bag(name: str, output_shape: Any, bags: int) -> int:
+  """The ids that an `output_shape` has room for in each ragged bag; 1 combines the bag."""
   size = math.prod(output_shape)
-  if size == bags:
-    return 1
-  if not bags or not size or size % bags:
+  if size != bags and (not bags or not size or size % bags):
     raise ValueError(
       f"Feature {name!r}: its output_shape {output_shape} is not a multiple of the input's batch "
       f"of {bags}, nor has it as many entries."
     )
-  return size // bags
+  return size // bags if bags else 1
 
 
 # Compiled once per shape in eager calls; within a caller's jit it is part of that program.

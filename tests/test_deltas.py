@@ -1,14 +1,11 @@
 """A full checkpoint and the deltas after it are the later state to the bit, wherever it is put."""
 
 import dataclasses
-import functools
 import io
 import itertools
-import json
 import re
 import shutil
 import threading
-import time
 
 import cases
 import jax
@@ -71,15 +68,7 @@ def test_the_changed_rows_and_their_slots():
   assert delta.state["model"]["bias/value"].tolist() == [0]
   of_rows = 2 * (4 + 3 * 2 * 4)  # ids, and three arrays of two float32
   assert delta.nbytes - of_rows == sum(x.nbytes for x in delta.state["model"].values())
-  assert re.search(r"steps 7 to 8\n\n.*\nembed/t +2 +56\n", repr(delta))
-
-
-def test_one_half_of_a_fingerprint_is_enough():
-  (stack,) = Small().embed.spec.stacks.values()
-  old = (np.uint32([1, 2, 3, 4]), np.uint32([5, 6, 7, 8]))
-  new = (np.uint32([1, 0, 3, 0]), np.uint32([5, 6, 0, 0]))
-  mask, count = changes.changed(stack, old, new)
-  assert (mask.tolist(), int(count)) == ([False, True, True, True], 3)
+  assert repr(delta).startswith("delta of steps 7 to 8: 2 changed rows, ")
 
 
 def test_every_bit_of_a_row_counts():
@@ -307,15 +296,13 @@ def test_a_server_that_shares_donated_arrays_is_told():
 
 
 def test_steps_are_integers_of_any_kind():
-  model, delta = Small(), delta_of()
-  for integer in (np.int64, jnp.uint32):
-    since = embed.deltas.fingerprint(integer(3), model=model)
-    made, since = embed.deltas.changes(since, integer(5), model=model)
-    assert [type(x) for x in (made.since, made.step, since.step)] == [int] * 3
-    assert embed.deltas.apply(made, integer(3), model=Small()) == 5
+  model = Small()
+  since = embed.deltas.fingerprint(np.int64(3), model=model)
+  delta, _ = embed.deltas.changes(since, jnp.uint32(5), model=model)
+  assert [type(x) for x in (delta.since, delta.step)] == [int, int]
   for call in (
     lambda: embed.deltas.fingerprint(1.0, model=model),
-    lambda: embed.deltas.changes(embed.deltas.fingerprint(0, model=model), "1", model=model),
+    lambda: embed.deltas.changes(since, "5", model=model),
     lambda: embed.deltas.apply(delta, None, model=model),
   ):
     with pytest.raises(ValueError, match="A step is an integer"):
@@ -329,21 +316,9 @@ def act(model):
   return model.embed(np.arange(4)) + model.bias[...]
 
 
-def chain(count, **where):
-  """A server, deltas after its state, and its rows at the end, all of them `count`."""
-  trained, served = Small(**where), Small(**where)
-  since, deltas = embed.deltas.fingerprint(0, model=trained), []
-  for step in range(1, count + 1):
-    trained.embed.load_tables({"t": np.full((4, 2), step)})
-    trained.bias[...] = jnp.full(1, step, jnp.float32)
-    delta, since = embed.deltas.changes(since, step, model=trained)
-    deltas.append(delta)
-  return served, deltas
-
-
 def test_a_request_in_flight_does_not_undo_a_delta():
   """It has read the model when the delta is applied, and returns afterwards."""
-  served, (delta,) = chain(1)
+  served, delta = Small(), delta_of()
   began, go_on = threading.Event(), threading.Event()
 
   @nnx.jit(graph=False)
@@ -358,55 +333,7 @@ def test_a_request_in_flight_does_not_undo_a_delta():
   embed.deltas.apply(delta, 0, model=served)
   go_on.set()
   thread.join()
-  assert act(served).tolist() == [[2, 2]] * 4
-
-
-def by_serving_lookup(model):
-  """As docs/serving.md has it: the tables of a model, without the model."""
-  features = model.embed.spec.features
-  look_up = jax.jit(functools.partial(embed.serving_lookup, feature_config=features))
-  return lambda model: look_up(np.arange(4), None, {"t": model.embed.tables["t"]})
-
-
-WAYS = {  # of predicting, as the pages show them
-  "graph=False": lambda model: nnx.jit(act, graph=False),
-  "graph_updates=False": lambda model: nnx.jit(act, graph_updates=False),
-  "eager": lambda model: act,
-  "serving_lookup": by_serving_lookup,
-}
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("place", ["one device", "mod"])
-@pytest.mark.parametrize("way", WAYS)
-def test_readers_lose_no_delta(way, place):
-  served, deltas = chain(100, **PLACES[place]())
-  predict = WAYS[way](served)
-  predict(served)  # compiled
-  stop, errors, calls, at = threading.Event(), [], itertools.count(), 0
-
-  def serve():
-    try:
-      while not stop.is_set():
-        jax.block_until_ready(predict(served))
-        next(calls)
-    except Exception as error:
-      errors.append(error)
-
-  threads = [threading.Thread(target=serve) for _ in range(3)]
-  for thread in threads:
-    thread.start()
-  try:
-    for delta in deltas:
-      at = embed.deltas.apply(delta, at, model=served)
-    while next(calls) < 20 and not errors:  # requests after the last delta
-      time.sleep(0.01)
-  finally:
-    stop.set()
-    for thread in threads:
-      thread.join()
-  assert errors == []
-  assert act(served).tolist() == [[200, 200]] * 4
+  assert act(served).tolist() == [[7, 7]] * 4
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -432,30 +359,20 @@ def test_the_file_is_numpys(tmp_path):
   assert (again.since, again.step, again.before, again.after) == (0, 1, delta.before, delta.after)
 
 
-def of_header(header):
-  file = io.BytesIO()
-  np.savez(file, header=np.frombuffer(json.dumps(header).encode(), np.uint8), x=np.zeros(1))
-  return file.getvalue()
-
-
 def test_damage_is_named(tmp_path):
   embed.deltas.write(tmp_path, delta_of())
   (path,) = tmp_path.iterdir()
   content = path.read_bytes()
-  headers = [[], {"dtypes": []}, {"dtypes": {"x": "no"}}]
-  damaged = {
-    "cut": content[: len(content) // 2],
-    "empty": b"",
-    "flip": content[:500] + bytes([content[500] ^ 16]) + content[501:],
-    **{str(header): of_header(header) for header in headers},
-  }
+  other = io.BytesIO()
+  np.savez(other, header=np.frombuffer(b"[]", np.uint8))
+  flipped = content[:500] + bytes([content[500] ^ 16]) + content[501:]
 
-  def check(content):
+  def read(content):
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-      embed.deltas.read(tmp_path)
+    embed.deltas.read(tmp_path)
 
-  cases.each({name: (content,) for name, content in damaged.items()}, check)
+  damaged = (content[: len(content) // 2], b"", flipped, other.getvalue())
+  cases.refused([(x, re.escape(str(path))) for x in damaged], read)
   with pytest.raises(FileNotFoundError, match="holds no delta"):
     embed.deltas.read(tmp_path / "nothing")
 

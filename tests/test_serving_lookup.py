@@ -53,28 +53,10 @@ ragged_floats = functools.partial(ragged, dtype=np.float32)
 # ------------------------------------------------------------------------------ by hand
 
 
-def test_combiners():
-  bags, weights = sparse([[0, 1], [2]]), floats([[3.0, 1.0], [2.0]])
-  assert serve(bags, weights).tolist() == [[13], [200]]
-  assert serve(bags, weights, "mean").tolist() == [[13 / 4], [100]]
-  wanted = [[13 / np.sqrt(10)], [100]]
-  np.testing.assert_allclose(serve(bags, weights, "sqrtn"), wanted, rtol=1e-6)
-
-
 def test_validation_leaves_out_weights_that_are_not_positive():
   bags, weights = sparse([[0, 1], [2, 3]]), floats([[4.0, -4.0], [0.0, -1.0]])
   for combiner in ("mean", "sqrtn"):
     assert serve(bags, weights, combiner).tolist() == [[1], [0]]
-
-
-def test_what_is_left_out_is_not_read():
-  """A row that is not a number counts with weight 0 where the weight counts, and only there."""
-  table = embed.TableConfig(4, 1, name="t")
-  tables, config = {"t": np.where(ROWS == 1, np.nan, ROWS)}, embed.FeatureConfig(table)
-  bags, weights = [[0, 1]], [[0.0, 2.0]]
-  lookup = lambda *of: jax.jit(lambda: embed.serving_lookup(*of, tables, config))().tolist()
-  assert lookup(sparse(bags), floats(weights)) == [[10]]
-  assert np.isnan(lookup(ragged(bags), ragged_floats(weights)))
 
 
 def test_other_inputs_keep_all_weights():
@@ -95,22 +77,6 @@ def test_higher_ranks_are_always_pruned():
   for validate in (True, False):
     act = serve(bags, weights, "mean", validate_weights_and_indices=validate)
     assert act.tolist() == [[[1], [0], [0]]]
-
-
-def test_negative_ids_are_padding_and_empty_bags_zeros():
-  bags = sparse([[1, -1], [], [-5]], (4, 2))
-  for validate in (True, False):
-    act = serve(bags, None, "mean", validate_weights_and_indices=validate)
-    assert act.tolist() == [[10], [0], [0], [0]]
-  assert serve(np.array([-1, 3])).tolist() == [[0], [1000]]
-
-
-def test_sequences():
-  """A gap of a Sparse stays; a Ragged has none; both are cut and filled with zeros."""
-  gaps, bags = sparse([[0, None, 2, 3], [1]]), ragged([[0, 2, 3], [1]])
-  assert serve(gaps, max_sequence_length=3)[..., 0].tolist() == [[1, 0, 100], [10, 0, 0]]
-  assert serve(bags, max_sequence_length=2)[..., 0].tolist() == [[1, 100], [10, 0]]
-  assert serve(gaps, max_sequence_length=3, output_shape=[2]).tolist() == [[1101], [10]]
 
 
 def test_output_shape_of_a_ragged_input():

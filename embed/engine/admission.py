@@ -49,15 +49,10 @@ _PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smalle
 
 
 class Admitted(NamedTuple):
-  """The rows of a batch of N raw ids, whole on every device.
+  """The rows of a batch of N raw ids, whole on every device."""
 
-  Attributes:
-    rows: int32 `[N]`, -1 for padding and for ids without a row.
-    is_new: bool `[N]`, true at one occurrence of each id that was given a row.
-  """
-
-  rows: jax.Array
-  is_new: jax.Array
+  rows: jax.Array  # int32 `[N]`, -1 for padding and for ids without a row
+  is_new: jax.Array  # bool `[N]`, true at one occurrence of each id that was given a row
 
 
 # --- hashes --------------------------------------------------------------------------------------
@@ -92,13 +87,17 @@ def owner_names(vocabulary: DynamicVocabulary) -> tuple[str, ...]:
 
 
 def _words(vocabulary: DynamicVocabulary) -> int:
-  """The uint32 that a row takes in `buckets`: two of its raw id, and a score each."""
-  return 1 + len(owner_names(vocabulary))
+  return 1 + len(owner_names(vocabulary))  # a raw id takes two
 
 
 def _axes(vocabulary: DynamicVocabulary, placement: Placement) -> Names:
   """The mesh axes that split the buckets."""
   return placement.row_axes if vocabulary.buckets % placement.shards == 0 else ()
+
+
+def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
+  """The spec of the buckets and of the arrays of `read_owners`."""
+  return P(_axes(vocabulary, placement) or None)
 
 
 def _specs(vocabulary: DynamicVocabulary, placement: Placement) -> dict[str, P]:
@@ -113,17 +112,19 @@ def bytes_on_device(vocabulary: DynamicVocabulary, placement: Placement) -> int:
 
 
 def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
-  """The state of a table without a raw id, each device's part made by it."""
+  """The state of a table without a raw id."""
   width = vocabulary.bucket_width
   local = vocabulary.buckets // (placement.shards if _axes(vocabulary, placement) else 1)
 
   def make():
-    keys = jnp.full((local, 2 * width), EMPTY)
-    others = jnp.zeros((local, (_words(vocabulary) - 2) * width), jnp.uint32)
-    state = {"buckets": jnp.concatenate([keys, others], axis=1)}
-    zeros = {"step": (), "filled": (), "batch": (len(COUNTS),)}
-    state |= {name: jnp.zeros(shape, jnp.int32) for name, shape in zeros.items()}
-    return state | {"totals": jnp.zeros((len(COUNTS), 2), jnp.uint32)}
+    buckets = jnp.zeros((local, _words(vocabulary) * width), jnp.uint32)
+    return {
+      "buckets": buckets.at[:, : 2 * width].set(EMPTY),
+      "step": jnp.int32(0),
+      "filled": jnp.int32(0),
+      "batch": jnp.zeros(len(COUNTS), jnp.int32),
+      "totals": jnp.zeros((len(COUNTS), 2), jnp.uint32),
+    }
 
   return jax.jit(placement.run(make, (), _specs(vocabulary, placement)))()
 
@@ -131,19 +132,14 @@ def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
 # --- owners by row, as users and checkpoints see them --------------------------------------------
 
 
-def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
-  """The spec of the buckets and of the arrays of `read_owners`."""
-  return P(_axes(vocabulary, placement) or None)
-
-
 def owner_shapes(
   vocabulary: DynamicVocabulary, placement: Placement
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """The arrays of `read_owners`, as shapes with shardings."""
   where = None if placement.is_local else placement.sharding(owners_spec(vocabulary, placement))
-  ids = jax.ShapeDtypeStruct((vocabulary.capacity, 2), jnp.uint32, sharding=where)
   scores = jax.ShapeDtypeStruct((vocabulary.capacity,), jnp.int32, sharding=where)
-  return {name: ids if name == "raw_ids" else scores for name in owner_names(vocabulary)}
+  ids = jax.ShapeDtypeStruct((vocabulary.capacity, 2), jnp.uint32, sharding=where)
+  return dict.fromkeys(owner_names(vocabulary), scores) | {"raw_ids": ids}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -156,14 +152,10 @@ def read_owners(vocabulary: DynamicVocabulary, placement: Placement, buckets: ja
   """
 
   def per_device(buckets):
-    word = lambda number: _word(buckets, number, vocabulary.bucket_width).reshape(-1)
-    scores = {"last_used": _LAST, "uses": _COUNT}
-    return {
-      name: word(scores[name]).astype(jnp.int32)
-      if name in scores
-      else jnp.stack([word(_HIGH), word(_LOW)], axis=1)
-      for name in owner_names(vocabulary)
-    }
+    words = buckets.reshape(buckets.shape[0], -1, vocabulary.bucket_width)
+    words = jnp.moveaxis(words, 1, 0).reshape(words.shape[1], -1)
+    raw_ids, scores = words[:_LAST].T, words[_LAST:].astype(jnp.int32)
+    return dict(zip(owner_names(vocabulary), [raw_ids, *scores], strict=True))
 
   spec = owners_spec(vocabulary, placement)
   return placement.run(per_device, (spec,), spec)(buckets)
@@ -175,8 +167,8 @@ def from_owners(vocabulary: DynamicVocabulary, placement: Placement, arrays: Arr
   axes, spec = _axes(vocabulary, placement), owners_spec(vocabulary, placement)
 
   def per_device(arrays):
-    scores = [arrays[name] for name in owner_names(vocabulary) if name != "raw_ids"]
-    words = [arrays["raw_ids"][:, 0], arrays["raw_ids"][:, 1], *scores]
+    raw_ids, *scores = (arrays[name] for name in owner_names(vocabulary))
+    words = [raw_ids[:, 0], raw_ids[:, 1], *scores]
     words = [x.reshape(-1, vocabulary.bucket_width).astype(jnp.uint32) for x in words]
     filled = jnp.sum(arrays["last_used"] > 0, dtype=jnp.int32)
     return jnp.concatenate(words, axis=1), lax.psum(filled, axes) if axes else filled
@@ -293,23 +285,17 @@ def admit(
   ids: jax.Array,
   keeps_previous: bool = False,
 ) -> tuple[Admitted, State]:
-  """Gives the raw ids uint32 `[N, 2]` of a batch rows, and those without a row new ones.
+  """Finds or gives a row to each raw id uint32 `[N, 2]` of a batch, whole on every device.
 
-  Args:
-    vocabulary: the policy.
-    placement: the devices; all of them get the whole batch.
-    state: of the table.
-    ids: the raw ids of all features of the table.
-    keeps_previous: whether rows of the batch before are kept like rows of this one.
+  With `keeps_previous`, rows of the batch before are not taken either.
   """
   n = ids.shape[0]
   if not n:  # nothing of no elements is scattered
     ids = jnp.full((1, 2), EMPTY)
   specs = _specs(vocabulary, placement)
-  axes = _axes(vocabulary, placement)
-  f = functools.partial(_admit_on_device, vocabulary, axes, keeps_previous)
-  admitted, state = placement.run(f, (specs, P()), (P(), specs))(state, ids)
-  return (Admitted(admitted.rows[:n], admitted.is_new[:n]) if not n else admitted), state
+  f = functools.partial(_admit_on_device, vocabulary, _axes(vocabulary, placement), keeps_previous)
+  (rows, is_new), state = placement.run(f, (specs, P()), (P(), specs))(state, ids)
+  return Admitted(rows[:n], is_new[:n]), state
 
 
 def _admit_on_device(vocabulary, axes: Names, keeps_previous: bool, state: State, ids: jax.Array):
@@ -369,8 +355,8 @@ def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss
   """Gives newcomers rows, at most `size` occurrences of them.
 
   Returns:
-    The new buckets; for each id of the batch the row that a newcomer was given, or -1, and whether
-    it is the occurrence that stands for its id; and the number of evictions.
+    The new buckets; the rows that newcomers were given, -1 for other ids, and the mask `is_new`, as
+    in `Admitted`; and the number of evictions.
   """
   n = is_miss.shape[0]
   width, local = vocabulary.bucket_width, buckets.shape[0]
@@ -432,7 +418,7 @@ def _ranks(vocabulary, there: jax.Array, step: jax.Array, keeps_previous: bool):
 
 
 def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The lane of the n-th lowest rank of each row `[N, W]`, ties by lane, and whether it is taken.
+  """The lane of the n-th lowest rank of each row `[N, W]`, ties by lane, and True if it is free.
 
   By comparing all pairs: W is small, and no sort along an axis is as fast on any backend.
   """

@@ -32,35 +32,22 @@ Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 def make(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
 ) -> Arrays:
-  """Initial rows and slots, each device's own rows made by it.
-
-  Args:
-    stack: what to make.
-    tables: the config of each table, for its initializer.
-    keys: a random key for each table.
-  """
+  """Initial rows and slots by name, from a config and a random key by table."""
   try:
     return {"parameters": _make_rows(stack, tables, keys), **_make_slots(stack, keys)}
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    raise MemoryError(_does_not_fit(stack)) from error
+  except jax.errors.JaxRuntimeError as error:  # mostly of memory
+    error.add_note(_about_memory(stack))
+    raise
 
 
-def _does_not_fit(stack: StackSpec) -> str:
-  rows, of_slots = stored_tables.stored_bytes(stack)
-  slots = (
-    f", {cost.readable(rows + of_slots)} with slots ({', '.join(stack.slots)})"
-    if stack.slots
-    else ""
-  )
+def _about_memory(stack: StackSpec) -> str:
+  rows, slots = (cost.readable(number) for number in stored_tables.stored_bytes(stack))
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
-    f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
-    f"take {cost.readable(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
-    "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
-    "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
-    "as embed.rowwise_adagrad, take less."
+    f"The rows of tables {tables} take {rows} on each device, and their slots {slots}. Print "
+    "embed.plan(features, mesh, batch, optimizer, hbm_bytes=...) to see what every table takes, and "
+    "SparseEmbed(plan=...) spreads them over the mesh so that they fit. Rows of bfloat16, or an "
+    "optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
   )
 
 
@@ -70,15 +57,12 @@ def _make_rows(
   row_wise: dict[str, initializers.RowWise] = {}
   whole = {}
   for name in stack.tables:
-    table = tables[name]
-    maker = initializers.as_row_wise(table.initializer)
+    given, shape = tables[name].initializer, (stack.size(name), stack.dim)
+    maker = initializers.as_row_wise(given)
     if maker is not None:
       row_wise[name] = maker
     else:
-      whole[name] = _drawn_whole(
-        f"Table {name!r}", table.initializer, keys[name], (table.vocabulary_size, table.dim),
-        stack.dtype,
-      )  # fmt: skip
+      whole[name] = _drawn_whole(f"Table {name!r}", given, keys[name], shape, stack.dtype)
   makers = tuple(row_wise.items())
   rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
@@ -105,28 +89,34 @@ def _drawn_whole(
 
 def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
   made = {}
-  inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
-  for i, (slot_name, slot) in enumerate(stack.slots.items()):
-    init = inits.get(slot_name)
-    if init is None:
-      made[slot_name] = _filling(stack, slot)()
-      continue
-    # Beyond the numbers of rows, whose keys are folded from the same one.
-    seeds = {name: jax.random.fold_in(key, 2**32 - 1 - i) for name, key in keys.items()}
+  for slot_name, slot in stack.slots.items():
+    init = _slot_init(stack, slot_name)
+    seeds = {name: _slot_key(stack, slot_name, key) for name, key in keys.items()}
     maker = None if slot.per_row else initializers.as_row_wise(init)
-    if maker is not None:
+    if init is not None and maker is not None:
       makers = tuple((name, maker) for name in stack.tables)
       made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
       continue
-    value = _filling(stack, slot)()
+    made[slot_name] = value = _filling(stack, slot)()
+    if init is None:
+      continue
     whole = {}
-    for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
-      what, shape = f"Slot {slot_name!r} of table {name!r}", (size, stack.dim)[: value.ndim]
-      whole[name] = jnp.asarray(
-        _drawn_whole(what, init, seeds[name], shape, slot.dtype), slot.dtype
-      )
+    for name in stack.tables:
+      what, shape = f"Slot {slot_name!r} of table {name!r}", (stack.size(name), stack.dim)
+      rows = _drawn_whole(what, init, seeds[name], shape[: value.ndim], slot.dtype)
+      whole[name] = jnp.asarray(rows, slot.dtype)
     made[slot_name] = stored_tables.store_all([stack], [{"s": value}], [{"s": whole}])[0]["s"]
   return made
+
+
+def _slot_init(stack: StackSpec, slot: str) -> Any:
+  """The initializer of a slot, or None for its initial value."""
+  return dict(stack.optimizer.slot_init).get(slot) if stack.optimizer is not None else None
+
+
+def _slot_key(stack: StackSpec, slot: str, key: jax.Array) -> jax.Array:
+  # Beyond the numbers of rows, whose keys are folded from the same one.
+  return jax.random.fold_in(key, 2**32 - 1 - list(stack.slots).index(slot))
 
 
 # --- rows that change hands ----------------------------------------------------------------------
@@ -139,16 +129,8 @@ def reset(
 ) -> Arrays:
   """Sets rows and slots of new owners to initial values, in place.
 
-  They depend on the key and on the raw id alone.
-
-  Args:
-    stack: of the table.
-    table: its name.
-    maker: the initializer of a row.
-    arrays: of the stack.
-    key: of the table, uint32 `[2]`.
-    new: int32 `[N]`, the rows, and the size of the table for unused entries.
-    ids: uint32 `[N, 2]`, the raw ids of their owners.
+  They depend on the table's key, uint32 `[2]`, and on the raw ids, uint32 `[N, 2]`, alone. `new`,
+  int32 `[N]`, are their rows, the size of the table where an entry is unused.
   """
   chunk, n = min(_NEW_ROWS, new.shape[0]), new.shape[0]
 
@@ -157,16 +139,14 @@ def reset(
       key[None], jnp.zeros(chunk, jnp.int32), ids, dim, dtype
     )
     made = {"parameters": draw(maker, key, stack.dim, stack.dtype)}
-    inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
-    for i, (name, slot) in enumerate(stack.slots.items()):
-      if name in inits:
-        of_slot = initializers.row_wise(inits[name])
-        dim = 1 if slot.per_row else stack.dim
-        drawn = draw(of_slot, jax.random.fold_in(key, 2**32 - 1 - i), dim, slot.dtype)
-        made[name] = drawn[:, 0] if slot.per_row else drawn
+    for name, slot in stack.slots.items():
+      init, dim = _slot_init(stack, name), 1 if slot.per_row else stack.dim
+      if init is None:
+        rows = jnp.full((chunk, dim), slot.initial, slot.dtype)
       else:
-        shape = (chunk,) if slot.per_row else (chunk, stack.dim)
-        made[name] = jnp.full(shape, slot.initial, slot.dtype)
+        own = initializers.row_wise(init)
+        rows = draw(own, _slot_key(stack, name, key), dim, slot.dtype)
+      made[name] = rows[:, 0] if slot.per_row else rows
     return made
 
   def per_device(arrays, key, new, ids):
@@ -192,16 +172,12 @@ def reset(
   return stack.placement.run(per_device, (specs, P(), P(), P()), specs)(arrays, key, new, ids)
 
 
-# Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
-# the last few programs are kept.
-
-
+# Only the last few programs are kept, since initializers are often made with their config.
 @functools.lru_cache(maxsize=16)
 def _drawing(
   stack: StackSpec, makers: Makers, dtype: Any
 ) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
   """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
-
   layout = stack.layout
   by_maker: dict[initializers.RowWise, list[str]] = {}
   for name, maker in makers:

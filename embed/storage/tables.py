@@ -148,7 +148,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def converts(x: Any, dtype: Any) -> bool:
-  """Tells whether all values of an array are numbers of a dtype, but for their rounding."""
+  """True if the values of an array are numbers of a dtype, but for their rounding."""
   given = dtype_of(x)
   if jnp.issubdtype(given, jnp.complexfloating):
     return jnp.issubdtype(dtype, jnp.complexfloating)
@@ -217,23 +217,6 @@ def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   return settled(stack.placement.put(rows, P()))
 
 
-def _store(stack: StackSpec, stored: jax.Array, tables: Mapping[str, Any]) -> jax.Array:
-  """The stored array with some tables replaced by arrays in the form of `read`."""
-  for name, value in tables.items():
-    index = stack.indices[name]
-    if stack.placement.is_local:
-      value = copied_like(value, stored)  # a donated step deletes what we store
-      stored = with_block(stack, stored, index, value)
-      continue
-    chosen, spec = view(stack, name, stored.ndim), stack.specs[stored.ndim]
-
-    def per_device(stored, value, index=index, chosen=chosen):
-      return with_block(stack, stored, index, write_view(stack.layout, index, chosen, value))
-
-    stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
-  return stored
-
-
 def stored_bytes(stack: StackSpec) -> tuple[int, int]:
   """The bytes of the rows and of the slots of a stack on a device."""
   per_row = sum(
@@ -265,55 +248,68 @@ def shapes(stack: StackSpec, arrays: Arrays, table: str) -> dict[str, jax.ShapeD
 
 def read_all(stacks: Sequence[StackSpec], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
   """Every table and slot as users see it, `{table: {"parameters": array, slot: array}}`."""
-  tables: dict[str, Arrays] = {}
-  for stack, stored in zip(stacks, arrays, strict=True):
-    if stack.placement.is_local:
-      tables |= _read_stack(stack, stored)
-  spread = [i for i, stack in enumerate(stacks) if not stack.placement.is_local]
-  if spread:
-    tables |= settled(_read_spread(tuple(stacks[i] for i in spread), [arrays[i] for i in spread]))
-  return tables
+  if all(stack.placement.is_local for stack in stacks):
+    return _read_stacks(tuple(stacks), arrays)
+  return settled(_read_stacks_together(tuple(stacks), list(arrays)))
 
 
-def _read_stack(stack: StackSpec, stored: Arrays) -> dict[str, Arrays]:
-  keys = ("parameters", *stack.slots)
-  return {name: {key: read(stack, stored[key], name) for key in keys} for name in stack.tables}
+def _read_stacks(stacks: tuple[StackSpec, ...], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
+  return {
+    name: {key: read(stack, stored[key], name) for key in ("parameters", *stack.slots)}
+    for stack, stored in zip(stacks, arrays, strict=True)
+    for name in stack.tables
+  }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read_spread(stacks: tuple[StackSpec, ...], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
-  tables: dict[str, Arrays] = {}
-  for stack, stored in zip(stacks, arrays, strict=True):
-    tables |= _read_stack(stack, stored)
-  return tables
+_read_stacks_together = jax.jit(_read_stacks, static_argnums=0)
 
 
 def store_all(
   stacks: Sequence[StackSpec], arrays: Sequence[Arrays], replacements: Sequence[Replacements]
 ) -> list[Arrays]:
   """The stored arrays with some tables and slots replaced by arrays in the form of `read_all`."""
-  new = [dict(stored) for stored in arrays]
-  where: list[tuple[int, str]] = []
-  olds, values = [], []
-  for i, stack in enumerate(stacks):
-    for key, tables in replacements[i].items():
-      old = arrays[i][key]
-      if stack.placement.is_local:
-        new[i][key] = _store(stack, old, tables)
-      elif tables:
-        where.append((i, key))
-        olds.append(old)
-        spec_of = {name: view(stack, name, old.ndim).spec for name in tables}
-        place = functools.partial(place_whole, stack.placement, dtype=old.dtype)
-        values.append({name: place(x, where=spec_of[name]) for name, x in tables.items()})
-  if where:
-    spread = settled(_store_spread(tuple(stacks[i] for i, _ in where), olds, values))
-    for (i, key), value in zip(where, spread, strict=True):
-      new[i][key] = value
+  where = [(i, key) for i, given in enumerate(replacements) for key in given if given[key]]
+  chosen = tuple(stacks[i] for i, _ in where)
+  olds = [arrays[i][key] for i, key in where]
+  values = [_placed(stacks[i], arrays[i][key], replacements[i][key]) for i, key in where]
+  if all(stack.placement.is_local for stack in stacks):
+    stored = _store(chosen, olds, values)
+  else:
+    stored = settled(_store_together(chosen, olds, values))
+  new = [dict(x) for x in arrays]
+  for (i, key), x in zip(where, stored, strict=True):
+    new[i][key] = x
   return new
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _store_spread(stacks: tuple[StackSpec, ...], stored: Any, values: Any) -> list[jax.Array]:
-  each = zip(stacks, stored, values, strict=True)
-  return [_store(stack, old, tables) for stack, old, tables in each]
+def _placed(stack: StackSpec, old: jax.Array, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """Copies of tables, on the devices that store them and split as their views are."""
+  if stack.placement.is_local:
+    return {name: copied_like(x, old) for name, x in tables.items()}
+  spec_of = lambda name: view(stack, name, old.ndim).spec
+  place = functools.partial(place_whole, stack.placement, dtype=old.dtype)
+  return {name: place(x, where=spec_of(name)) for name, x in tables.items()}
+
+
+def _store(stacks: tuple[StackSpec, ...], arrays: Any, values: Any) -> list[jax.Array]:
+  new = []
+  for stack, stored, tables in zip(stacks, arrays, values, strict=True):
+    for name, value in tables.items():
+      stored = _store_table(stack, stored, name, value)
+    new.append(stored)
+  return new
+
+
+_store_together = jax.jit(_store, static_argnums=0)
+
+
+def _store_table(stack: StackSpec, stored: jax.Array, table: str, value: jax.Array) -> jax.Array:
+  index = stack.indices[table]
+  if stack.placement.is_local:
+    return with_block(stack, stored, index, value)
+  chosen, spec = view(stack, table, stored.ndim), stack.specs[stored.ndim]
+
+  def per_device(stored, value):
+    return with_block(stack, stored, index, write_view(stack.layout, index, chosen, value))
+
+  return stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
