@@ -187,7 +187,7 @@ def test_weights_are_for_bags_and_become_float32(layer):
   whole = batch() | {"seconds": embed.Padded(np.array([[1, 2], [3, 4]]))}
   activations = look_up(layer, *spec.inputs(whole))
   assert activations["watched"].tolist() == [[3.0] * 4, [3.0] * 4]
-  for name, message in (("user", "for a dense array"), ("history", "this is a sequence feature")):
+  for name, message in (("user", "for a dense array"), ("history", "of a sequence feature")):
     weighted = spec_of(**{f"feature__{name}": {"weight_key": "seconds"}})
     columns = batch() | {"seconds": embed.Padded(np.ones((2, 4 if name == "history" else 2)))}
     columns |= {"watched": embed.Padded(np.ones(np.shape(columns["seconds"].values), int))}
