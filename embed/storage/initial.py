@@ -45,7 +45,7 @@ def _about_memory(stack: StackSpec) -> str:
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
     f"The rows of tables {tables} take {rows} on each device, and their slots {slots}. Print "
-    "embed.plan(features, mesh, batch, optimizer, hbm_bytes=...) to see what every table takes, and "
+    "embed.plan(features, mesh, batch, optimizer, hbm_bytes=...) to see what every table takes; "
     "SparseEmbed(plan=...) spreads them over the mesh so that they fit. Rows of bfloat16, or an "
     "optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
   )
