@@ -42,11 +42,11 @@ def make(
 
 
 def _does_not_fit(stack: StackSpec) -> str:
-  rows, of_slots = stored_tables.stored_bytes(stack)
-  of_slots = f", {cost.readable(rows + of_slots)} with slots" if stack.slots else ""
+  rows, slots = stored_tables.stored_bytes(stack)
+  with_slots = f", {cost.readable(rows + slots)} with slots" if stack.slots else ""
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
-    f"Out of memory while making tables {tables}: rows take {cost.readable(rows)}{of_slots}, on "
+    f"Out of memory while making tables {tables}: rows take {cost.readable(rows)}{with_slots}, on "
     "each device. Print embed.plan(features, mesh, batch, optimizer, hbm_bytes=...) to see what "
     "every table takes, and SparseEmbed(plan=...) spreads them over the mesh so that they fit. "
     "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
