@@ -83,8 +83,6 @@ class DynamicVocabulary:
     half_life: the number of batches after which the counts of "lfu" halve. None never forgets.
     time_to_live: rows unused for this many batches are freed. None keeps rows until they are
       needed.
-    trains_unknown: whether ids without a row are looked up in a row of their own, the last one,
-      which is trained; otherwise they are padding: they give zeros and do not count in a "mean".
     bucket_width: the rows of a bucket. More come closer to the exact policy, and cost more.
 
   Raises:
@@ -100,7 +98,6 @@ class DynamicVocabulary:
   eviction: str = "lru"
   half_life: int | None = None
   time_to_live: int | None = None
-  trains_unknown: bool = False
   bucket_width: int = 16
 
   def __post_init__(self):
@@ -111,7 +108,6 @@ class DynamicVocabulary:
     for name, is_valid, expected in (
       ("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}"),
       ("half_life", "half_life" not in given or self.eviction == "lfu", 'None without "lfu"'),
-      ("trains_unknown", isinstance(self.trains_unknown, bool), "a bool"),
     ):
       check(name, getattr(self, name), is_valid, expected)
     if self.capacity % self.bucket_width:

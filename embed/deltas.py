@@ -27,7 +27,6 @@ from embed.engine import admission, cost
 from embed.engine.stack import Layout
 from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
 from embed.storage import changes as changes_lib
-from embed.storage import files
 from embed.storage.changes import TableRows
 from embed.variables import replace
 
@@ -379,7 +378,7 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   for path in folder.glob("rows-*-of-*.npz*"):
     if f"-of-{count:05}" not in path.name:
       path.unlink(missing_ok=True)  # another process may remove it too
-  files.write_npz(folder / _name(jax.process_index(), count), arrays)
+  checkpoint.write_npz(folder / _name(jax.process_index(), count), arrays)
 
 
 def _name(index: int, count: int) -> str:

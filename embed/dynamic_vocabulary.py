@@ -16,13 +16,12 @@ from embed import initializers
 from embed.config import DynamicVocabulary, TableConfig
 from embed.engine import admission
 from embed.engine import mesh as mesh_lib
-from embed.engine.stack import Arrays, StackSpec
+from embed.engine.stack import StackSpec
 from embed.inputs import RawInput
-from embed.inputs import raw_ids as to_raw_ids
-from embed.storage import changes, initial
+from embed.storage import initial
 from embed.storage import tables as stored_tables
 from embed.structure import Path
-from embed.variables import changing, check_array, replace
+from embed.variables import changing
 
 
 class Vocabulary(nnx.Variable):
@@ -73,21 +72,14 @@ class DynamicTable:
       before = variable.get_value()
       variable.set_value({key: state.get(key, x) for key, x in before.items()})
 
-  @property
-  def _stored(self) -> Arrays:
-    return {key: variable.get_value() for key, variable in self.arrays.items()}
-
-  @property
-  def _new_rows(self) -> tuple[Any, ...]:
-    """The static arguments of `_reset` and `_admit` that decide the initial value of a row."""
-    made = self.config.initializer or initializers.truncated_normal_rows
-    return self.stack, self.name, initializers.row_wise(made)
-
   @jax.named_scope("admit")
   def admit(self, inputs: Sequence[RawInput], ahead: bool) -> dict[Path, Any]:
+    made = initializers.row_wise(self.config.initializer or initializers.truncated_normal_rows)
+
     def rows_of(ids):
-      state, arrays = self.state, self._stored
-      rows, *new = _admit(*self._new_rows, self.vocabulary, ahead, state, arrays, ids)
+      state, arrays = self.state, {key: x.get_value() for key, x in self.arrays.items()}
+      static = self.stack, self.name, made, self.vocabulary, ahead
+      rows, *new = _admit(*static, state, arrays, ids)
       with changing("SparseEmbed.admit"):
         typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
         self._set(typed(new[0], state))
@@ -155,42 +147,6 @@ class DynamicTable:
     self.held["owners"] = Vocabulary(owners)
     self.held["admissions"] = Admissions(on_host(self.held["admissions"].get_value()))
 
-  def rows_by_raw_id(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    arrays = {key: np.asarray(x) for key, x in variables.items()}
-    last = arrays["last_used"]
-    latest = np.argsort(-last, kind="stable")
-    rows = {key: x[latest[last[latest] > 0]] for key, x in arrays.items()}
-    high, low = rows["raw_ids"].astype(np.uint64).T
-    return {**rows, "raw_ids": (high << np.uint64(32)) | low}
-
-  def load_rows(self, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
-    stack, vocabulary, state, stored = self.stack, self.vocabulary, self.state, self._stored
-    ids = np.asarray(raw_ids)
-    ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
-    shapes = {
-      key: jax.ShapeDtypeStruct((len(ids), *x.shape[1:]), x.dtype)
-      for key, x in stored_tables.shapes(stack, stored, self.name).items()
-    }
-    for key, value in variables.items():
-      check_array(self.name, key, value, shapes)
-    if len(np.unique(ids, axis=0)) < len(ids) or (ids == admission.EMPTY).all(axis=1).any():
-      raise ValueError(f"Table {self.name!r}: raw ids must be distinct, and none of them padding.")
-    rows = _rows_for(vocabulary, ids)
-    kept = rows >= 0
-    step = max(int(state["step"]), 1)  # the rows count as used once, in the current batch
-    owners = {}
-    for key, x in admission.owner_shapes(vocabulary, mesh_lib.LOCAL).items():
-      owners[key] = np.full(x.shape, admission.EMPTY if key == "raw_ids" else 0, x.dtype)
-      owners[key][rows[kept]] = {"raw_ids": ids[kept], "last_used": step, "uses": 1}[key]
-    initial_rows = _reset(*self._new_rows, stored, state["key"], rows[kept], ids[kept])
-    values = {key: np.asarray(x, shapes[key].dtype)[kept] for key, x in variables.items()}
-    given = changes.TableRows(rows[kept].astype(np.int32), values)
-    with changing("Loading rows"):
-      replace(self.arrays, changes.put(stack, mesh_lib.settled(initial_rows), self.name, given))
-      self.set_owners(owners)
-      self._set({"step": mesh_lib.like(jnp.full_like(state["step"], step), state["step"])})
-    return rows
-
 
 def _state_of(
   vocabulary: DynamicVocabulary, placement: mesh_lib.Placement, owners: Mapping[str, Any]
@@ -207,18 +163,6 @@ def _state_of(
   return mesh_lib.settled(admission.from_owners(vocabulary, placement, arrays))
 
 
-def _rows_for(vocabulary: DynamicVocabulary, ids: np.ndarray) -> np.ndarray:
-  """Rows of distinct raw ids uint32 `[N, 2]`, int64 `[N]`, the first ids first; -1 for no room."""
-  bucket = np.asarray(admission.bucket_of(vocabulary, jnp.asarray(ids))).astype(np.int64)
-  by_bucket = np.argsort(bucket, kind="stable")
-  ordered = bucket[by_bucket]
-  lane = np.empty(len(bucket), np.int64)
-  lane[by_bucket] = np.arange(len(bucket)) - np.searchsorted(ordered, ordered)
-  room = np.full(vocabulary.buckets, vocabulary.bucket_width)
-  room[-1] -= vocabulary.trains_unknown  # the last row of the last bucket
-  return np.where(lane < room[bucket], bucket * vocabulary.bucket_width + lane, -1)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _admit(stack, table, maker, vocabulary, keeps_previous, state, arrays, ids):
   """The rows of raw ids, the new state, and the stack's arrays with the rows of new owners."""
@@ -228,22 +172,7 @@ def _admit(stack, table, maker, vocabulary, keeps_previous, state, arrays, ids):
   rows = jnp.where(admitted.is_new, admitted.rows, stack.size(table))
   if ids.shape[0]:
     arrays = initial.reset(stack, table, maker, arrays, key, rows, ids)
-  return _or_unknown(vocabulary, admitted.rows, ids), new | {"key": key}, arrays
+  return admitted.rows, new | {"key": key}, arrays
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _translate(vocabulary, placement, state, ids):
-  return _or_unknown(vocabulary, admission.translate(vocabulary, placement, state, ids), ids)
-
-
-def _or_unknown(vocabulary: DynamicVocabulary, rows: jax.Array, ids: jax.Array) -> jax.Array:
-  """The rows of ids; the row of the unknown, if that is trained, for ids without one."""
-  if not vocabulary.trains_unknown:
-    return rows
-  is_id = (ids != admission.EMPTY).any(axis=1)
-  return jnp.where((rows < 0) & is_id, vocabulary.capacity - 1, rows)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _reset(stack, table, maker, arrays, key, rows, ids):
-  return initial.reset(stack, table, maker, arrays, key, rows, ids) if rows.size else arrays
+_translate = jax.jit(admission.translate, static_argnums=(0, 1))

@@ -19,7 +19,6 @@ from embed import checkpoint, structure
 from embed import inputs as inputs_lib
 from embed.engine import mesh as sharding
 from embed.layer import sparse_embeds, store_apart
-from embed.storage import files
 from embed.variables import Report
 
 _PROGRAM = "program.bin"  # the entry of a file that holds the program's bytes
@@ -45,7 +44,7 @@ class Exported(NamedTuple):
     the file, which then stays as it was.
     """
     program = np.frombuffer(self.program.serialize(), np.uint8)
-    files.write_npz(pathlib.Path(path), {_PROGRAM: program, **self.arrays})
+    checkpoint.write_npz(pathlib.Path(path), {_PROGRAM: program, **self.arrays})
 
 
 def export(

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from embed.config import integer
 from embed.engine import mesh, update
-from embed.engine.bags import UNUSED, Bags, LookupRecord, narrow
-from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, sum_per_row
+from embed.engine.grads import ActivationGrads, DistinctRows
 from embed.engine.stack import StackSpec
 from embed.engine.update import StackGrads
 from embed.engine.xla import is_traced
@@ -21,97 +18,35 @@ from embed.engine.xla import is_traced
 # --- rows as users see them -----------------------------------------------------------------------
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, init=False)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`. A pytree.
 
-  From `grads.rows[key]`, rows are summed over duplicates, features, calls and devices: each id
-  occurs once, in no particular order, and unused entries have id `vocabulary_size` and value 0. On
-  a mesh, each entry is on the devices that store its row. The update sums duplicates of `RowGrads`
-  made by hand.
+  `grads.rows[key]` makes it. Rows are summed over duplicates, features, calls and devices: each id
+  occurs once, in no particular order. On a mesh, each entry is on the devices that store its row.
 
-  Args:
-    ids: integers `[N]`; negative ones are unused entries.
-    values: floats `[N, D]`.
-    vocabulary_size: the table's; entries with this id are unused. The update knows it in any case.
-      Without it, `global_norm` counts every entry with a non-negative id.
-
-  Raises:
-    ValueError: for ids that are not integers or do not fit, or for other shapes.
-
-  >>> rows = embed.RowGrads(jnp.array([4, 10]), jnp.array([[3.0], [7.0]]), vocabulary_size=10)
-  >>> float(rows.squared_norm())
-  9.0
+  Attributes:
+    ids: int32 `[N]`; unused entries have the id `vocabulary_size`, and value 0.
+    values: float32 `[N, D]`.
   """
 
-  ids: jax.Array  # int32 `[N]`; `vocabulary_size` marks an unused entry
-  values: jax.Array  # `[N, D]`, the gradients of these rows
-  size: int  # of the table, `UNUSED` if it is not known
-  stack: StackSpec | None  # if each entry occurs once, on the devices that store its row
-  trains: bool = True  # False for a frozen table
-
-  def __init__(self, ids: Any, values: Any, vocabulary_size: int | None = None):
-    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype.kind == "m":
-      raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")
-    size = UNUSED
-    if vocabulary_size is not None:
-      size = integer("vocabulary_size", vocabulary_size, 1, UNUSED)
-    if _largest(ids) > size:
-      raise ValueError(f"RowGrads takes ids up to {size}, got {_largest(ids)}.")
-    ids, values = jnp.asarray(narrow(ids, size)), jnp.asarray(values)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-      raise ValueError(f"RowGrads takes real values, got dtype {values.dtype}. Give the real part.")
-    if ids.ndim != 1 or values.ndim != 2 or ids.shape[0] != values.shape[0]:
-      raise ValueError(
-        f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
-      )
-    self.__dict__.update(ids=ids, values=values, size=size, stack=None, trains=True)
-
-  @classmethod
-  def of(
-    cls, ids: Any, values: Any, size: int, stack: StackSpec | None, trains: bool = True
-  ) -> "RowGrads":
-    """Row gradients of arrays that are known to fit."""
-    self = object.__new__(cls)
-    self.__dict__.update(ids=ids, values=values, size=size, stack=stack, trains=trains)
-    return self
+  ids: jax.Array
+  values: jax.Array
+  stack: StackSpec = dataclasses.field(metadata={"static": True})  # of the table
+  table: str = dataclasses.field(metadata={"static": True})
 
   def __repr__(self) -> str:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
-  def tree_flatten(self):
-    return (self.ids, self.values), (self.size, self.stack, self.trains)
-
-  @classmethod
-  def tree_unflatten(cls, static, arrays) -> "RowGrads":
-    return cls.of(*arrays, *static)
-
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
     """The same rows with `f(values)`, `[N, D]` to `[N, D]`."""
-    values = f(self.values)
-    if self.stack is not None:  # f of an unused entry is nothing
-      values = jnp.where((self.ids < self.size)[:, None], values, 0)
-    return RowGrads.of(self.ids, values, self.size, self.stack, self.trains)
+    is_used = self.ids < self.stack.size(self.table)
+    return dataclasses.replace(self, values=jnp.where(is_used[:, None], f(self.values), 0))
 
   def squared_norm(self) -> jax.Array:
-    """The sum of the squares of the summed rows, a float32 scalar."""
-    if self.stack is not None:  # summed already
-      return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
-    return _squared_norm_of_pairs(self.ids, self.values, self.size)
-
-
-def _largest(ids: Any) -> int:
-  """The largest id, -1 for none or as far as this process cannot see; also inside of jit."""
-  is_known = not is_traced(ids) and getattr(ids, "is_fully_addressable", True)
-  return int(np.asarray(ids).max()) if is_known and ids.size else -1
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array, size: int) -> jax.Array:
-  grads = GradRows(values.astype(jnp.float32), ids[:, None])
-  return jnp.sum(jnp.square(sum_per_row([grads], size).values))
+    """The sum of the squares of the rows, a float32 scalar."""
+    return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
 
 
 def by_stack(
@@ -120,39 +55,22 @@ def by_stack(
   """The `RowGrads` of some tables as gradients of their stacks, by stack name.
 
   Raises:
-    ValueError: if they do not fit a table.
+    ValueError: if they are of other tables, or if arithmetic has changed their ids.
   """
   grads: dict[str, list[StackGrads]] = {}
   for name, stack in stack_of.items():
     if name in rows:
-      of_stack = grads.setdefault(stack.name, [])
-      of_stack += [_for_stack(stack, name, rows[name])] if rows[name].ids.size else []
+      of_table, of_stack = rows[name], grads.setdefault(stack.name, [])
+      if (of_table.stack, of_table.table) != (stack, name):
+        raise ValueError(
+          f"The row gradients of table {name!r} are of another table or model. Take them with "
+          "embed.value_and_grad of this model."
+        )
+      if of_table.ids.dtype != np.int32:
+        raise ValueError(f"The row gradients of table {name!r} are no gradients: {ARITHMETIC}")
+      if of_table.ids.size:
+        of_stack.append(_from_table_rows(stack, of_table.ids, of_table.values, name))
   return grads
-
-
-def _for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
-  """A table's `RowGrads` as gradients of its stack."""
-  ids, values, size = rows.ids, rows.values, stack.size(table)
-  if ids.dtype != np.int32:
-    raise ValueError(f"The row gradients of table {table!r} have ids of {ids.dtype}: {ARITHMETIC}")
-  if rows.stack == stack and rows.size == size:
-    return _from_table_rows(stack, ids, values, table)
-  if rows.size not in (size, UNUSED):
-    raise ValueError(
-      f"The row gradients of table {table!r} are of a table of {rows.size} rows, it has {size}. "
-      "Take them with embed.value_and_grad of this model."
-    )
-  if values.shape[1] != stack.dim:
-    raise ValueError(
-      f"The row gradients of table {table!r} have {values.shape[1]} columns, its dim is "
-      f"{stack.dim}."
-    )
-  if _largest(ids) > size:
-    raise ValueError(
-      f"The row gradients of table {table!r} have id {_largest(ids)}; its ids are 0 .. "
-      f"{size - 1}, and {size} for unused entries."
-    )
-  return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
 
 
 # --- rows as they are kept ------------------------------------------------------------------------
@@ -242,7 +160,7 @@ class Rows(Mapping[str, RowGrads]):
       ids, values = _pick(stack, self._sum(owner), table, number)
     else:
       ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
-    return RowGrads.of(ids, values, stack.size(table), stack, not _is_frozen(stack))
+    return RowGrads(ids, values, stack, table)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._tables)
@@ -356,7 +274,9 @@ def global_norm(grads: Grads) -> jax.Array:
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
   rows = grads.rows
-  each = [rows] if isinstance(rows, Rows) else [r for r in rows.values() if r.trains]
+  each = [rows]
+  if not isinstance(rows, Rows):
+    each = [r for r in rows.values() if not _is_frozen(r.stack)]
   of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
   return jnp.sqrt(squares + mesh.like(of_rows, squares))
 
@@ -400,7 +320,8 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   as from one large batch.
 
   Raises:
-    ValueError: for an empty list, or gradients of different models.
+    ValueError: for an empty list, gradients of different models, or entries of `rows` that were
+      replaced: accumulate first.
   """
   if not grads:
     raise ValueError("accumulate takes at least one embed.Grads.")
@@ -408,25 +329,11 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   if any(set(g.rows) != set(first.rows) for g in grads):
     raise ValueError("accumulate: the gradients are of different models (their tables differ).")
   dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g.dense for g in grads))
-  rows = [g.rows for g in grads]
-  kept = [r.checked() for r in rows if isinstance(r, Rows)]
-  if len(kept) == len(rows) and all(r.stacks == kept[0].stacks for r in kept):
-    together = {key: [x for r in kept for x in r.grads[key]] for key in kept[0].grads}
-    return Grads(dense, Rows(together, kept[0].stacks))
-  return Grads(dense, {key: _concatenate([r[key] for r in rows]) for key in first.rows})
-
-
-def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
-  sizes = {r.size for r in rows}
-  if len(sizes - {UNUSED}) > 1:
-    raise ValueError(f"accumulate: row gradients of tables of {sorted(sizes)} rows.")
-  # An array that is split by its type cannot be concatenated along its rows.
-  whole = lambda r, x: x if r.stack is None else r.stack.placement.put(x, P())
-  ids = jnp.concatenate([whole(r, r.ids) for r in rows])
-  values = jnp.concatenate([whole(r, r.values) for r in rows])
-  if _largest(ids) > min(sizes):
+  rows = [g.rows.checked() for g in grads if isinstance(g.rows, Rows)]
+  if len(rows) < len(grads) or any(r.stacks != rows[0].stacks for r in rows):
     raise ValueError(
-      f"accumulate: row gradients of a table of {min(sizes)} rows, and id {_largest(ids)} of "
-      "another one."
+      "accumulate takes gradients as embed.value_and_grad of one model, `map` and "
+      "clip_by_global_norm return them. Accumulate before you replace rows of a table."
     )
-  return RowGrads.of(ids, values, min(sizes), None, all(r.trains for r in rows))
+  together = {key: [x for r in rows for x in r.grads[key]] for key in rows[0].grads}
+  return Grads(dense, Rows(together, rows[0].stacks))

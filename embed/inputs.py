@@ -231,16 +231,10 @@ def _form(where: str, feature: config_lib.FeatureConfig, parts: Parts) -> Form:
     s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)
   ):
     return Form(batch)
-  size, bags = math.prod(s or 0 for s in stated), math.prod(batch)
-  if None not in stated and len(batch) == 1 and len(stated) > 1 and bags:
-    shape = tuple(int(s or 0) for s in stated)
-    if size == bags:
-      return Form(shape)
-    if parts.kind == "ragged" and size % bags == 0 and size:
-      length = size // bags
-      if shape[-1] == length:
-        _require(where, not_weighted)
-      return Form(shape, length)
+  shape = tuple(size or 0 for size in stated)
+  is_reshaped = len(batch) == 1 and len(shape) > 1 and None not in stated
+  if is_reshaped and math.prod(shape) == batch[0] > 0:
+    return Form(shape)
   raise ValueError(
     f"{where}inconsistent shape. The output_shape is {tuple(stated)}, but the input has a batch of "
     f"{tuple(batch)}."

@@ -107,8 +107,7 @@ class SparseEmbed(nnx.Module):
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
-    plan: an `embed.plan`, in place of `mesh`, `axis` and `sharding`. Pass `features` or `optimizer`
-      as well to use other features of the same tables, or another optimizer.
+    plan: an `embed.plan`, in place of everything but `rngs`.
 
   Attributes:
     spec: fixed at construction: `features`, the feature config; `tables`, the `TableConfig` of each
@@ -151,14 +150,12 @@ class SparseEmbed(nnx.Module):
       if features is None:
         raise ValueError("SparseEmbed takes a feature config, or a plan.")
       plan = planning.Plan.uniform(features, optimizer, mesh, axis, sharding)
-    else:
-      if (mesh is not None and mesh is not plan.mesh) or axis != "data" or sharding != "mod":
-        raise ValueError(
-          "A plan has its mesh, axes and strategies already: leave mesh, axis and sharding out, or "
-          'change the plan, as in plan["movie"].strategy = "div".'
-        )
-      if features is not None or optimizer is not None:
-        plan = plan.with_features(plan.features if features is None else features, optimizer)
+    elif (features, optimizer, mesh, axis, sharding) != (None, None, None, "data", "mod"):
+      raise ValueError(
+        "A plan has its features, optimizer, mesh, axes and strategies already. Write "
+        'SparseEmbed(plan=plan, rngs=rngs), and change the plan, as in plan["movie"].strategy = '
+        '"div".'
+      )
     self.spec = Spec.of(plan)
     self.report = Report(
       {
@@ -360,8 +357,8 @@ class SparseEmbed(nnx.Module):
       ahead: whether an update of the batch before is still to come; its rows are not taken either.
 
     Returns:
-      The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1, or
-      the last row if the vocabulary `trains_unknown`.
+      The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1,
+      which is padding.
 
     Raises:
       ValueError: naming the feature, for ids that are no raw ids, or 64-bit ids that have been cut.
@@ -371,8 +368,7 @@ class SparseEmbed(nnx.Module):
   def translate(self, features: Any) -> Any:
     """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
 
-    Takes and returns what `admit` does. An id without a row is -1, which gives zeros, or the last
-    row if the vocabulary `trains_unknown`.
+    Takes and returns what `admit` does. An id without a row is -1, which gives zeros.
     """
     return self._with_rows(features, DynamicTable.translate)
 
@@ -442,7 +438,7 @@ class SparseEmbed(nnx.Module):
         "entry may be None for a zero gradient."
       )
     refuse_in_loss("Rows are updated")
-    step_stacks(self, by_stack(self.spec, activation_grads, residual), step, {})
+    step_stacks(self, by_stack(self.spec, activation_grads, residual), step)
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -521,43 +517,6 @@ class SparseEmbed(nnx.Module):
       for name in self.vocabularies:
         if "raw_ids" in variables.get(name, {}):
           dynamic_table(self, name).set_owners(variables[name])
-
-  def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
-    """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
-
-    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
-    back, in a table of another capacity or policy too.
-
-    Returns:
-      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters" `[N,
-      dim]` and the slots, `[N, dim]` or `[N]`.
-
-    Raises:
-      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-    """
-    return dynamic_table(self, table_name).rows_by_raw_id(self.variables[table_name])
-
-  def load_rows(self, table_name: str, raw_ids: Any, variables: Mapping[str, Any]) -> np.ndarray:
-    """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
-
-    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
-
-    Args:
-      table_name: the table.
-      raw_ids: uint64 or int64 `[N]` or uint32 pairs `[N, 2]`, distinct, the most valuable first:
-        each bucket keeps the first that fit.
-      variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
-        missing start from initial values.
-      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
-
-    Returns:
-      The row of each id, int64 `[N]`, -1 for those that found no room.
-
-    Raises:
-      ValueError: before anything is changed, for ids that occur twice, arrays of another shape, an
-        unknown table or slot, or a table without a `DynamicVocabulary`.
-    """
-    return dynamic_table(self, table_name).load_rows(raw_ids, variables)
 
 
 # --- the layers of a model ------------------------------------------------------------------------
@@ -698,31 +657,19 @@ def by_stack(
   return grads
 
 
-def moving(
-  layer: SparseEmbed, grads: Mapping[str, Any], step: Any, rates: Mapping[str, Any]
-) -> list[StackSpec]:
+def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
   """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
-  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step, rates)]
+  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
 
 
 def step_stacks(
-  layer: SparseEmbed,
-  grads: Mapping[str, Sequence[update.StackGrads]],
-  step: Any,
-  rates: Mapping[str, Any],
+  layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
 ) -> None:
-  """Steps each stack once, or, where something is missing, none.
-
-  Args:
-    layer: the layer.
-    grads: the gradients by stack name.
-    step: the 0-based step, or None.
-    rates: the learning rates of the stacks that have one in a Variable, by stack name.
-  """
-  for stack in moving(layer, grads, step, rates):
+  """Steps each stack once by its gradients; where something is missing, none."""
+  for stack in moving(layer, grads, step):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = stored_arrays(layer, stack)
-    scalars = update.StepScalars.at(stack, step, rates.get(stack.name))
+    scalars = update.StepScalars.at(stack, step)
     scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
     warn_of_step(arrays["parameters"], new["parameters"])
@@ -734,9 +681,7 @@ def step_stacks(
 compiled_step = jax.jit(update.step, static_argnums=0)
 
 
-def _must_step(
-  stack: StackSpec, grads: Mapping[str, Any], step: Any, rates: Mapping[str, Any]
-) -> bool:
+def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
   """Tells whether a stack steps; raises ValueError for what is missing."""
   optimizer = stack.optimizer
   if stack.name not in grads:
@@ -748,11 +693,6 @@ def _must_step(
     )
   if optimizer.equation is None:
     return False
-  if optimizer.rate_variable is not None and stack.name not in rates:
-    raise ValueError(
-      f"Table {stack.tables[0]!r} has its learning rate in an nnx.Variable, which embed.Optimizer "
-      "reads. Write optimizer.update(model, grads), or give the table a schedule f(step)."
-    )
   if step is None and optimizer.has_schedule:
     raise ValueError(f"Table {stack.tables[0]!r} has a schedule: pass step=...")
   if step is None and stack.uses_stochastic_rounding:

@@ -27,9 +27,8 @@ _HOLDING_BACK = {  # optax's states by name, and what to do instead
 class Optimizer(nnx.Module):
   """Applies `embed.Grads`: optax to every `nnx.Param`, each table's own optimizer to its rows.
 
-  `step` counts updates from 0 and drives the tables' schedules. `rates` holds the Variables that
-  are learning rates, each under the key in `Grads.rows` of its first table. `dense` is the
-  `nnx.Optimizer` of optax. Slots are in the model. `embed.checkpoint` saves all of these.
+  `step` counts updates from 0 and drives the tables' schedules. `dense` is the `nnx.Optimizer` of
+  optax. Slots are in the model. `embed.checkpoint` saves all of these.
 
   Args:
     model: the module to train.
@@ -45,10 +44,6 @@ class Optimizer(nnx.Module):
       )
     self.dense = nnx.Optimizer(model, tx, wrt=nnx.Param)
     _refuse_holding_back(self.dense.opt_state)
-    rates = dict(_rates(row_keys(model)).values())
-    for rate in rates.values():
-      rate.set_value(jnp.asarray(rate.get_value(), jnp.float32))
-    self.rates = nnx.data(rates)  # no nnx.Dict, whose keys are attributes: a table may be "items"
 
   @property
   def step(self) -> nnx.Variable:
@@ -79,16 +74,11 @@ class Optimizer(nnx.Module):
       )
     rows = grads.rows.checked() if isinstance(grads.rows, Rows) else grads.rows
     step = jnp.asarray(self.step[...], jnp.int32)
-    rate_of = {key: self.rates[first].get_value() for key, (first, _) in _rates(tables).items()}
-    steps = []
-    for path, layer in sparse_embeds(model).items():
-      rates = {
-        name: rate_of[key]
-        for name, stack in layer.spec.stacks.items()
-        if (key := Owner(path, stack.tables[0]).key) in rate_of
-      }
-      steps.append((layer, _by_stack(layer, path, rows), step, rates))
-      moving(*steps[-1])  # raises before any layer has stepped
+    steps = [
+      (layer, _by_stack(layer, path, rows), step) for path, layer in sparse_embeds(model).items()
+    ]
+    for of_layer in steps:
+      moving(*of_layer)  # raises before any layer has stepped
     # Optax's arithmetic relies on the standard promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):
       self.dense.update(model, grads.dense, **kwargs)
@@ -106,20 +96,6 @@ def _by_stack(layer: SparseEmbed, path: Any, rows: Mapping[str, RowGrads]) -> Ma
   optimizers = layer.spec.optimizers
   used = {name: r for name, r in of_tables.items() if r.ids.size or optimizers[name] is not None}
   return by_stack(layer.spec.stack_of, used)
-
-
-def _rates(
-  tables: Mapping[str, tuple[SparseEmbed, str]],
-) -> dict[str, tuple[str, nnx.Variable]]:
-  """Maps the tables with rates in Variables to (key in `Optimizer.rates`, Variable)."""
-  rates: dict[str, tuple[str, nnx.Variable]] = {}
-  first: dict[int, str] = {}
-  for key, (layer, name) in tables.items():
-    optimizer = layer.spec.optimizers[name]
-    rate = None if optimizer is None else optimizer.rate_variable
-    if rate is not None:
-      rates[key] = first.setdefault(id(rate), key), rate
-  return rates
 
 
 def _refuse_holding_back(state: Any) -> None:

@@ -22,7 +22,7 @@ from flax import nnx
 from embed.config import check, setting
 
 Schedule = Callable[[Any], Any]
-Rate = float | Schedule | nnx.Variable
+Rate = float | Schedule
 ClipRange = float | tuple[float | None, float | None]
 SlotInit = Mapping[str, Callable[..., Any]]
 Slots = dict[str, jax.Array]
@@ -79,7 +79,6 @@ class RowOptimizer:
       None for `embed.frozen`.
     slots: `f(dim) -> {name: embed.Slot}`, the state that it keeps per row.
     linear: True if the step of a sum of gradients is the sum of the steps.
-    uses_step: True if the equation takes the number of the step, int32, as `step=`.
   """
 
   name: str
@@ -87,7 +86,6 @@ class RowOptimizer:
   equation: Equation | None
   slots: Any  # may be given as `{name: Slot or initial value}`
   linear: bool = False
-  uses_step: bool = False
 
   def __post_init__(self):
     if isinstance(self.slots, Mapping):
@@ -117,25 +115,14 @@ class RowOptimizer:
     given = ", ".join(f"{k}={x!r}" for k, x in self.arguments.items() if x is not None)
     return f"embed.{self.name}({given})"
 
-  @property
-  def rate_variable(self) -> nnx.Variable | None:
-    """The `nnx.Variable` that is the rate, or that `bias_corrected` corrects; else None."""
-    rate = self.learning_rate
-    rate = rate.learning_rate if isinstance(rate, BiasCorrected) else rate
-    return rate if isinstance(rate, nnx.Variable) else None
-
-  def learning_rate_at(self, step: Any, rate: Any = None) -> Any:
-    """The rate of the 0-based `step`, a number or a traced scalar.
-
-    `rate` is what `rate_variable` held when the step began; None is what it holds now.
-    """
-    return _rate_at(self.learning_rate, step, rate)
+  def learning_rate_at(self, step: Any) -> Any:
+    """The rate of the 0-based `step`, a number or a traced scalar."""
+    return self.learning_rate(step) if self.has_schedule else self.learning_rate
 
   @property
   def has_schedule(self) -> bool:
     """True if a step depends on its number, which `apply_gradients` then requires."""
-    rate = self.learning_rate
-    return self.uses_step or (callable(rate) and not isinstance(rate, nnx.Variable))
+    return callable(self.learning_rate)
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
     """Makes the same optimizer with other arguments; raises as its function does."""
@@ -147,20 +134,7 @@ def _make(name: str, arguments: Mapping[str, Any]) -> RowOptimizer:
 
 
 def _by_value(x: Any) -> Any:
-  if isinstance(x, nnx.Variable):  # equal Variables may differ later
-    return id(x)
-  if isinstance(x, BiasCorrected):
-    return _by_value(x.learning_rate), x.beta_1, x.beta_2
   return tuple(sorted(x.items())) if isinstance(x, Mapping) else x
-
-
-def _rate_at(rate: Rate, step: Any, value: Any = None) -> Any:
-  """The number that a rate is at a step; `value` is what its Variable holds, if it has one."""
-  if isinstance(rate, nnx.Variable):
-    return rate.get_value() if value is None else value
-  if isinstance(rate, BiasCorrected):
-    return rate(step, value)
-  return rate(step) if callable(rate) else rate
 
 
 def _slots(slots: Mapping[str, Slot | float], arguments: Mapping[str, Any]) -> dict[str, Slot]:
@@ -182,8 +156,6 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_rate(x: Any) -> bool:
-  if isinstance(x, nnx.Variable):
-    return np.shape(x.get_value()) == ()
   return callable(x) or (_is_number(x) and x >= 0)
 
 
@@ -215,7 +187,7 @@ def _optional(predicate: Callable[[Any], bool], expected: str) -> Check:
 CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
   "learning_rate": (
     _is_rate,
-    "a number >= 0, a schedule such as `lambda step: ...`, or an nnx.Variable of a scalar",
+    "a number >= 0, or a schedule such as `lambda step: ...`",
   ),
   "clipvalue": _optional(_is_clip_range, "a number >= 0 or (min, max) with min <= max"),
   "weight_decay_factor": _optional(*_NOT_NEGATIVE),
@@ -228,7 +200,6 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
   "epsilon": _POSITIVE,
   "adagrad epsilon": _NOT_NEGATIVE,
   "rowwise_adagrad epsilon": _NOT_NEGATIVE,
-  "half_life": _optional(_POSITIVE[0], "a positive number of steps"),
   "momentum": _NUMBER,
   "exponent": _POSITIVE,
   "beta": _NUMBER,
@@ -253,14 +224,12 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
 
 def _checked(name: str, key: str, value: Any) -> Any:
   """An argument that fits its line in `CHECKS`, a scalar array as a number."""
-  is_variable = isinstance(value, nnx.Variable)
-  can_change = isinstance(value, np.ndarray) and not value.ndim and value.flags.writeable
-  if can_change or (is_variable and key != "learning_rate"):
+  if isinstance(value, nnx.Variable):
     raise ValueError(
-      f"Argument `{key}` of {name} may change, and no step would see it. Write float(x); "
-      "only learning_rate may be an nnx.Variable(x)."
+      f"Argument `{key}` of {name} is an nnx.Variable, which may change, and no step would see it. "
+      "Write a number, or a schedule of the step."
     )
-  value = value if is_variable else setting(f"{name}: {key}", value)
+  value = setting(f"{name}: {key}", value)
   is_valid, expected = CHECKS.get(f"{name} {key}") or CHECKS[key]
   check(key, value, is_valid(value), expected)
   return value
@@ -302,9 +271,7 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
   Every optimizer takes `learning_rate` and, by keyword, `**common`, each None by default:
 
   Args:
-    learning_rate: a number, or a schedule of the 0-based step (optax schedules are such); or an
-      `nnx.Variable` of a scalar, whose value is read at every step by `embed.Optimizer`, which
-      holds it in `rates`.
+    learning_rate: a number, or a schedule of the 0-based step (optax schedules are such).
     clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
@@ -361,42 +328,26 @@ def rowwise_adagrad(
   learning_rate: Rate = 0.001,
   initial_accumulator_value: float = 0.1,
   epsilon: float = 0.0,
-  half_life: float | None = None,
   **common: Unpack[Common],
 ) -> RowOptimizer:
   """Row-wise Adagrad: one accumulator a row, `D` times less state than Adagrad.
 
   The step of a row, FBGEMM's EXACT_ROWWISE_ADAGRAD::
 
-    a += mean(g²)  # over the row; with a half-life, a = a * 2^(-1 / half_life) + mean(g²)
+    a += mean(g²)  # over the row
     w -= lr * g / (sqrt(a) + epsilon)
 
-  Slot `accumulators`, float32 `[V]`; with a half-life also `steps`, int32 `[V]`, the number of
-  steps that `accumulators` are up to date with.
-
-  Args:
-    half_life: the number of steps in which `a` halves, touched or not, so that a model keeps
-      learning for months; computed when a row is stepped. None never forgets.
+  Slot `accumulators`, float32 `[V]`.
   """
   arguments = _arguments("rowwise_adagrad", locals())
   initial, epsilon = _divisor(arguments)
-  half_life = arguments["half_life"]
-  forgets = half_life is not None
 
-  def equation(g, w, s, lr, step=None):
-    a = s["accumulators"]
-    if forgets:
-      missed = (step + 1 - s["steps"]).astype(jnp.float32)
-      a = a * jnp.exp2(-missed / half_life)
-    a = a + jnp.mean(g * g, axis=-1)
-    w = w - lr * g / (jnp.sqrt(a) + epsilon)[..., None]
-    steps = {"steps": jnp.full_like(s["steps"], step + 1)} if forgets else {}
-    return w, {"accumulators": a} | steps
+  def equation(g, w, s, lr):
+    a = s["accumulators"] + jnp.mean(g * g, axis=-1)
+    return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
 
   slots = {"accumulators": Slot(initial, per_row=True)}
-  if forgets:
-    slots["steps"] = Slot(0, per_row=True, dtype="int32")
-  return RowOptimizer("rowwise_adagrad", arguments, equation, slots, uses_step=forgets)
+  return RowOptimizer("rowwise_adagrad", arguments, equation, slots)
 
 
 def adagrad_momentum(
@@ -560,7 +511,7 @@ def bias_corrected(
   return BiasCorrected(**{key: _checked("bias_corrected", key, x) for key, x in given.items()})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class BiasCorrected:
   """The schedule of `bias_corrected`."""
 
@@ -568,9 +519,9 @@ class BiasCorrected:
   beta_1: float
   beta_2: float
 
-  def __call__(self, step: Any, value: Any = None) -> jax.Array:
+  def __call__(self, step: Any) -> jax.Array:
     t = jnp.asarray(step, jnp.float32) + 1
-    rate = _rate_at(self.learning_rate, step, value)
+    rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
     return rate * jnp.sqrt(_correction(self.beta_2, t)) / _correction(self.beta_1, t)
 
 

@@ -175,12 +175,6 @@ class Plan:
       entry.strategy, entry.axis = strategy, axes
     return result
 
-  def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
-    """The same decisions for another feature config of the same tables, without an example."""
-    result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis, self.hbm_bytes)
-    result._decide({name: dataclasses.replace(entry) for name, entry in self.entries.items()})
-    return result
-
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
       raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")
@@ -417,15 +411,6 @@ class Plan:
     small.sort(key=self._bytes)
     counts = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
     return [{name: "replicated" if name in small[:k] else "mod" for name in names} for k in counts]
-
-  def _decide(self, entries: Mapping[str, TablePlan]) -> None:
-    """Takes over the entries of another plan; raises ValueError if its tables differ."""
-    if set(entries) != set(self.tables):
-      raise ValueError(
-        f"The plan is for the tables {sorted(entries)}, the feature config has "
-        f"{sorted(self.tables)}."
-      )
-    self.entries.update(entries)
 
 
 _HEADER = (

@@ -1,7 +1,6 @@
 """Lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +25,7 @@ def serving_lookup(
   - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
   - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
     `validate_weights_and_indices` is False and the rank is 2.
-  - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
-    k times as many make sequences of length k, weights and combiner ignored.
+  - `output_shape` matters to `Padded` and `Ragged` alone.
 
   Args:
     inputs: in the structure of `feature_config`; a dict may hold any subset. Each is a dense
@@ -80,19 +78,14 @@ def _rows(tables: Mapping[Any, Any], table: TableConfig, name: str) -> jax.Array
 def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array) -> jax.Array:
   """Activations of a feature: serving's rules in terms of training's."""
   table, stated = feature.table, feature.output_shape
-  is_ragged = isinstance(x, inputs_lib.Ragged)
-  out: Any = stated if is_ragged and stated is not None and None not in stated else None
-  checks_shape = isinstance(x, inputs_lib.Padded) or (is_ragged and out is None)
+  has_bags = isinstance(x, (inputs_lib.Padded, inputs_lib.Ragged))
   rules = dataclasses.replace(
     feature,
     max_sequence_length=feature.max_sequence_length if stated is None else 0,
-    output_shape=stated if checks_shape else None,
+    output_shape=stated if has_bags else None,
     validate_weights_and_indices=True,  # in serving it decides on pruning, below
   )
   checked = inputs_lib.check((), name, rules, x, w)
-  if out is not None and (length := _ids_per_bag(name, out, np.shape(x.row_splits)[0] - 1)) > 1:
-    rules = dataclasses.replace(rules, max_sequence_length=length)
-    checked = inputs_lib.check((), name, rules, x)
   bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
   is_pruned = isinstance(x, inputs_lib.Sparse) and (
     feature.validate_weights_and_indices or len(x.dense_shape) > 2
@@ -102,20 +95,7 @@ def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array)
     ids = jnp.where(keep, bags.ids, table.vocabulary_size)
     bags = dataclasses.replace(bags, ids=ids, gains=jnp.where(keep, bags.gains, 0))
   act = _gather_and_combine(rows, bags.normalized(str(table.combiner), table.vocabulary_size))
-  if not isinstance(x, inputs_lib.KINDS):
-    out = np.shape(x)
-  return act if out is None else act.reshape(*out, table.dim)
-
-
-def _ids_per_bag(name: str, output_shape: Any, bags: int) -> int:
-  """The ids that an `output_shape` has room for in each ragged bag; 1 combines the bag."""
-  size = math.prod(output_shape)
-  if size != bags and (not bags or not size or size % bags):
-    raise ValueError(
-      f"Feature {name!r}: its output_shape {output_shape} is not a multiple of the input's batch "
-      f"of {bags}, nor has it as many entries."
-    )
-  return size // bags if bags else 1
+  return act if isinstance(x, inputs_lib.KINDS) else act.reshape(*np.shape(x), table.dim)
 
 
 # Compiled once per shape in eager calls; within a caller's jit it is part of that program.

@@ -379,10 +379,6 @@ def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss
   rank = before - lax.cummax(jnp.where(differs(bucket), before, 0))
   there = buckets.at[bucket].get(mode="fill", fill_value=0)
   ranks = _ranks(vocabulary, there, step, keeps_previous)
-  if vocabulary.trains_unknown:
-    last_bucket = vocabulary.buckets - 1 - device_index(axes) * local
-    is_reserved = (bucket == last_bucket)[:, None] & (jnp.arange(width) == width - 1)[None]
-    ranks = tuple(jnp.where(is_reserved, _NEVER, x) for x in ranks)
   lane, is_free = _nth_lowest(ranks, rank)
   is_given = is_asking & is_free
   old = jnp.take_along_axis(_word(there, _LAST, width), lane[:, None], 1)[:, 0]

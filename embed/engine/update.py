@@ -37,22 +37,18 @@ if TYPE_CHECKING:
 class StepScalars(NamedTuple):
   """Per-step scalars: the learning rate and the step's index.
 
-  The step is None unless rows are stochastically rounded, or the optimizer's equation takes it.
+  The step is None unless rows are stochastically rounded.
   """
 
   rate: jax.Array
   step: jax.Array | None
 
   @classmethod
-  def at(cls, stack: StackSpec, step: Any, rate: Any = None) -> "StepScalars":
-    """The scalars of the 0-based step of a stack whose optimizer may have a rate Variable."""
+  def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
+    """The scalars of the 0-based step of a stack."""
     assert stack.optimizer is not None
-    return cls(
-      jnp.asarray(stack.optimizer.learning_rate_at(step, rate), jnp.float32),
-      jnp.asarray(step, jnp.int32)
-      if stack.uses_stochastic_rounding or stack.optimizer.uses_step
-      else None,
-    )
+    rate = jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32)
+    return cls(rate, jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None)
 
   def after(self, token: jax.Array) -> "StepScalars":
     """The same scalars for a step after the lookups that a token depends on: see `xla`.
@@ -71,7 +67,6 @@ def step_rows(
   w: jax.Array,
   slots: "Slots",
   learning_rate: Any,
-  step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
   """Steps rows: clips gradients, decays, applies the equation, and clips weights.
 
@@ -81,7 +76,6 @@ def step_rows(
     w: float32 `[..., D]`, the rows.
     slots: float32 `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
-    step: the number of this step, for an optimizer that `uses_step`.
   """
   assert optimizer.equation is not None
   if optimizer.clipvalue is not None:
@@ -91,8 +85,7 @@ def step_rows(
     if optimizer.multiply_weight_decay_factor_by_learning_rate:
       decay = decay * learning_rate
     w = w - decay * w
-  numbered = {"step": step} if optimizer.uses_step else {}
-  w, slots = optimizer.equation(g, w, slots, learning_rate, **numbered)
+  w, slots = optimizer.equation(g, w, slots, learning_rate)
   if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
     w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
   return w, slots
@@ -113,7 +106,7 @@ def step_stored(
   assert stack.optimizer is not None
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
-  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, scalars.step)
+  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate)
   if stack.uses_stochastic_rounding:
     assert scalars.step is not None
     new = _round_rows(stack, scalars.step, local_rows, new)

@@ -1,9 +1,6 @@
 """Initial rows and slots of stacks; each device makes its own."""
 
 import functools
-import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +15,10 @@ from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
 from embed.engine.stack import Arrays, StackSpec
-from embed.engine.xla import is_traced
 from embed.storage import tables as stored_tables
 
 if TYPE_CHECKING:
   from embed.optimizers import Slot
-
-_LARGE = 1 << 26  # bytes of a table above which the memory that making it takes is worth a warning
 
 Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 
@@ -72,15 +66,6 @@ def _drawn_whole(
   what: str, initializer: Any, key: jax.Array, shape: tuple[int, ...], dtype: Any
 ) -> Any:
   """All rows of a table or slot at once, in the dtype that the initializer returns."""
-  size = math.prod(shape) * np.dtype(dtype).itemsize
-  is_by_row = isinstance(initializer, initializers.RowWise)  # of a slot of one value per row
-  if size >= _LARGE and not (is_by_row or is_traced(key)):
-    warnings.warn(
-      f"{what}: its initializer makes all {size >> 20} MiB at once in every process, which "
-      "takes several times the memory. If no row depends on the others or on their number, write "
-      "embed.row_wise(initializer); for rows that exist, leave it out and call layer.load_tables.",
-      stacklevel=9 + (sys.version_info < (3, 12)),  # of whom comprehensions are frames
-    )
   rows = initializer(key, shape, dtype)
   if np.shape(rows) != shape:
     raise ValueError(f"{what}: its initializer returned {np.shape(rows)}, not {shape}.")

@@ -18,7 +18,7 @@ are, and of the 8 little-endian bytes of an integer of any dtype. 42 and "42" ar
 TensorFlow hashes them alike, and with another function.
 """
 
-from embed.transforms.batches import Crossed, Transforms
+from embed.transforms.batches import Transforms
 from embed.transforms.columns import (
   Bucketized,
   Column,
@@ -31,7 +31,6 @@ from embed.transforms.columns import (
 __all__ = [
   "Bucketized",
   "Column",
-  "Crossed",
   "HashBucket",
   "Identity",
   "RawIds",

@@ -85,22 +85,22 @@ _P4 = np.uint64(0x85EBCA77C2B2AE63)
 _P5 = np.uint64(0x27D4EB2F165667C5)
 
 
-def hashes(keys: np.ndarray, seed: int = 0) -> np.ndarray:
+def hashes(keys: np.ndarray) -> np.ndarray:
   """Hashes strings as UTF-8, or integers as 8 little-endian bytes, by XXH64: uint64 `[N]`."""
   if keys.dtype != object:
-    return xxh64(keys.astype(np.uint64), np.array([seed], np.uint64))
+    return _xxh64(keys.astype(np.uint64))
   encoded = (key.encode("utf-8", "surrogateescape") for key in keys.tolist())
-  return np.fromiter((xxhash.xxh64_intdigest(key, seed) for key in encoded), np.uint64, len(keys))
+  return np.fromiter(map(xxhash.xxh64_intdigest, encoded), np.uint64, len(keys))
 
 
-def xxh64(words: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-  """Hashes the 8 little-endian bytes of each word by XXH64, vectorized.
+def _xxh64(words: np.ndarray) -> np.ndarray:
+  """Hashes the 8 little-endian bytes of each uint64 by XXH64, vectorized.
 
   A word is one 8-byte lane: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, XXH64, steps 1
-  (special case), 5 and 6. `words` and `seeds` are uint64 and broadcast with each other.
+  (special case), 5 and 6.
   """
   lane = _rotated(words * _P2, 31) * _P1
-  h = _rotated(lane ^ (seeds + (_P5 + np.uint64(8))), 27) * _P1 + _P4
+  h = _rotated(lane ^ (_P5 + np.uint64(8)), 27) * _P1 + _P4
   h ^= h >> np.uint64(33)
   h *= _P2
   h ^= h >> np.uint64(29)
