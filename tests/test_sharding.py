@@ -336,13 +336,11 @@ class Plane(NamedTuple):
 PLANES = {
   ("replicas", "adam", "auto"): Plane("mod", "data"),
   ("replicas, round by round", "rowwise_adagrad", "explicit"): Plane("mod", "data", capacity=1),
-  ("rows over both, turned", "across the row", "auto"): Plane("div", ("model", "data")),
   ("copies", "adam", "explicit"): Plane("mod", "data", batch="data"),
 }
 PLANE_OPTIMIZERS = {
   "rowwise_adagrad": lambda: embed.rowwise_adagrad(0.5),
   "adam": lambda: embed.adam(0.5, epsilon=1e-2),
-  "across the row": lambda: EXTRA["across the row"](0.5),
 }
 
 
