@@ -55,8 +55,3 @@ def assert_rows(actual, wanted, *, rtol, atol):
 def variables(model, table):
   """{"parameters": array, slot: array} of one table."""
   return {key: np.asarray(value) for key, value in model.embed.variables[table].items()}
-
-
-def dropped(model):
-  """Ids that a call inside jit dropped, as `report` counts them."""
-  return sum(int(np.sum(leaf)) for leaf in jax.tree.leaves(nnx.as_pure(model.embed.report)))
