@@ -353,32 +353,6 @@ def ragged(rows):
   return embed.Ragged(flat, np.cumsum([0] + [len(row) for row in rows], dtype=np.int32))
 
 
-def base_features(prefix="", optimizer=None, max_sequence_lengths=(0, 0, 0)):
-  """watched and favorited share the video table; friends has the user table."""
-  tables = {
-    name: embed.TableConfig(
-      *table["params"].shape,
-      initializer=lambda *_, table=table: jnp.asarray(table["params"]),
-      optimizer=optimizer,
-      combiner=table["combiner"],
-      name=prefix + name,
-    )
-    for name, table in BASE["tables"].items()
-  }
-  return {
-    prefix + name: embed.FeatureConfig(tables[feature["table"]], max_sequence_length=length)
-    for (name, feature), length in zip(BASE["features"].items(), max_sequence_lengths, strict=True)
-  }
-
-
-def base_batch(replicas, prefix=""):
-  """`replicas` copies of the two examples one replica sees."""
-  return {
-    prefix + name: ragged(feature["rows"][:2] * replicas)
-    for name, feature in BASE["features"].items()
-  }
-
-
 def check_base_case(name, activations, variables):
   for feature, wanted in BASE["activations"].items():
     np.testing.assert_allclose(activations[f"{name}_{feature}"], wanted, rtol=1e-6)
@@ -394,17 +368,24 @@ def check_base_case(name, activations, variables):
 
 @pytest.mark.ci
 def test_base_case():
-  """The five optimizers are copies of the two tables in one layer."""
+  """Each of the five optimizers has a copy of the tables in one layer."""
   features, batch = {}, {}
   for name, recorded in BASE["optimizers"].items():
-    optimizer = getattr(embed, conformance.OPTIMIZERS[name])(
-      learning_rate=recorded["learning_rate"], **recorded["config"]
-    )
-    features |= base_features(f"{name}_", optimizer)
-    batch |= {
-      f"{name}_{feature}": ragged(recorded["rows"])
-      for feature, recorded in BASE["features"].items()
+    make = getattr(embed, conformance.OPTIMIZERS[name])
+    optimizer = make(learning_rate=recorded["learning_rate"], **recorded["config"])
+    tables = {
+      table: embed.TableConfig(
+        *of_table["params"].shape,
+        initializer=lambda *_, rows=of_table["params"]: jnp.asarray(rows),
+        optimizer=optimizer,
+        combiner=of_table["combiner"],
+        name=f"{name}_{table}",
+      )
+      for table, of_table in BASE["tables"].items()
     }
+    for feature, of_feature in BASE["features"].items():
+      features[f"{name}_{feature}"] = embed.FeatureConfig(tables[of_feature["table"]])
+      batch[f"{name}_{feature}"] = ragged(of_feature["rows"])
   model = harness.Model(features)
 
   def loss_fn(model, batch):
@@ -423,85 +404,6 @@ def test_base_case():
   np.testing.assert_allclose(loss, number * np.mean(BASE["loss_per_replica"]), rtol=1e-6)
   variables = jax.tree.map(np.asarray, model.embed.variables)
   cases.each({name: (name, activations, variables) for name in BASE["optimizers"]}, check_base_case)
-
-
-@nnx.jit
-def mid_level(layer, inputs, grads, step=0):
-  activations, residual = layer.lookup(inputs)
-  layer.apply_gradients(grads, residual, step=step)
-  return activations
-
-
-@nnx.jit
-def look_up(layer, inputs, weights=None):
-  return layer(inputs, weights)
-
-
-@pytest.mark.ci
-def test_variable_learning_rate():
-  table = embed.TableConfig(4, 1, lambda *_: jnp.zeros((4, 1)), combiner="sum", name="t")
-  optimizer = embed.sgd(learning_rate=lambda step: jnp.maximum(0.5, 1.0 - 0.05 * jnp.float32(step)))
-  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, optimizer, rngs=nnx.Rngs(0))
-  ids, ones = {"f": np.array([0])}, {"f": np.ones((1, 1), np.float32)}
-  seen = [float(mid_level(layer, ids, ones, np.int32(step))["f"][0, 0]) for step in range(10)]
-  wanted = BASE["other_tf_goldens"]["test_variable_learning_rate"]["expected"]
-  np.testing.assert_allclose(seen, wanted, rtol=1e-6, atol=1e-6)
-
-
-def stepped_by_ones(features, batch, given):
-  """Activations before and after a step whose gradients are ones, or None for other features."""
-  layer = embed.SparseEmbed(features, embed.sgd(learning_rate=0.1), rngs=nnx.Rngs(0))
-  before = look_up(layer, batch)
-  grads = {
-    name: np.ones(act.shape, np.float32) if name in given else None for name, act in before.items()
-  }
-  mid_level(layer, batch, grads)
-  return before, look_up(layer, batch)
-
-
-@pytest.mark.ci
-def test_ones_gradients():
-  """Only friends gets a gradient (the others None), or every feature gets ones."""
-  for given, replicas in ((("friends",), 1), (("watched", "favorited", "friends"), 2)):
-    before, after = stepped_by_ones(base_features(), base_batch(replicas), given)
-    videos = "watched" in given
-    drops = {
-      "watched": [[0.3], [0.6]] if videos else [[0.0], [0.0]],
-      "favorited": [[0.6], [0.3]] if videos else [[0.0], [0.0]],
-      "friends": [[0.1], [0.1 / 3]],
-    }
-    for name, drop in drops.items():
-      wanted = before[name] - replicas * np.tile(np.array(drop, np.float32), (replicas, 1))
-      np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.ci
-def test_sequence_embeddings():
-  replicas = 2
-  features = base_features(max_sequence_lengths=(2, 2, 3))
-  before, after = stepped_by_ones(features, base_batch(replicas), set(features))
-  masks = BASE["other_tf_goldens"]["test_sequence_embeddings"]["masks"]
-  drops = dict(zip(("watched", "favorited", "friends"), (0.3, 0.3, 0.1), strict=True))
-  for (name, drop), mask in zip(drops.items(), masks, strict=True):
-    mask = np.tile(mask, (replicas, 1, 1)).astype(np.float32)
-    np.testing.assert_allclose(
-      after[name], before[name] - mask * np.float32(replicas * drop), rtol=1e-5, atol=1e-5
-    )
-    padding = np.broadcast_to(mask == 0, after[name].shape)
-    np.testing.assert_array_equal(np.asarray(after[name])[padding], 0.0)
-
-
-def test_constant_weights():
-  """Halves scale a sum, and no mean; a feature may have none."""
-  layer = embed.SparseEmbed(base_features(), rngs=nnx.Rngs(0))
-  batch = base_batch(1)
-  halves = {
-    name: embed.Ragged(np.full(len(r.values), 0.5, np.float32), r.row_splits)
-    for name, r in batch.items()
-  } | {"favorited": None}
-  plain, weighted = look_up(layer, batch), look_up(layer, batch, halves)
-  for name, scale in (("watched", 0.5), ("favorited", 1.0), ("friends", 1.0)):
-    np.testing.assert_allclose(weighted[name], plain[name] * scale, rtol=1e-6)
 
 
 # ------------------------------------------------------------------- names and defaults

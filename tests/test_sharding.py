@@ -206,25 +206,17 @@ def every_kind():
   }
 
 
-def kinds_batches():
-  """Ids as [batch, length], some of no row; lengths of ragged bags; and a seed for the rest."""
-  fields: dict[str, Any] = {"seed": st.integers(0, 2**16)}
-  for name, f in FEATURES.items():
-    fields[name] = meshes.ids((f.batch, f.length), SIZES[f.table] + 2)
-    if f.kind in ("ragged", "valency"):
-      fields[f"{name}_lengths"] = meshes.ids((f.batch,), f.length + 1, low=0)
-  return st.fixed_dictionaries(fields)
-
-
-def kinds_arguments(batch):
-  draw = np.random.default_rng(batch["seed"])
-  normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+def kinds_batch(seed):
+  """Any row, padding, and two ids that are no row of the table; bags of any length."""
+  draw = np.random.default_rng(seed)
   features, weights, cotangents = {}, {}, {}
   for name, f in FEATURES.items():
-    given_weights = normal(f.batch, f.length) if f.weighted else None
-    lengths = batch.get(f"{name}_lengths")
-    features[name], weights[name] = to_kind(f, batch[name], given_weights, lengths)
-    cotangents[name] = normal(f.batch, *([f.sequence] if f.sequence else []), D)
+    values = draw.integers(-1, SIZES[f.table] + 2, (f.batch, f.length)).astype(np.int32)
+    of_ids = draw.normal(size=values.shape).astype(np.float32) if f.weighted else None
+    lengths = draw.integers(0, f.length + 1, f.batch)
+    features[name], weights[name] = to_kind(f, values, of_ids, lengths)
+    shape = f.batch, *([f.sequence] if f.sequence else []), D
+    cotangents[name] = draw.normal(size=shape).astype(np.float32)
   return features, weights, cotangents
 
 
@@ -247,59 +239,47 @@ def to_kind(f, values, weights, lengths):
 
 @functools.cache
 def kinds_on_one_device():
-  return make_world(every_kind(), embed.adagrad(0.5), rows=True)
+  world = make_world(every_kind(), embed.adagrad(0.5), rows=True)
+  return world.run(map(kinds_batch, range(8)))
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("strategy", "kind"), [("mod", "explicit"), ("replicated", "auto")])
 def test_every_kind_of_input(strategy, kind):
-  """Activations, the row gradients of every table, and three steps."""
-  one = kinds_on_one_device()
-  world = make_world(
-    every_kind(), embed.adagrad(0.5), rows=True, mesh=make_mesh(kind), sharding=strategy
-  )
-
-  @given(st.lists(kinds_batches(), min_size=3, max_size=3))
-  @settings(max_examples=8)
-  def check(three):
-    three = list(map(kinds_arguments, three))
-    meshes.assert_same_outcomes(world.run(three), one.run(three), SIZES)
-
+  """Activations, the row gradients of every table, and eight steps."""
   # A user may run with these settings on; silent broadcasting and promotion become errors.
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-    check()
+    world = make_world(
+      every_kind(), embed.adagrad(0.5), rows=True, mesh=make_mesh(kind), sharding=strategy
+    )
+    found = world.run(map(kinds_batch, range(8)))
+    meshes.assert_same_outcomes(found, kinds_on_one_device(), SIZES)
 
 
 # --- bit for bit ---------------------------------------------------------------------------------
 
 
-@functools.cache
-def even_world(strategy=None):
-  """Everything divides by eight."""
-  where = {} if strategy is None else {"mesh": make_mesh("auto"), "sharding": strategy}
-  table = embed.TableConfig(24, 8, sixteenths, embed.sgd(0.25), "sum", name="t")
-  return make_world(embed.FeatureConfig(table), rows=True, **where)
-
-
-def even_batches():
-  values, cotangents = meshes.ids((16, 2), 24), meshes.fractions((16, 8))
-  return st.tuples(values.map(embed.Padded), st.none(), cotangents)
-
-
 @pytest.mark.ci
-def test_exact_values_are_exact():
+@given(
+  st.lists(st.tuples(meshes.ids((16, 2), 24), meshes.fractions((16, 8))), min_size=3, max_size=3)
+)
+@settings(max_examples=8)
+def test_exact_values_are_exact(three):
   """Where no sum rounds, its order is all that a mesh changes: nothing is left to tolerate."""
-  one, world = even_world(), even_world("mod")
+  batches = [(embed.Padded(ids), None, cotangents) for ids, cotangents in three]
+  one, eight = (world.run(batches) for world in even_worlds())
+  for a, b in zip(eight, one, strict=True):
+    meshes.assert_equal(a.activations, b.activations)
+    meshes.assert_equal(a.variables, b.variables)
+    meshes.assert_equal(harness.rows(a.rows["t"], 24), harness.rows(b.rows["t"], 24))
 
-  @given(st.lists(even_batches(), min_size=3, max_size=3))
-  @settings(max_examples=8)
-  def check(three):
-    for a, b in zip(world.run(three), one.run(three), strict=True):
-      meshes.assert_equal(a.activations, b.activations)
-      meshes.assert_equal(a.variables, b.variables)
-      meshes.assert_equal(harness.rows(a.rows["t"], 24), harness.rows(b.rows["t"], 24))
 
-  check()
+@functools.cache
+def even_worlds():
+  """Of one device and of eight; everything divides by eight."""
+  table = embed.TableConfig(24, 8, sixteenths, embed.sgd(0.25), "sum", name="t")
+  places = {}, {"mesh": make_mesh(), "sharding": "mod"}
+  return [make_world(embed.FeatureConfig(table), rows=True, **where) for where in places]
 
 
 @pytest.mark.ci
@@ -324,28 +304,6 @@ def test_a_table_smaller_than_the_mesh(strategy, kind):
 # --- two axes ------------------------------------------------------------------------------------
 
 
-class Plane(NamedTuple):
-  """How the table is spread over a mesh "data" 4 x "model" 2; `batch` over both if not given."""
-
-  strategy: str
-  axis: Any
-  batch: Any = ("data", "model")
-  capacity: int | None = None
-
-
-PLANES = {
-  ("replicas", "adam", "auto"): Plane("mod", "data"),
-  ("replicas, round by round", "rowwise_adagrad", "explicit"): Plane("mod", "data", capacity=1),
-  ("rows over both, turned", "across the row", "auto"): Plane("div", ("model", "data")),
-  ("copies", "adam", "explicit"): Plane("mod", "data", batch="data"),
-}
-PLANE_OPTIMIZERS = {
-  "rowwise_adagrad": lambda: embed.rowwise_adagrad(0.5),
-  "adam": lambda: embed.adam(0.5, epsilon=1e-2),
-  "across the row": lambda: EXTRA["across the row"](0.5),
-}
-
-
 def plane_features(optimizer):
   table = embed.TableConfig(V, D, sixteenths, optimizer, "mean", name="t")
   return {name: embed.FeatureConfig(table) for name in ("bag", "ragged")}
@@ -362,27 +320,25 @@ def plane_batch(seed):
   return {"bag": bag, "ragged": ragged}, None, cotangents
 
 
-@functools.cache
-def plane_on_one_device(optimizer):
-  world = make_world(plane_features(PLANE_OPTIMIZERS[optimizer]()), rows=True)
-  return world.run(map(plane_batch, range(3)))
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("case", PLANES, ids=" ".join)
-def test_two_axes(case):
-  """Rows over one axis, copies over the other, the batch over one or both."""
-  (_, optimizer, kind), plane = case, PLANES[case]
+@pytest.mark.parametrize(
+  ("optimizer", "kind", "axis", "capacity"),
+  [
+    pytest.param(embed.adam(0.5, epsilon=1e-2), "auto", ("data", "model"), None, id="replicas"),
+    pytest.param(embed.rowwise_adagrad(0.5), "explicit", ("data", "model"), 1, id="rounds"),
+    pytest.param(embed.adam(0.5, epsilon=1e-2), "explicit", "data", None, id="copies"),
+  ],
+)
+def test_two_axes(optimizer, kind, axis, capacity):
+  """Rows over one axis, copies over the other, the batch over both or one (`axis`)."""
   mesh = make_mesh(kind, (4, 2), ("data", "model"))
-  features = plane_features(PLANE_OPTIMIZERS[optimizer]())
-  plan = embed.plan(features, mesh, plane_batch(0)[0], axis=plane.batch)
+  features, batches = plane_features(optimizer), list(map(plane_batch, range(3)))
+  plan = embed.plan(features, mesh, batches[0][0], axis=axis)
   entry = plan["t"]
-  entry.strategy, entry.axis = plane.strategy, plane.axis
-  entry.exchange, entry.capacity = None, plane.capacity
-  world = make_world(features, rows=True, mesh=mesh, plan=plan)
-  found = world.run(map(plane_batch, range(3)))
-  meshes.assert_same_outcomes(found, plane_on_one_device(optimizer), {"t": V})
-  if plane.capacity:
+  entry.strategy, entry.axis, entry.exchange, entry.capacity = "mod", "data", None, capacity
+  found = make_world(features, rows=True, mesh=mesh, plan=plan).run(batches)
+  meshes.assert_same_outcomes(found, make_world(features, rows=True).run(batches), {"t": V})
+  if capacity:
     assert found[-1].report["exchange_rounds"] > 1
 
 

@@ -7,7 +7,6 @@ stepped in two of them, would end elsewhere; so would one whose gradient came fr
 import functools
 
 import harness
-import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
@@ -20,8 +19,6 @@ from hypothesis import strategies as st
 from meshes import make_mesh, make_world, sixteenths
 
 import embed
-from embed.engine import exchange
-from embed.engine.stack import Layout
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -153,43 +150,6 @@ def test_skewed_ids(by_rows, way, strategy, capacity, optimizer):
     check()
 
 
-def test_keys_are_of_one_row_each():
-  """In the range of their shard; all rows are requested once, in rounds of two as at once."""
-  layout, capacity = Layout((65,), 5), 2
-  shards, rows = (x.reshape(-1).astype(np.int32) for x in np.mgrid[:5, :13])
-
-  @jax.jit
-  def run(shards, rows):
-    keys, first = exchange.make_key(shards, rows, layout), exchange.first_keys(layout)
-    ordered, starts = jnp.sort(keys), jnp.arange(6, dtype=jnp.int32) * 13
-    room = lambda size: jnp.zeros((5, size), jnp.int32)
-    route = lambda size: exchange.Route(ordered, starts, (), room(size), jnp.array([13]))
-    rounds = exchange.rounds_for(jnp.int32(13), capacity)
-    starts_of = [jnp.minimum(starts[:-1] + k * capacity, starts[1:]) for k in range(8)]
-    at_once = route(13).requests(starts[:-1], layout)
-    return keys, first, at_once, rounds, [route(capacity).requests(s, layout) for s in starts_of]
-
-  keys, first, (at_once, count), rounds, in_rounds = jax.tree.map(np.asarray, run(shards, rows))
-  assert len(set(keys.tolist())) == 65
-  assert (first[shards] <= keys).all()
-  assert (keys < first[shards + 1]).all()
-  assert count.tolist() == [13] * 5
-  np.testing.assert_array_equal(np.sort(at_once), np.tile(np.arange(13), (5, 1)))
-  assert rounds == 7
-  asked = np.concatenate([local_rows for local_rows, _ in in_rounds], axis=1)
-  np.testing.assert_array_equal(asked[:, :13], at_once)
-  assert (asked[:, 13:] == layout.shard_rows).all()
-
-
-def test_a_second_round_is_for_the_first_row_beyond_the_capacity():
-  layout = Layout((65,), 5)  # thirteen rows a shard
-  route = lambda keys, capacity: exchange.Route(
-    np.zeros(keys), np.zeros(6), (), np.zeros((5, capacity)), np.zeros(1)
-  )
-  cases = {(65, 12): True, (65, 13): False, (9, 8): True, (9, 9): False}
-  assert {case: route(*case).can_overflow(layout) for case in cases} == cases
-
-
 @pytest.mark.ci
 def test_rows_that_nobody_asks_for_reach_nothing():
   """The last local row of the shards that have eight is NaN: unused requests may read it."""
@@ -235,8 +195,6 @@ def test_the_report_by_hand():
 
 # --- everything at once, row by row --------------------------------------------------------------
 
-RAGGED = 20
-
 
 def one_table(optimizer):
   table = embed.TableConfig(V, D, sixteenths, optimizer, "sum", name="a")
@@ -263,22 +221,16 @@ def at_once(model, *batch):
   return (jnp.zeros(()), embed.global_norm(grads)), grads
 
 
-def everything():
-  ids = lambda *shape: meshes.ids(shape, V)
-  lengths = meshes.ids((7,), 3, low=0)
-  features = st.fixed_dictionaries(
-    {
-      "bag": ids(16, 3).map(embed.Padded),
-      "ragged": st.builds(
-        lambda values, n: embed.Ragged(values, np.cumsum([0, *n]).astype(np.int32)),
-        ids(RAGGED), lengths,
-      ),
-      "more": ids(9, 4),
-    }
-  )  # fmt: skip
+def everything(seed):
+  """A batch of ids that are any row or padding; of the odd ones, the branch makes no call."""
+  draw = np.random.default_rng(seed)
+  ids = lambda *shape: draw.integers(-1, V, shape).astype(np.int32)
+  splits = np.cumsum([0, *draw.integers(0, 3, 7)]).astype(np.int32)
+  features = {"bag": embed.Padded(ids(16, 3)), "ragged": embed.Ragged(ids(20), splits)}
+  features["more"] = ids(9, 4)
+  features["more"][0, 0] = -1 if seed % 2 else 0
   cotangents = {"bag": (16, D), "ragged": (7, D), "more": (9, D)}
-  cotangents = {name: meshes.fractions(shape) for name, shape in cotangents.items()}
-  return st.tuples(features, st.none(), st.fixed_dictionaries(cotangents))
+  return features, None, meshes.normal(seed, cotangents)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +241,5 @@ def test_everything_at_once(way):
   mesh, features = make_mesh(), one_table(embed.adagrad(0.5))
   plan = planned(features, {"bag": padding()}, mesh, a=1)
   world = make_world(features, rows=True, gradients=at_once, mesh=mesh, plan=plan)
-
-  @given(st.lists(everything(), min_size=2, max_size=2))
-  @settings(max_examples=8)
-  def check(batches):
-    meshes.assert_same_outcomes(world.run(batches), one.run(batches), {"a": V})
-
-  check()
+  batches = list(map(everything, range(8)))
+  meshes.assert_same_outcomes(world.run(batches), one.run(batches), {"a": V})

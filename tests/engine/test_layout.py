@@ -1,7 +1,6 @@
 """Which row stands where: against the recorded cases, and as an inverse of itself."""
 
 import conformance
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,10 +61,3 @@ def test_ids_near_the_largest_number():
     assert shard[0] == (7 if contiguous else (largest - 1) % 8)
     assert place[1:].tolist() == [layout.shard_rows] * 4
     assert layout.ids(0, shard[:1], place[:1]).tolist() == [largest - 1]
-
-
-def test_locating_traces():
-  """The shard may be a traced number, as it is on a device."""
-  layout = Layout((21,), 8, True)
-  own = jax.jit(lambda shard: layout.own_ids(0, shard))
-  assert [own(s).tolist() for s in (0, 7)] == [[0, 1, 2], [19, 20, 21]]

@@ -8,16 +8,9 @@ import optax
 import pytest
 import ways
 from flax import nnx
+from layers import D, V
 
 import embed
-
-V, D = 11, 3
-
-
-def make(combiner="mean", **table):
-  config = embed.TableConfig(V, D, combiner=combiner, name="t", **table)
-  return embed.SparseEmbed(embed.FeatureConfig(config), embed.adagrad(0.1), rngs=nnx.Rngs(0))
-
 
 # Longer bags than 8 go through a loop, with a remainder or without.
 LENGTHS = {1: "mean", 2: "mean", 8: "sqrtn", 9: "sqrtn", 50: "sum"}
@@ -96,7 +89,7 @@ def test_nothing_to_look_up_trains_nothing(way):
 
 @pytest.mark.ci
 def test_scores_of_no_candidates():
-  layer, query = make("sum"), np.ones((2, D), np.float32)
+  layer, query = layers.one_table(embed.adagrad(0.1)), np.ones((2, D), np.float32)
 
   def loss_fn(layer):
     shared = layer.attend(query, "t", np.zeros(0, np.int32))
@@ -148,7 +141,7 @@ def test_row_gradients_of_a_bfloat16_table_are_float32():
 
 
 def test_load_tables_copies():
-  layer = make()
+  layer = layers.one_table(embed.adagrad(0.1))
   rows = jnp.ones((V, D))
   layer.load_tables({"t": rows})
   train = nnx.jit(

@@ -11,8 +11,7 @@ import reference
 import embed
 from embed.engine import grads as grads_lib
 from embed.engine import update
-from embed.engine.bags import Bags, LookupRecord
-from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
+from embed.engine.grads import GradRows
 from embed.engine.stack import Layout, StackSpec
 
 # --- distinct ids ---------------------------------------------------------------------------------
@@ -64,81 +63,6 @@ def test_distinct_ids(way):
     check(name, ids, LARGEST)
   for length in (1, 65):
     check(f"of length {length}", np.arange(length)[::-1] * 3, LARGEST)
-
-
-# --- from activations to rows ---------------------------------------------------------------------
-
-
-def test_gains_of_every_form_of_bags():
-  """One gain for each id, for each bag, of ragged bags, or none."""
-  g = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
-  padded, of_ids, of_bags = (
-    jnp.array([[4, 4], [0, 9], [1, 2]]),
-    jnp.array([[1.0, 3.0], [0.5, 7.0], [2.0, 4.0]]),
-    jnp.array([[2.0], [3.0], [4.0]]),
-  )
-  segments, gains = jnp.array([0, 0, 1, 3, 1]), jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])
-  ragged = lambda gains: Bags(jnp.array([4, 4, 0, 1, 2]), gains, segments, (3,))
-  each = lambda *factors: [[f, 2.0 * f] for f in factors]
-  cases = {  # bags; the ids in order, 5 for no row, and their gradients
-    "none": (Bags(padded), [4, 4, 0, 5, 1, 2], each(1, 1, 10, 10, 100, 100)),
-    "ids": (Bags(padded, of_ids), [4, 4, 0, 5, 1, 2], each(1, 3, 5, 70, 200, 400)),
-    "bags": (Bags(padded, of_bags), [4, 4, 0, 5, 1, 2], each(2, 2, 30, 30, 400, 400)),
-    "ragged": (ragged(gains), [4, 4, 0, 1, 2], each(1, 2, 30, 0, 50)),
-    "ragged, none": (ragged(None), [4, 4, 0, 1, 2], each(1, 1, 10, 0, 10)),
-  }
-
-  @jax.jit
-  def rows(g, bags):
-    parts = {name: [grads_lib.from_activations(g, of)] for name, of in bags.items()}
-    return {name: (grads_lib.flat_ids(x, 5), x[0].expanded()) for name, x in parts.items()}
-
-  found = rows(g, {name: bags for name, (bags, _, _) in cases.items()})
-  for name, (_, ids, gradients) in cases.items():
-    assert found[name][0].tolist() == ids, name
-    assert found[name][1].tolist() == gradients, name
-
-
-def test_scaled_gradients():
-  bags = Bags(np.zeros((2, 1), np.int32))
-  grads = [
-    ActivationGrads((jnp.full((2, 3), 3, jnp.bfloat16),), LookupRecord((bags,), ("t",))),
-    DistinctRows(jnp.array([4]), jnp.full((1, 3), 5.0)),
-  ]
-  activations, rows = jax.jit(update.scaled)(grads, 0.5)
-  assert (activations.grads[0].dtype, rows.ids.tolist()) == (jnp.float32, [4])
-  np.testing.assert_array_equal(activations.grads[0], np.full((2, 3), 1.5))
-  np.testing.assert_array_equal(rows.values, np.full((1, 3), 2.5))
-
-
-def test_table_rows_are_of_one_table():
-  """Of a stack of two, and back: ids of the other table are no row of this one."""
-  stack = StackSpec("s", ("a", "b"), Layout((5, 3)), 2, np.dtype(np.float32), embed.sgd(0.1))
-  bags = lambda *ids: Bags(np.array(ids, np.int32)[:, None])
-  record = LookupRecord((bags(4, 1, 4), bags(2, 9)), ("a", "b"))
-  g = lambda *rows: np.array(rows, np.float32)[:, None] * np.ones(2, np.float32)
-
-  @jax.jit
-  def both(grads):
-    calls, tables = [ActivationGrads(grads, record)], {}
-    summed = update.sum_rows(stack, calls)
-    for name in "ab":
-      together = update.pick_table(stack, summed, name, None)
-      number = update.most_rows(stack, calls, name)
-      alone = update.pick_table(stack, summed, name, number)
-      tables[name] = alone, together, update.from_table_rows(stack, *together, name)
-    return tables
-
-  wanted = {"a": ({1: 2.0, 4: 5.0}, {1: 2.0, 4: 5.0}), "b": ({2: 7.0}, {5 + 2: 7.0})}
-  sizes = {"a": 5, "b": 3}
-  for name, (alone, together, back) in both((g(1.0, 2.0, 4.0), g(7.0, 8.0))).items():
-    of_table, of_stack = wanted[name]
-    for ids, values in (alone, together):
-      of = {i: v for i, v in zip(ids.tolist(), values[:, 0].tolist(), strict=True) if v}
-      assert of == of_table, name
-      assert set(ids.tolist()) - set(of) <= {sizes[name]}, name
-    pairs = zip(back.ids.tolist(), back.values[:, 0].tolist(), strict=True)
-    assert {i: v for i, v in pairs if v} == of_stack, name
 
 
 # --- sums and steps, in chunks --------------------------------------------------------------------

@@ -33,12 +33,6 @@ def train_step(model, optimizer, features, weights, cotangents):
   return activations, grads.rows
 
 
-def key_of(grads_rows, table):
-  """Row gradients are keyed by "<module path>/<table>"."""
-  (key,) = [key for key in grads_rows if key.split("/")[-1] == table]
-  return key
-
-
 def rows(row_grads, vocabulary_size):
   """{row: gradient} of the used entries; a row listed twice has not been summed."""
   ids, values = np.asarray(row_grads.ids), np.asarray(row_grads.values)
@@ -61,8 +55,3 @@ def assert_rows(actual, wanted, *, rtol, atol):
 def variables(model, table):
   """{"parameters": array, slot: array} of one table."""
   return {key: np.asarray(value) for key, value in model.embed.variables[table].items()}
-
-
-def dropped(model):
-  """Ids that a call inside jit dropped, as `report` counts them."""
-  return sum(int(np.sum(leaf)) for leaf in jax.tree.leaves(nnx.as_pure(model.embed.report)))

@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import embed
 
-KINDS = ("auto", "explicit")
-
 
 def make_mesh(kind="auto", shape=(8,), names=("data",)):
   types = ({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],) * len(names)

@@ -1,4 +1,4 @@
-"""Twelve ways to write a training step, for a model with a table of each of two optimizers.
+"""Ways to write a training step, for a model with a table of each of two optimizers.
 
 The gradients of most do not depend on what was looked up, so that nothing but the library says that
 a table is read before it is updated.
@@ -142,13 +142,6 @@ def apply_gradients_of_activations(model, optimizer, batch):
   acts, residual = model.embed.lookup(batch)
   model.embed.apply_gradients(acts, residual, step=0)
   return acts
-
-
-@way
-def row_gradients_by_hand(model, optimizer, batch):
-  value, grads = embed.value_and_grad(plain)(model, batch)
-  optimizer.update(model, embed.Grads(grads.dense, dict(grads.rows)))
-  return value
 
 
 @way
