@@ -83,12 +83,12 @@ def test_what_is_chosen():
     table = embed.TableConfig(rows, dim, name="t")
     ids = embed.Padded(jax.ShapeDtypeStruct(batch, np.int32))
     plan = embed.plan(embed.FeatureConfig(table), make_mesh(), ids)
-    assert (plan["t"].strategy, plan.costs()[0].exchange) == (strategy, way)
-    moved = {}
-    for other in ("mod", "replicated"):
-      plan["t"].strategy, plan["t"].exchange = other, None
-      moved[other] = plan.costs()[0].moved
-    assert moved[strategy] == min(moved.values())
+    (cost,) = plan.costs()
+    assert (plan["t"].strategy, cost.exchange) == (strategy, way)
+    if batch == (1024, 1):  # the strategy that moves less
+      plan["t"].strategy = "mod" if strategy == "replicated" else "replicated"
+      plan["t"].exchange = None
+      assert cost.moved < plan.costs()[0].moved
 
 
 def test_tables_that_do_not_fit_are_not_replicated():
