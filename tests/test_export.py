@@ -1,7 +1,6 @@
 """Exported models: the same bits in a process that has only JAX, for any batch."""
 
 import collections
-import functools
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import ways
 from cases import refused
 from flax import nnx
-from kills import full_disk, is_killed
+from kills import full_disk
 
 import embed
 
@@ -104,10 +103,11 @@ def test_structures_are_plain():
 
 class Towers(nnx.Module):
   def __init__(self):
-    rngs, zeros = nnx.Rngs(0), jax.nn.initializers.zeros
-    user, item = (embed.TableConfig(8, 4, zeros, name=name) for name in ("user", "item"))
-    self.query = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, embed.adam(), rngs=rngs)
-    self.items = embed.SparseEmbed({"item": embed.FeatureConfig(item)}, embed.adam(), rngs=rngs)
+    rngs = nnx.Rngs(0)
+    layer = lambda name: embed.SparseEmbed(
+      {name: embed.FeatureConfig(embed.TableConfig(8, 4, name=name))}, embed.adam(), rngs=rngs
+    )
+    self.query, self.items = layer("user"), layer("item")
     self.head = nnx.Linear(4, 4, rngs=rngs)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
@@ -207,6 +207,7 @@ class Ranker(nnx.Module):
 
 
 def ranker_batch(size):
+  """Arrays by name: ids and weights of one feature, values and row splits of the other."""
   draw = np.random.default_rng(size)
   ids = draw.integers(-1, 50, (size, 4)).astype(np.int32)
   weights = draw.uniform(0.5, 2, (size, 4)).astype(np.float32)
@@ -253,42 +254,24 @@ def test_a_fresh_process_gives_the_same_numbers(tmp_path):
       np.testing.assert_allclose(out["score"], wanted["score"], rtol=1e-6, atol=1e-6)
 
 
-@functools.cache
-def version(factor, size=4):
-  """An export that answers `factor ** 2`; a program and arrays of two versions answer otherwise."""
-  tables = {"file": np.full((size, 1), factor, np.float32)}  # numpy.savez would refuse this name
-  return embed.export(lambda tables, ids: tables["file"][ids] * factor, tables, np.array([0]))
-
-
-def answer(path):
-  arrays = dict(np.load(path))
-  program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
-  return program.call(arrays, np.array([0])).item()
-
-
 def test_a_full_disk_leaves_what_was_there(tmp_path):
+  """A program and arrays of two versions would answer otherwise."""
   path = tmp_path / "new folder" / "model.npz"
+
+  def save(factor, size=4):
+    tables = {"file": np.full((size, 1), factor, np.float32)}  # numpy.savez would refuse this name
+    act = lambda tables, ids: tables["file"][ids] * factor
+    embed.export(act, tables, np.array([0])).save(path)
+
+  def answer():
+    arrays = dict(np.load(path))
+    program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
+    return program.call(arrays, np.array([0])).item()
+
   for factor in (3, 5):
-    version(factor).save(path)
-    assert answer(path) == factor**2
+    save(factor)
+    assert answer() == factor**2
   with full_disk(1 << 15), pytest.raises(OSError, match=r"too large.*model\.npz"):
-    version(7, size=1 << 16).save(path)
-  assert answer(path) == 25
+    save(7, size=1 << 16)
+  assert answer() == 25
   assert [x.name for x in path.parent.iterdir()] == ["model.npz"]
-
-
-@pytest.mark.weekly
-def test_a_kill_at_any_step_leaves_one_export(tmp_path):
-  old, new = version(3), version(5)
-  answers = []
-  for step in range(1000):
-    path = tmp_path / str(step) / "model.npz"
-    old.save(path)
-    if not is_killed(lambda path=path: new.save(path), step=step):
-      break
-    answers.append(answer(path))
-    new.save(path)
-    assert answer(path) == 25
-    assert [x.name for x in path.parent.iterdir()] == ["model.npz"]
-  assert answers == sorted(answers)
-  assert set(answers) == {9, 25}

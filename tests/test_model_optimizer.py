@@ -59,13 +59,10 @@ def test_a_bound_step_is_the_step_and_sees_what_is_loaded():
   (model, optimizer), (other, others) = make(), make()
   step, jitted = embed.jit_step(train, model, optimizer), nnx.jit(train)
   start = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
-  losses = []
-  for _ in range(3):
-    losses.append(float(step()))
-    assert losses[-1] == float(jitted(other, others))
-  expected = jax.tree.leaves(nnx.state((other, others)))
-  for x, y in zip(jax.tree.leaves(nnx.state((model, optimizer))), expected, strict=True):
-    np.testing.assert_array_equal(x, y)
+  losses = [float(step()) for _ in range(3)]
+  assert losses == [float(jitted(other, others)) for _ in range(3)]
+  states = [nnx.state(nodes) for nodes in ((model, optimizer), (other, others))]
+  jax.tree.map(np.testing.assert_array_equal, *states)
   assert losses[1] != losses[0]
   nnx.update((model, optimizer), start)
   assert float(step()) == losses[0]
@@ -201,9 +198,8 @@ def test_a_step_that_cannot_be_made_whole_moves_nothing(second, change, says):
   model = TwoLayers(second)
   optimizer = embed.Optimizer(model, optax.adam(1.0))
   grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([1, 2]))))(model)[1]
-  state = lambda: jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
+  state = lambda: jax.tree.map(np.asarray, nnx.state((model, optimizer)))
   before = state()
   with pytest.raises(ValueError, match=says):
     optimizer.update(model, change(grads))
-  for x, y in zip(before, state(), strict=True):
-    np.testing.assert_array_equal(x, y)
+  jax.tree.map(np.testing.assert_array_equal, state(), before)
