@@ -2,9 +2,7 @@
 
 import dataclasses
 import io
-import itertools
 import re
-import shutil
 import threading
 
 import cases
@@ -79,9 +77,6 @@ def test_every_bit_of_a_row_counts():
   rows = grid.reshape(-1, 4).copy()
   layer.load_tables({"t": rows})
   before = embed.deltas.fingerprint(0, model=layer)
-  for lane in before.lanes["model"][""][0]:
-    # Of 4096 random numbers of 32 bits, two are equal once in 500 times.
-    assert len(np.unique(lane)) >= 4094
   for k in range(128):  # bit k of the row 8 * k + 1
     rows.view(np.uint32)[8 * k + 1, k // 32] ^= np.uint32(1) << np.uint32(k % 32)
   rows[0, 0] = -0.0
@@ -134,8 +129,6 @@ class Model(nnx.Module):
 PLACES = {
   "one device": dict,
   "mod": lambda: {"mesh": make_mesh(), "sharding": "mod"},
-  "div": lambda: {"mesh": make_mesh("explicit"), "sharding": "div"},
-  "replicated": lambda: {"mesh": make_mesh(), "sharding": "replicated"},
   "plane": lambda: {"mesh": make_mesh(shape=(2, 4), names=("a", "b")), "axis": ("b", "a")},
 }
 
@@ -160,10 +153,7 @@ def train(nodes, step):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-  "place",
-  ["mod", *(pytest.param(x, marks=pytest.mark.weekly) for x in ("div", "replicated", "plane"))],
-)
+@pytest.mark.parametrize("place", ["mod", pytest.param("plane", marks=pytest.mark.weekly)])
 def test_base_and_deltas_are_a_full_save(place, tmp_path):
   """On the same mesh and on others; a server without optimizers takes the rows."""
   nodes = make(place)
@@ -188,27 +178,21 @@ def test_base_and_deltas_are_a_full_save(place, tmp_path):
     assert_same_bits(actual["tables"][key], {"parameters": arrays["parameters"]})
 
 
-@pytest.mark.programs(30, "trains and compares whole models")
 def test_a_failure_in_the_middle_changes_nothing(monkeypatch):
-  nodes = make("one device")
-  since = embed.deltas.fingerprint(0, **nodes)
-  restored, before = make("one device"), tree_of(nodes)
-  train(nodes, 1)
-  delta, _ = embed.deltas.changes(since, 1, **nodes)
-  put, calls = changes.put, itertools.count()
+  model, delta = Small(optimizer=embed.adam(0.1)), delta_of(optimizer=embed.adam(0.1))
+  before, put = tree_of({"model": model}), changes.put
 
-  def fail_late(*args):
-    if next(calls) == 2:
-      raise MemoryError
-    return put(*args)
+  def put_and_fail(*args):
+    put(*args)
+    raise MemoryError
 
-  monkeypatch.setattr(changes, "put", fail_late)
+  monkeypatch.setattr(changes, "put", put_and_fail)
   with pytest.raises(MemoryError):
-    embed.deltas.apply(delta, 0, **restored)
-  assert_same_bits(tree_of(restored), before)
+    embed.deltas.apply(delta, 0, model=model)
+  assert_same_bits(tree_of({"model": model}), before)
   monkeypatch.undo()
-  embed.deltas.apply(delta, 0, **restored)
-  assert_same_bits(tree_of(restored), tree_of(nodes))
+  embed.deltas.apply(delta, 0, model=model)
+  assert (np.asarray(model.embed.tables["t"]) == 7).all()
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -237,7 +221,9 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, after, before)))
   with pytest.raises(ValueError, match=r"The delta has no 'tower'; it has \['model'\]"):
     embed.deltas.apply(trained, 0, tower=Small())
-  since = embed.deltas.fingerprint(0, model=Small())
+  with pytest.raises(ValueError, match="A step is an integer"):
+    embed.deltas.apply(trained, None, model=Small())
+  since = embed.deltas.fingerprint(np.int64(0), model=Small())
   for other in ({"tower": Small()}, {"model": Small(rows=5)}, {"model": Small(mesh=make_mesh())}):
     with pytest.raises(ValueError, match=r"are of other tables .* or of another mesh"):
       embed.deltas.changes(since, 1, **other)
@@ -258,62 +244,13 @@ def test_a_broken_chain_is_refused():
   assert_same_bits(np.array(model.embed.tables["t"]), rows)
 
 
-@pytest.mark.ci
-def test_digests_do_not_depend_on_where_rows_are():
-  """Nor on slots; other tables of the same words have other digests."""
-
-  def digest(table, **arguments):
-    model = Small(len(table), **arguments)
-    model.embed.load_tables({"t": table})
-    return embed.deltas.fingerprint(0, model=model).digests["model"]["embed/t"]
-
-  rows = np.arange(8, dtype=np.float32).reshape(4, 2)
-  optimizers = (None, embed.adam(0.1))
-  same = {digest(rows, optimizer=x, **place()) for x in optimizers for place in PLACES.values()}
-  others = {digest(x) for x in (rows[::-1], rows[:3], rows[:, ::-1])}
-  assert len(same) == 1
-  assert len(same | others) == 4
-
-
 def test_a_server_in_another_dtype_takes_deltas():
   served = Small(dtype=jnp.bfloat16)
   embed.deltas.apply(delta_of(), 0, model=served)
   assert set(np.asarray(served.embed.tables["t"]).ravel().tolist()) == {7.0}
 
 
-def test_a_server_that_shares_donated_arrays_is_told():
-  """A clone holds the arrays of the model, which the next step donates."""
-  model = Small()
-  shared, own = nnx.clone(model), nnx.clone(model)
-  nnx.update(own, jax.tree.map(jnp.copy, nnx.state(own)))  # `arrays=True` came with Flax 0.12.8
-  before = embed.deltas.fingerprint(0, model=model)
-  embed.jit_step(lambda m: m.embed.load_tables({"t": m.embed.tables["t"].at[3].add(1)}), model)()
-  delta, _ = embed.deltas.changes(before, 1, model=model)
-  embed.deltas.apply(delta, 0, model=own)
-  np.testing.assert_array_equal(own.embed.tables["t"], model.embed.tables["t"])
-  with pytest.raises(ValueError, match="arrays=True"):
-    embed.deltas.apply(delta, 0, model=shared)
-
-
-def test_steps_are_integers_of_any_kind():
-  model = Small()
-  since = embed.deltas.fingerprint(np.int64(3), model=model)
-  delta, _ = embed.deltas.changes(since, jnp.uint32(5), model=model)
-  assert [type(x) for x in (delta.since, delta.step)] == [int, int]
-  for call in (
-    lambda: embed.deltas.fingerprint(1.0, model=model),
-    lambda: embed.deltas.changes(since, "5", model=model),
-    lambda: embed.deltas.apply(delta, None, model=model),
-  ):
-    with pytest.raises(ValueError, match="A step is an integer"):
-      call()
-
-
 # --- other threads --------------------------------------------------------------------------------
-
-
-def act(model):
-  return model.embed(np.arange(4)) + model.bias[...]
 
 
 def test_a_request_in_flight_does_not_undo_a_delta():
@@ -325,15 +262,15 @@ def test_a_request_in_flight_does_not_undo_a_delta():
   def predict(model):
     began.set()
     go_on.wait()
-    return act(model)
+    return model.embed(np.arange(4))
 
-  thread = threading.Thread(target=lambda: predict(served))
+  thread = threading.Thread(target=predict, args=(served,))
   thread.start()
   began.wait()
   embed.deltas.apply(delta, 0, model=served)
   go_on.set()
   thread.join()
-  assert act(served).tolist() == [[7, 7]] * 4
+  assert served.embed(np.arange(4)).tolist() == [[7, 7]] * 4
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -341,18 +278,13 @@ def test_a_request_in_flight_does_not_undo_a_delta():
 
 def test_the_file_is_numpys(tmp_path):
   """Names, dtypes, and the bits of bfloat16."""
-  model = Small(dtype=jnp.bfloat16)
-  since = embed.deltas.fingerprint(0, model=model)
-  model.embed.load_tables({"t": np.asarray(model.embed.tables["t"]) + np.eye(4, 2) * 3})
-  delta, _ = embed.deltas.changes(since, 1, model=model)
+  delta = delta_of(dtype=jnp.bfloat16)
   embed.deltas.write(tmp_path, delta)
   with np.load(tmp_path / "rows-00000-of-00001.npz") as file:
-    assert file["tables/model/embed/t/ids"].tolist() == [0, 1]
+    assert file["tables/model/embed/t/ids"].tolist() == [0, 1, 2, 3]
     values = file["tables/model/embed/t/values/parameters"]
     assert values.dtype == np.uint16
-    np.testing.assert_array_equal(
-      values.view(ml_dtypes.bfloat16), np.asarray(model.embed.tables["t"])[:2]
-    )
+    assert (values.view(ml_dtypes.bfloat16) == 7).all()
     assert "state/model/bias/value" in file.files
   again = embed.deltas.read(tmp_path)
   assert_same_bits((again.tables, again.state), (delta.tables, delta.state))
@@ -377,10 +309,6 @@ def test_damage_is_named(tmp_path):
     embed.deltas.read(tmp_path / "nothing")
 
 
-def values(delta):
-  return set(delta.tables["model"]["embed/t"].values["parameters"].ravel().tolist())
-
-
 def write_as(monkeypatch, folder, delta, index, count):
   """Writes the rows of a process, one of `count`."""
   half = lambda x: x[index::count]
@@ -400,13 +328,10 @@ def test_files_of_several_processes_are_one_delta(tmp_path, monkeypatch):
   with pytest.raises(FileNotFoundError, match=r"rows-00001-of-00002.npz is missing"):
     embed.deltas.read(tmp_path)
   write_as(monkeypatch, tmp_path, old, 1, 2)
-  both = embed.deltas.read(tmp_path)
-  assert (both.tables["model"]["embed/t"].ids.tolist(), values(both)) == ([0, 1, 2, 3], {1.0})
+  assert_same_bits(embed.deltas.read(tmp_path).tables, old.tables)
   write_as(monkeypatch, tmp_path, new, 0, 2)  # this attempt was killed
   with pytest.raises(ValueError, match=r"rows-00000-of-00002.*rows-00001-of-00002.*two deltas"):
     embed.deltas.read(tmp_path)
-  shutil.copy(tmp_path / "rows-00000-of-00002.npz", tmp_path / "rows-00000-of-00001.npz")
-  write_as(monkeypatch, tmp_path / "two", new, 0, 2)
   embed.deltas.write(tmp_path, new)
   assert [path.name for path in tmp_path.glob("*.npz")] == ["rows-00000-of-00001.npz"]
-  assert values(embed.deltas.read(tmp_path)) == {2.0}
+  assert_same_bits(embed.deltas.read(tmp_path).tables, new.tables)

@@ -164,22 +164,22 @@ def mesh_of_8():
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("rows", [48, 64])  # 12 buckets are whole on every device, 16 are split
-def test_a_stream_gives_the_same_table_on_a_mesh(rows):
-  features = features_of(table(rows), table(rows, "other"))
+def test_a_stream_gives_the_same_table_on_a_mesh():
+  """12 buckets are whole on every device, 16 are split."""
+  features = features_of(table(48), table(64, "other"))
   batches = list(batches_of(features, 2, ids=60, drift=40))
   expected, optimizer = make(features)
   outcomes = train(batches, expected, optimizer)
-  wanted = expected.variables["user"]
+  wanted = expected.variables
   with jax.set_mesh(mesh_of_8()):
     model, optimizer = make(features)
     actual = train(batches, model, optimizer)
     assert_equal([rows for _, rows in actual], [rows for _, rows in outcomes])
-    variables = model.variables["user"]
-    for key in ("raw_ids", "last_used"):
-      np.testing.assert_array_equal(np.asarray(variables[key]), np.asarray(wanted[key]))
-    np.testing.assert_allclose(variables["parameters"], wanted["parameters"], atol=1e-6)
-    assert_equal(model.vocabulary_report["user"], expected.vocabulary_report["user"])
+    for name, variables in model.variables.items():
+      for key in ("raw_ids", "last_used"):
+        np.testing.assert_array_equal(variables[key], wanted[name][key])
+      np.testing.assert_allclose(variables["parameters"], wanted[name]["parameters"], atol=1e-6)
+    assert_equal(model.vocabulary_report, expected.vocabulary_report)
 
 
 def test_ids_that_find_no_room_are_padding_or_the_unknown():
@@ -221,9 +221,6 @@ def test_what_a_lookup_reads_is_admitted():
   np.testing.assert_array_equal([rows_of(model, raw)[0] for raw in (*halves, 2**64 - 1)], rows)
   found = model.rows_by_raw_id("user")
   assert set(found["raw_ids"].tolist()) == {1, 2, 5, 6, 7, *halves}
-  places = [rows_of(model, raw)[0] for raw in found["raw_ids"].tolist()]
-  in_table = np.asarray(variables_of(model)["user"]["parameters"])[places]
-  np.testing.assert_array_equal(found["parameters"], in_table)
 
 
 @pytest.mark.ci
@@ -313,10 +310,9 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
   embed.checkpoint.from_tree(copied(embed.checkpoint.to_tree(model=model)), model=served)
   since, by_id, evicted = embed.deltas.fingerprint(0, model=model), {}, 0
   step = embed.jit_step(train_step, model, optimizer)
-  halves = np.array([2**32 - 1, (2**32 - 1) << 32], np.uint64)
   as_ints = lambda pairs: (pairs.astype(np.uint64) @ np.array([2**32, 1], np.uint64)).tolist()
   for number in range(3):
-    step(as_raw({"id": np.concatenate([halves, np.arange(30, dtype=np.uint64) + number * 15])}))
+    step(as_raw({"id": np.arange(30, dtype=np.uint64) + number * 15}))
     delta, since = embed.deltas.changes(since, number + 1, model=model)
     embed.deltas.write(tmp_path / str(number), delta)
     delta = embed.deltas.read(tmp_path / str(number))
@@ -332,7 +328,6 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
     wanted = dict(zip(expected["raw_ids"].tolist(), expected["parameters"].tolist(), strict=True))
     assert {raw: row.tolist() for raw, row in by_id.items()} == wanted
   assert evicted > 0
-  assert set(halves.tolist()) <= set(by_id)
   other = embed.SparseEmbed({"id": embed.FeatureConfig(table(64))}, rngs=nnx.Rngs(1))
   with pytest.raises(ValueError, match="made against other rows"):
     embed.deltas.apply(delta, 2, model=other)
@@ -340,13 +335,12 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
 
 @pytest.mark.ci
 def test_an_export_answers_raw_ids():
-  model, _ = trained(table(48))
-  batch = {"id": embed.raw_ids(np.array([75, 80, 10**9, -1]))}
+  model, _ = trained(table(48), steps=2)
+  batch = {"id": embed.raw_ids(np.array([20, 10**9, -1]))}
   predict = lambda model, batch: model(model.translate(batch))["id"]
   exported = embed.export(predict, model, batch, any_batch=True)
   expected = np.asarray(predict(model, batch))
-  assert expected[:2].any()
-  assert not expected[2:].any()
+  assert expected.any(axis=1).tolist() == [True, False, False]
   np.testing.assert_array_equal(exported.program.call(exported.arrays, batch), expected)
 
 
@@ -359,18 +353,7 @@ def test_rows_of_a_static_table_are_imported_by_raw_id():
   kept = placed >= 0
   found = model(model.translate({"id": raw}))["id"]
   np.testing.assert_array_equal(found, np.where(kept[:, None], rows, 0))
-  assert (
-    np.asarray(model.variables["user"]["accumulators"])[placed[kept]] == np.float32(0.1)
-  ).all()
+  accumulators = np.asarray(model.variables["user"]["accumulators"])
+  assert (accumulators[placed[kept]] == np.float32(0.1)).all()
   with pytest.raises(ValueError, match="distinct"):
     model.load_rows("user", np.array([1, 1]), {"parameters": rows[:2]})
-
-
-def test_a_plan_counts_raw_ids_and_scores():
-  config = table(1024, eviction="lfu")
-  plan = embed.plan(
-    {"id": embed.FeatureConfig(config)}, None, {"id": np.arange(8)}, embed.sgd(0.1), 1 << 30
-  )
-  (of_stack,) = plan.costs()
-  assert (of_stack.rows, of_stack.keys) == (1024 * DIM * 4, 1024 * 16)
-  assert plan.bytes_per_device == of_stack.rows + of_stack.buffers + of_stack.keys

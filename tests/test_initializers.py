@@ -79,11 +79,6 @@ def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
 def test_a_slot_of_another_shape_is_refused():
   """One row for four would set row 0 alone."""
   wrong = lambda key, shape, dtype: np.ones((1, *shape[1:]), dtype)
-  per_row, per_element = embed.Slot(per_row=True), embed.Slot()
-  slots = {"accumulators": per_row, "momenta": per_element}
-  keep = lambda g, w, s, lr: (w, s)
-  for slot in slots:
-    rule = embed.custom_optimizer(keep, slots, slot_init={slot: wrong})
-    table = embed.TableConfig(4, 2, name="t", optimizer=rule)
-    with pytest.raises(ValueError, match=f"'{slot}' of table 't'"):
-      embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  table = embed.TableConfig(4, 2, name="t", optimizer=embed.adam(slot_init={"momenta": wrong}))
+  with pytest.raises(ValueError, match="'momenta' of table 't'"):
+    embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))

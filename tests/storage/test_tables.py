@@ -17,7 +17,6 @@ from recipes import hosts
 PLACES = {
   "mod": {"mesh": {}, "sharding": "mod"},
   "div": {"mesh": {"kind": "explicit"}, "sharding": "div"},
-  "three": {"mesh": {"shape": (3,)}, "sharding": "mod"},
   "plane": {"mesh": {"shape": (2, 4), "names": ("a", "b")}, "axis": ("b", "a")},
 }
 
@@ -114,9 +113,6 @@ def test_tables_are_read_as_they_are_loaded(way, place):
   model, wanted = numbered_model(**at(place)), numbered()
   load(model, wanted)
   assert_equal(fetched(read(model)), wanted)
-  assert [list(arrays) for arrays in model.embed.variables.values()] == [
-    ["parameters", "m", "n"]
-  ] * len(wanted)
 
 
 @pytest.mark.ci
@@ -137,24 +133,21 @@ def test_load_tables_takes_any_array():
 def test_loaded_arrays_are_where_those_before_were():
   """Not where the array was that they are loaded from."""
   features = embed.FeatureConfig(embed.TableConfig(6, 2, name="t"))
-  make = lambda mesh: embed.SparseEmbed(
-    features, embed.rowwise_adagrad(0.5), rngs=nnx.Rngs(0), mesh=mesh
-  )
+  make = lambda: embed.SparseEmbed(features, embed.rowwise_adagrad(0.5), rngs=nnx.Rngs(0))
   stored = lambda layer: nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))
-  split, elsewhere = make(make_mesh()), make(None)
-  nnx.update(elsewhere, jax.device_put(stored(elsewhere), jax.devices()[1]))
-  for source in (split, elsewhere):
-    source.load_tables({"t": np.arange(12.0).reshape(6, 2)})
-    tree = embed.checkpoint.to_tree(model=source)
-    for load in (
-      lambda target, source=source: target.load_variables(source.variables),
-      lambda target, tree=tree: embed.checkpoint.from_tree(tree, model=target),
-    ):
-      target = make(None)
-      before = [x.sharding for x in jax.tree.leaves(stored(target))]
-      load(target)
-      assert [x.sharding for x in jax.tree.leaves(stored(target))] == before
-      assert target(np.array([5, 0])).tolist() == [[10, 11], [0, 1]]
+  source = make()
+  source.load_tables({"t": np.arange(12.0).reshape(6, 2)})
+  nnx.update(source, jax.device_put(stored(source), jax.devices()[1]))
+  tree = embed.checkpoint.to_tree(model=source)
+  for load in (
+    lambda target: target.load_variables(source.variables),
+    lambda target: embed.checkpoint.from_tree(tree, model=target),
+  ):
+    target = make()
+    before = [x.sharding for x in jax.tree.leaves(stored(target))]
+    load(target)
+    assert [x.sharding for x in jax.tree.leaves(stored(target))] == before
+    assert target(np.array([5, 0])).tolist() == [[10, 11], [0, 1]]
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

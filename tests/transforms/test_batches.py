@@ -10,11 +10,8 @@ import sys
 import grain
 import numpy as np
 import pytest
-from absl import flags
 from cases import refused
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 from raw_features import cross
 
 import embed
@@ -25,7 +22,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_arguments():
   cases = [
-    (lambda: Identity(0), "num_buckets.*0"),
     (lambda: HashBucket(2**31), "num_buckets"),
     (lambda: Identity(5, default_value=5), "default_value.*5"),
     (lambda: Identity(5, max_valency=True), "max_valency"),
@@ -85,8 +81,8 @@ def plain(inputs):
 
 def test_a_batch():
   assert plain(TRANSFORMS(BATCH)) == GOLDEN
-  sizes = {name: column.vocabulary_size for name, column in TRANSFORMS.columns.items()}
-  assert list(sizes.values()) == [1000, 100, 4, 4, 4, 1000, 50]
+  sizes = [column.vocabulary_size for column in TRANSFORMS.columns.values()]
+  assert sizes == [1000, 100, 4, 4, 4, 1000, 50]
 
 
 @pytest.mark.ci
@@ -124,17 +120,9 @@ def test_errors_name_the_feature():
   refused([(batch, "'city_x_age': the batch has no 'city'")], TRANSFORMS)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.weekly)])
-def test_in_a_grain_pipeline(num_workers, request):
-  if num_workers:
-    flags.FLAGS.mark_as_parsed()  # a program that starts with app.run has done so
-    request.addfinalizer(flags.FLAGS.unparse_flags)
+def test_in_a_grain_pipeline():
   dataset = grain.MapDataset.source([BATCH] * 3).map(TRANSFORMS).to_iter_dataset()
-  if num_workers:
-    options = grain.MultiprocessingOptions(num_workers=num_workers)
-    dataset = dataset.mp_prefetch(options)
-  found = list(dataset)
-  assert [plain(inputs) for inputs in found] == [GOLDEN] * 3
+  assert [plain(inputs) for inputs in dataset] == [GOLDEN] * 3
 
 
 def test_single_examples_can_be_batched_by_grain():
@@ -151,16 +139,14 @@ def test_single_examples_can_be_batched_by_grain():
 
 @pytest.mark.ci
 def test_a_layer_reads_it():
-  """One table per column, sized by it; columns of one vocabulary may share theirs."""
+  """One table per column, sized by it."""
   tables = {
     name: embed.TableConfig(column.vocabulary_size, 4, combiner="sum", name=name)
     for name, column in TRANSFORMS.columns.items()
   }
   features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
-  features["again"] = embed.FeatureConfig(tables["genre"])
-  ids = TRANSFORMS(BATCH) | {"again": TRANSFORMS.columns["genre"](["drama", "comedy", ""])}
-  scores = embed.to_padded([[0.5, 2.0], [1.0], []], max_valency=2)
-  weights = dict.fromkeys(features) | {"tag": scores}
+  ids = TRANSFORMS(BATCH)
+  weights = {"tag": embed.to_padded([[0.5, 2.0], [1.0], []], max_valency=2)}
   embed.validate(features, ids, weights)
   layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
   act = nnx.jit(lambda layer, *inputs: layer(*inputs))(layer, ids, weights)
@@ -169,8 +155,6 @@ def test_a_layer_reads_it():
   expected = 0.5 * rows["tag"][first] + 2 * rows["tag"][second]
   np.testing.assert_allclose(act["tag"][0], expected, rtol=1e-6)
   np.testing.assert_array_equal(act["age"], rows["age"][[0, 2, 3]])
-  np.testing.assert_array_equal(act["again"][:2], rows["genre"][[0, 1]])
-  np.testing.assert_array_equal(act["again"][2], np.zeros(4))
 
 
 # --- crosses --------------------------------------------------------------------------------------
@@ -191,14 +175,3 @@ def test_crossed():
     ((["x", "y"], [["a"], [["b", "c"]]]), "key 'y': bags cannot be crossed.*HashBucket"),
   ]
   refused(cases, lambda case: Crossed(case[0], 1000)(*case[1]))
-
-
-KEYS = st.lists(st.text("ab"), min_size=3, max_size=3)
-
-
-@given(st.lists(KEYS, min_size=2, max_size=3))
-def test_a_cross_is_the_hash_of_each_tuple(columns):
-  column = Crossed([f"key {i}" for i in range(len(columns))], 12345)
-  examples = zip(*columns, strict=True)
-  expected = [cross(*each) % 12345 if all(each) else -1 for each in examples]
-  assert column(*columns).tolist() == expected

@@ -1,5 +1,6 @@
 """Columns: numbers a reader can check, kinds of values, vocabularies, and properties."""
 
+import functools
 import itertools
 import pickle
 
@@ -53,24 +54,17 @@ def test_bucketized():
   assert found.tolist() == [[0, 3], [3, 2], [1, 3]]
   assert column.vocabulary_size == 4
   assert column([-0.5, 0.0, np.inf]).tolist() == [0, 1, 3]
+  # 0.7 in float32 is below 0.7 in float64: a batch from a file and a request must agree.
+  for dtype in (np.float16, np.float32, np.float64):
+    assert Bucketized([0.7])(np.array([0.7], dtype)).tolist() == [1]
   large = Bucketized([2**60, 2**60 + 1])
   assert large(np.array([2**60 - 1, 2**60, 2**60 + 1])).tolist() == [0, 1, 2]
   with pytest.raises(ValueError, match="nan lies in no bucket: fill it in, or give default_value"):
     column([1.0, np.nan])
-  assert Bucketized([0.0], default_value=-1)([1.0, None, np.nan]).tolist() == [1, -1, -1]
   with pytest.raises(ValueError, match=r"which numbers of embed\.Padded are padding"):
     column(embed.Padded([[5, -1]]))
-  filled = embed.Padded([[5, np.nan]])
-  assert Bucketized([0, 10], default_value=-1)(filled).values.tolist() == [[1, -1]]
-
-
-def test_a_boundary_is_reached_in_any_precision():
-  """0.7 in float32 is below 0.7 in float64: a batch from a file and a request must agree."""
-  for boundary in (0.1, 0.7, 16777217.0):
-    for dtype in (np.float16, np.float32, np.float64):
-      with np.errstate(over="ignore"):
-        number = np.array([boundary]).astype(dtype)
-      assert Bucketized([boundary])(number).tolist() == [1], (boundary, dtype)
+  filled = embed.Padded([[5, np.nan, None]])
+  assert Bucketized([0, 10], default_value=-1)(filled).values.tolist() == [[1, -1, -1]]
 
 
 def test_id_zero_is_an_id():
@@ -88,7 +82,6 @@ def test_raw_ids_of_strings_and_integers():
   drama = [expected >> 32, expected & 2**32 - 1]
   assert pairs.tolist() == [drama, [2**32 - 1] * 2, drama]
   assert RawIds()(np.array([2**62 + 5])).tolist() == [[2**30, 5]]
-  assert RawIds()(embed.Padded([[5, -1]])).values.shape == (1, 2, 2)
   table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
   inputs = Transforms({"user": RawIds()})({"user": ["a", "b"]})
   embed.validate({"user": embed.FeatureConfig(table)}, inputs)
@@ -101,8 +94,6 @@ def test_vocabulary():
     column(["drama", "war", "war"])
   assert Vocabulary(["drama"], default_value=0)(["war"]).tolist() == [0]
   assert Vocabulary([2**62, 7])(np.array([7, 2**62, -1])).tolist() == [1, 0, -1]
-  largest = Vocabulary([2**64 - 1, 7], num_oov_buckets=1)
-  assert largest(np.array([2**64 - 1, 8], np.uint64)).tolist() == [0, 2]
   buckets = Vocabulary(["drama", "comedy"], num_oov_buckets=3)
   assert buckets.vocabulary_size == 5
   assert buckets(["comedy", "war", ""]).tolist() == [1, 2 + xxh64("war") % 3, -1]
@@ -119,11 +110,9 @@ UINT64 = st.integers(0, 2**64 - 1)
 )
 def test_tokens_are_the_inverse_of_ids(tokens, data):
   column = Vocabulary(tokens)
-  fresh = pickle.dumps(column)
   values = data.draw(st.lists(st.sampled_from(tokens)))
   assert [column.tokens[i] for i in column(values)] == values
-  assert b"_position_of" not in fresh  # workers get no index
-  assert pickle.loads(fresh) == column
+  assert pickle.loads(pickle.dumps(column)) == column
 
 
 # --- kinds of columns -----------------------------------------------------------------------------
@@ -183,31 +172,29 @@ def test_lists_of_lists_are_bags_whatever_their_lengths():
   """Or the kind of a feature would depend on the batch."""
   frame = np.empty(2, object)
   frame[:] = [np.array(["drama"]), np.array(["comedy", "drama"])]
-  for column in (frame, [("drama",), np.array(["comedy", "drama"])]):
-    assert GENRES(column).values.tolist() == [[0, -1], [1, 0]]
+  assert GENRES(frame).values.tolist() == [[0, -1], [1, 0]]
   assert GENRES([["drama"], ["comedy"]]).values.tolist() == [[0], [1]]
   assert GENRES([[], None]).values.tolist() == [[-1], [-1]]
-  found = Bucketized([0.7])([np.array([0.7, 1], np.float32), np.array([], np.float64)])
-  assert found.values.tolist() == [[1, 1], [-1, -1]]
-  cases = [([["drama"], "comedy"], r"holds lists and None; write \[value\]")]
-  cases += [([[["drama"]]], "must be flat")]
+  cases = [
+    ([["drama"], "comedy"], r"holds lists and None; write \[value\]"),
+    ([[["drama"]]], "must be flat"),
+  ]
   refused(cases, GENRES)
 
 
-def test_bags_keep_their_kind_without_max_valency():
+def test_max_valency_makes_any_bags_padded():
   lists = [["drama"], ["comedy", "drama"]]
   ragged = embed.Ragged(["drama", "comedy", "drama"], [0, 1, 3], max_valency=2)
   sparse = embed.Sparse([[0, 0], [1, 0], [1, 1]], ["drama", "comedy", "drama"], (2, 2))
-  assert GENRES(ragged).values.tolist() == [0, 1, 0]
   assert GENRES(ragged).max_valency == 2
   assert GENRES(sparse).dense_shape == (2, 2)
   column = Vocabulary(["drama", "comedy"], max_valency=3)
   for each in (lists, ragged, sparse):
     assert column(each).values.tolist() == [[0, -1, -1], [1, 0, -1]]
+  short = functools.partial(Vocabulary, ["drama", "comedy"], max_valency=1)
   with pytest.raises(ValueError, match="Bag 1 is longer than max_valency=1"):
-    Vocabulary(["drama", "comedy"], max_valency=1)(lists)
-  cut = Vocabulary(["drama", "comedy"], max_valency=1, truncate=True)
-  assert cut(lists).values.tolist() == [[0], [1]]
+    short()(lists)
+  assert short(truncate=True)(lists).values.tolist() == [[0], [1]]
 
 
 # --- keys and hashes ------------------------------------------------------------------------------
@@ -221,8 +208,7 @@ def test_the_published_hashes():
   """The test vectors that implementations of xxHash are checked by."""
   found = hashing.hashes(objects("", "a", "abc")).tolist()
   assert found == [0xEF46DB3751D8E999, 0xD24EC4F1A98C6E5B, 0x44BC2CF5AD770999]
-  for dtype in (np.int8, np.uint8, np.int32, np.uint64):
-    assert hashing.hashes(np.array([7], dtype)).tolist() == [xxh64(7)], dtype
+  assert hashing.hashes(np.array([7], np.int8)).tolist() == [xxh64(7)]
 
 
 @given(st.lists(st.tuples(UINT64, UINT64)), st.lists(TEXT), st.lists(st.binary()))
@@ -251,9 +237,7 @@ def test_keys():
     (np.array([1.5]), "float64.*Bucketized"),
     (np.array([True]), "bool"),
     (objects(1, "1"), r"\['int', 'str'\]"),
-    (objects("a", float("nan")), r"\['float', 'str'\]"),
-    (objects(True, 1), r"\['bool', 'int'\]"),
   ]
   refused(cases, hashing.to_keys)
-  numbers = [np.array(["1"]), objects("1"), objects(None, "1"), np.array([True])]
-  refused([(x, "numbers must be integers or floats") for x in numbers], hashing.to_numbers)
+  numbers = [(x, "numbers must be integers or floats") for x in (objects("1"), np.array([True]))]
+  refused(numbers, hashing.to_numbers)
