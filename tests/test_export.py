@@ -291,7 +291,7 @@ def test_a_kill_at_any_step_leaves_one_export(tmp_path):
   for step in range(1000):
     path = tmp_path / str(step) / "model.npz"
     old.save(path)
-    if not is_killed(lambda path=path: new.save(path), step=step):
+    if not is_killed(lambda path=path: new.save(path), step):
       break
     answers.append(answer(path))
     new.save(path)

@@ -248,11 +248,16 @@ def test_a_table_not_looked_up_has_an_empty_entry(model):
 def test_other_state_survives():
   """Batch statistics, random counters of an argument by keyword, and aux come through."""
 
+  class Normalized(Model):
+    def __init__(self):
+      super().__init__()
+      self.bn, self.dropout = nnx.BatchNorm(D, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
+
   def loss(m, ids, *, rngs):
     x = m.bn(m.dropout(m.encode("a", ids), rngs=rngs))
     return jnp.sum(x**2), {"x": x}
 
-  model, rngs = Model(other_state=True), nnx.Rngs(3)
+  model, rngs = Normalized(), nnx.Rngs(3)
   step = nnx.jit(embed.value_and_grad(loss, has_aux=True))
   (_, aux), _ = step(model, A, rngs=rngs)
   assert aux["x"].shape == (4, D)
