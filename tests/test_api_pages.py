@@ -85,42 +85,31 @@ def test_the_pages_are_the_public_api():
 
 def test_a_written_signature_is_the_true_one():
   """Written where Sphinx would show a long or an empty one; () is a class that nobody makes."""
+
+  def parameters(f):
+    found = inspect.signature(f.__init__ if inspect.isclass(f) else f).parameters.values()
+    return [(p.name, p.kind, p.default) for p in found if p.name != "self"]
+
   for entry in ENTRIES:
-    if entry.signature:
-      assert_signature(entry)
-
-
-def assert_signature(entry):
-  value = resolve(entry.name)
-  scope = {"np": np}
-  exec(f"def written{entry.signature}: pass", scope)
-  written = dict(inspect.signature(scope["written"]).parameters)
-  if not written and inspect.isclass(value):
-    return
-  true = dict(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
-  true.pop("self", None)
-  plain = lambda parameters: [(name, p.kind, p.default) for name, p in parameters.items()]
-  assert plain(written) == plain(true)
+    value = resolve(entry.name)
+    if entry.signature and not (entry.signature == "()" and inspect.isclass(value)):
+      scope = {"np": np}
+      exec(f"def written{entry.signature}: pass", scope)
+      assert parameters(scope["written"]) == parameters(value), entry
 
 
 # --- the table of optimizers ---------------------------------------------------------------------
 
 
-def rows():
-  text = (API / "optimizers.md").read_text()
-  return {
-    cells[0].strip("`"): cells[1:]
-    for line in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE)
-    if (cells := line.split(" | "))
-  }
-
-
 def test_the_table_of_optimizers_has_their_slots_and_bytes():
   returns = lambda f: inspect.isfunction(f) and inspect.signature(f).return_annotation
   public = {name for name in embed.__all__ if returns(getattr(embed, name)) is embed.RowOptimizer}
-  assert set(rows()) == public
+  lines = re.findall(r"^\| (`.*) \|$", (API / "optimizers.md").read_text(), re.MULTILINE)
+  rows = [line.split(" | ") for line in lines]
+  assert {row[0].strip("`") for row in rows} == public
   dim = 64
-  for name, (shapes, size, *_) in rows().items():
+  for name, shapes, size, *_ in rows:
+    name = name.strip("`")
     if name.endswith(("optax", "optimizer")):
       continue
     slots = getattr(embed, name)().slots(dim)

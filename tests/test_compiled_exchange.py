@@ -70,19 +70,14 @@ def sent(program):
       entry = line.startswith("ENTRY")
     match = COLLECTIVE.search(line)
     if match:
-      shapes = re.findall(r"\w+\[[\d,]*\]", match[1])
-      assert match[2] == "all-reduce" or len(set(shapes)) == 1, line
+      arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
       if match[2] != "all-reduce":
-        shapes = shapes[:1]
-      found[entry].update(f"{match[2]} {sorted_shape(shape)}" for shape in shapes)
+        assert len(set(arrays)) == 1, line
+        arrays = arrays[:1]
+      for kind, dims in arrays:  # sorted: a gradient's reduction may be transposed
+        dims = sorted(filter(None, dims.split(",")), key=int, reverse=True)
+        found[entry][f"{match[2]} {kind}[{','.join(dims)}]"] += 1
   return dict(found[True]), dict(found[False])
-
-
-def sorted_shape(shape):
-  """A gradient's reduction may be transposed."""
-  kind, dims = shape[:-1].split("[")
-  dims = sorted(dims.split(","), key=int, reverse=True) if "," in dims else [dims]
-  return f"{kind}[{','.join(dims)}]"
 
 
 def assert_cost_of_the_batch(program, arrays):

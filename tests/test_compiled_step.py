@@ -3,20 +3,17 @@
 Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
-import pickle
-
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
 import optax
 import pytest
-import ways
 from compiled import assert_in_place, compile_step, stored
 from flax import nnx
 
 import embed
 from embed import layer as layer_lib
-from embed.engine.stack import Layout, StackSpec
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 
@@ -47,10 +44,6 @@ def assert_cost_of_the_batch(optimizers, after=lambda model: None):
   assert_in_place(compile_step(step, modules, inputs), stored(model), most)
 
 
-def counting(g, w, s, lr):
-  return w - lr * g, {"n": s["n"] + 1}
-
-
 OPTIMIZERS = {
   "sgd": embed.sgd(clipvalue=0.5, weight_decay_factor=0.5),
   "adagrad": embed.adagrad(),
@@ -59,21 +52,18 @@ OPTIMIZERS = {
   "ftrl": embed.ftrl(),
   "adam": embed.adam(),
   "from_optax": embed.from_optax(optax.adam(1e-3)),
-  "custom_optimizer": embed.custom_optimizer(counting, {"n": embed.Slot(per_row=True)}),
+  "custom_optimizer": embed.custom_optimizer(
+    lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1}), {"n": embed.Slot(per_row=True)}
+  ),
   "frozen": embed.frozen(),
 }
 
 
 @pytest.mark.ci
-def test_no_cost_of_the_vocabulary():
+@pytest.mark.parametrize("way", ["packed", "rows"], indirect=True)
+def test_no_cost_of_the_vocabulary(way):
+  """Also in packed tables, where lines and rows are the same bytes, as on CPUs and GPUs."""
   assert_cost_of_the_batch(OPTIMIZERS)
-
-
-@pytest.mark.ci
-def test_no_cost_of_the_vocabulary_in_packed_tables():
-  """Where lines and rows are the same bytes, as on CPUs and GPUs."""
-  with ways.stored("packed"):
-    assert_cost_of_the_batch(OPTIMIZERS)
 
 
 def test_the_check_sees_a_dense_update():
@@ -115,66 +105,22 @@ def test_a_training_step_lowers(platform):
   assert "gather" in lowered.as_text()
 
 
-def layer_with(seed=0, size=8, optimizer=None, name="t", features=None):
-  if features is None:
-    optimizer = optimizer or embed.adagrad(0.1)
-    features = embed.FeatureConfig(embed.TableConfig(size, 4, optimizer=optimizer, name=name))
-  return embed.SparseEmbed(features, rngs=nnx.Rngs(seed))
-
-
 def train_eagerly(layer):
   activations, residual = layer.lookup(np.array([1, 2]))
   layer.apply_gradients(jnp.ones_like(activations), residual)
-
-
-def test_a_stack_from_another_process_is_the_same():
-  """Strings have other hashes there, and a stack keeps its own."""
-  stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(np.float32), embed.sgd())
-  assert hash(stack) == vars(stack)["_hash"]
-  sent = pickle.loads(pickle.dumps(stack))
-  assert "_hash" not in vars(sent)
-  assert (sent, hash(sent)) == (stack, hash(stack))
 
 
 def test_equal_layers_share_their_programs():
   """Whatever holds the rows, and though their configs are others."""
   programs = (layer_lib.compiled_look_up, layer_lib.compiled_step)
   before = [f._cache_size() for f in programs]
-  layers = [layer_with(seed, size=9) for seed in range(3)]
-  for layer in layers:
-    train_eagerly(layer)
+  for seed in range(3):
+    table = embed.TableConfig(9, 4, optimizer=embed.adagrad(0.1), name="t")
+    train_eagerly(embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(seed)))
   assert [f._cache_size() for f in programs] == [n + 1 for n in before]
-  assert not np.array_equal(layers[0].tables["t"], layers[1].tables["t"])
 
 
-def test_other_layers_do_not():
-  def stack_of(size=8, optimizer=None, name="t"):
-    table = embed.TableConfig(size, 4, optimizer=optimizer or embed.adagrad(0.1), name=name)
-    (stack,) = embed.plan(embed.FeatureConfig(table), None, np.zeros(2, np.int32)).stacks().values()
-    return stack
-
-  stack, same = stack_of(), stack_of()
-  assert stack == same
-  assert hash(stack) == hash(same)
-  for other in ({"size": 9}, {"optimizer": embed.adagrad(0.2)}, {"name": "s"}):
-    assert stack != stack_of(**other), other
-
-
-@pytest.fixture(scope="module")
-def large():
-  """A layer of 16 MiB."""
-  table = embed.TableConfig(1 << 17, 32, jax.nn.initializers.zeros, embed.sgd(), name="t")
-  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
-
-def test_a_copy_of_a_table_is_told(large):
-  layer = large
+def test_a_copy_of_a_table_is_told():
+  layer = layers.one_table(rows=np.zeros((1 << 17, 32), np.float32))  # 16 MiB
   with pytest.warns(UserWarning, match=r"16 MiB was copied by a step outside.*embed\.jit_step"):
     train_eagerly(layer)
-
-
-def test_every_program_counts_for_the_budget_of_its_test(request):
-  programs = request.config.pluginmanager.get_plugin("programs")
-  before = programs.count
-  jax.jit(lambda x: 3 * x + 41)(np.float32(1))
-  assert programs.count == before + 1

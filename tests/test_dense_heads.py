@@ -64,71 +64,46 @@ def batch(step, size):
   return inputs | {"user": draw.integers(0, V, size)}, draw.integers(0, 2, size).astype(np.float32)
 
 
-def train(put=lambda x: x, **where):
+def train(**where):
   """Losses, tables, dense parameters and predictions after two steps."""
   model = Ranker(**where)
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  steps = [put(batch(step, 16)) for step in range(2)]
+  steps = [batch(step, 16) for step in range(2)]
   losses = [float(train_step(model, optimizer, *inputs)) for inputs in steps]
   scores = predict(model, steps[0][0])
   dense = jax.tree.leaves(nnx.state(model, nnx.Param))
   return jax.tree.map(np.asarray, (losses, model.embed.variables, dense, scores))
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-  return train()
-
-
 @pytest.mark.ci
-def test_trains_as_on_one_device(on_one_device):
-  meshes.assert_close(train(mesh=meshes.make_mesh("auto", (2,))), on_one_device, scale=1e-5)
-
-
-@pytest.mark.ci
-def test_trains_on_a_mesh_that_is_set(on_one_device):
+def test_trains_as_on_one_device():
+  """On a mesh that the layer is given, and on one that is set."""
+  alone = train()
+  meshes.assert_close(train(mesh=meshes.make_mesh("auto", (2,))), alone, scale=1e-5)
   with jax.set_mesh(meshes.make_mesh("explicit")):
-    outcome = train()
-  meshes.assert_close(outcome, on_one_device, scale=1e-5)
-
-
-@pytest.mark.weekly
-def test_inputs_may_be_on_the_mesh(on_one_device):
-  mesh = meshes.make_mesh("explicit", (2,))
-  put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
-  meshes.assert_close(train(put, mesh=mesh), on_one_device, scale=1e-5)
-
-
-class Small(nnx.Module):
-  """A layer and a linear head."""
-
-  def __init__(self, **where):
-    table = embed.TableConfig(V, D, name="user")
-    features = {"user": embed.FeatureConfig(table)}
-    self.embed = embed.SparseEmbed(features, embed.adam(0.01), rngs=nnx.Rngs(0), **where)
-    self.head = nnx.Linear(D, 1, rngs=nnx.Rngs(0))
+    meshes.assert_close(train(), alone, scale=1e-5)
 
 
 @pytest.mark.ci
 def test_conditionals_on_explicit_axes():
   """The branch not taken returns arrays of the same types as the one that is."""
-  mesh = meshes.make_mesh("explicit")
+  features = {"user": embed.FeatureConfig(embed.TableConfig(V, D, name="user"))}
   ids = np.arange(16) % V
 
-  def loss(model, flag):
-    look_up = lambda model: model.embed({"user": ids})["user"]
-    x = nnx.cond(flag, look_up, lambda model: look_up(model) * 2, model)
-    y = nnx.switch(jnp.int32(1), [look_up, lambda model: -look_up(model)], model)
-    return jnp.sum(x**2) + jnp.sum(model.head(jnp.tanh(y)))
+  def loss(layer, flag):
+    look_up = lambda layer: layer({"user": ids})["user"]
+    x = nnx.cond(flag, look_up, lambda layer: look_up(layer) * 2, layer)
+    y = nnx.switch(jnp.int32(1), [look_up, lambda layer: -look_up(layer)], layer)
+    return jnp.sum(x**2) + jnp.sum(jnp.tanh(y))
 
   def rows(**where):
-    _, grads = nnx.jit(embed.value_and_grad(loss))(Small(**where), False)
-    found = grads.rows["embed/user"]
+    layer = embed.SparseEmbed(features, embed.adam(0.01), rngs=nnx.Rngs(0), **where)
+    found = nnx.jit(embed.value_and_grad(loss))(layer, False)[1].rows["user"]
     dense = np.zeros((V + 1, D), np.float32)
     np.add.at(dense, np.asarray(found.ids), np.asarray(found.values))
     return dense[:V]
 
-  np.testing.assert_allclose(rows(mesh=mesh), rows(), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(rows(mesh=meshes.make_mesh("explicit")), rows(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.programs(30, "trains eagerly made inputs of three kinds on eight devices")

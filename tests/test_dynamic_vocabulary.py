@@ -96,7 +96,6 @@ def test_arguments_are_checked():
     ({"eviction": "fifo"}, r"`eviction` must be one of \('lru', 'lfu'\). Got 'fifo'"),
     ({"half_life": 3}, '`half_life` must be None without "lfu". Got 3'),
     ({"time_to_live": 0.5}, "`time_to_live` must be an int in 1"),
-    ({"trains_unknown": 1}, "`trains_unknown` must be a bool. Got 1"),
   ]
   refused(wrong, lambda given: DynamicVocabulary(**{"capacity": 16, **given}))
 
@@ -182,25 +181,14 @@ def test_a_stream_gives_the_same_table_on_a_mesh():
     assert_equal(model.vocabulary_report, expected.vocabulary_report)
 
 
-def test_ids_that_find_no_room_are_padding_or_the_unknown():
-  tables = {name: table(8, name, trains_unknown=name == "unknown") for name in ("none", "unknown")}
-  model, optimizer = make({name: embed.FeatureConfig(config) for name, config in tables.items()})
-  batch = as_raw(dict.fromkeys(tables, np.arange(100)))
-  step = embed.jit_step(train_step, model, optimizer)
-  before = copied(variables_of(model))
-  _, rows = step(batch)
-  after = copied(variables_of(model))
-  report = nnx.jit(lambda model: model.vocabulary_report)(model)
-  absent = as_raw(dict.fromkeys(tables, np.array([10**9, -1])))
-  activations = copied(nnx.jit(lambda m, b: m(m.translate(b)))(model, absent))
-  for name, unknown in (("none", -1), ("unknown", 7)):
-    given = np.asarray(rows[name])
-    assert set(given[given != unknown].tolist()) == set(range(8)) - {unknown}
-    assert int(report[name]["turned_away"]) == 100 - (8 if name == "none" else 7)
-    # All rows were looked up, the unknown's too.
-    assert (after[name]["parameters"] != before[name]["parameters"]).any(axis=1).all()
-    assert bool(activations[name][0].any()) == (name == "unknown")
-    assert not activations[name][1].any()
+def test_ids_that_find_no_room_are_padding():
+  model, optimizer = make({"id": embed.FeatureConfig(table(8))})
+  _, rows = embed.jit_step(train_step, model, optimizer)(as_raw({"id": np.arange(100)}))
+  given = np.asarray(rows["id"])
+  assert sorted(given[given >= 0].tolist()) == list(range(8))
+  assert int(model.vocabulary_report["user"]["turned_away"]) == 100 - 8
+  absent = as_raw({"id": np.array([10**9, -1])})
+  assert not np.asarray(model(model.translate(absent))["id"]).any()
 
 
 def test_what_a_lookup_reads_is_admitted():
@@ -219,8 +207,7 @@ def test_what_a_lookup_reads_is_admitted():
   assert [raw for raw in range(10) if rows_of(model, raw)[0] >= 0] == [1, 2, 5, 6, 7]
   assert (rows >= 0).tolist() == [True, True, False]
   np.testing.assert_array_equal([rows_of(model, raw)[0] for raw in (*halves, 2**64 - 1)], rows)
-  found = model.rows_by_raw_id("user")
-  assert set(found["raw_ids"].tolist()) == {1, 2, 5, 6, 7, *halves}
+  assert set(owned_rows(model)) == {1, 2, 5, 6, 7, *halves}
 
 
 @pytest.mark.ci
@@ -310,7 +297,6 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
   embed.checkpoint.from_tree(copied(embed.checkpoint.to_tree(model=model)), model=served)
   since, by_id, evicted = embed.deltas.fingerprint(0, model=model), {}, 0
   step = embed.jit_step(train_step, model, optimizer)
-  as_ints = lambda pairs: (pairs.astype(np.uint64) @ np.array([2**32, 1], np.uint64)).tolist()
   for number in range(3):
     step(as_raw({"id": np.arange(30, dtype=np.uint64) + number * 15}))
     delta, since = embed.deltas.changes(since, number + 1, model=model)
@@ -324,9 +310,7 @@ def test_deltas_follow_rows_that_change_hands(tmp_path):
     by_id.pop(2**64 - 1, None)  # rows without an owner
     evicted += len(owners.evicted)
     assert_equal(served.variables["user"], model.variables["user"])
-    expected = model.rows_by_raw_id("user")
-    wanted = dict(zip(expected["raw_ids"].tolist(), expected["parameters"].tolist(), strict=True))
-    assert {raw: row.tolist() for raw, row in by_id.items()} == wanted
+    assert {raw: row.tolist() for raw, row in by_id.items()} == owned_rows(model)
   assert evicted > 0
   other = embed.SparseEmbed({"id": embed.FeatureConfig(table(64))}, rngs=nnx.Rngs(1))
   with pytest.raises(ValueError, match="made against other rows"):
@@ -342,18 +326,3 @@ def test_an_export_answers_raw_ids():
   expected = np.asarray(predict(model, batch))
   assert expected.any(axis=1).tolist() == [True, False, False]
   np.testing.assert_array_equal(exported.program.call(exported.arrays, batch), expected)
-
-
-@pytest.mark.ci
-def test_rows_of_a_static_table_are_imported_by_raw_id():
-  rows = np.arange(20, dtype=np.float32).reshape(5, DIM)
-  model, _ = make({"id": embed.FeatureConfig(table(16))})
-  raw = np.array([2**60, 3, 4, 5, 6], np.uint64)
-  placed = model.load_rows("user", raw, {"parameters": rows})
-  kept = placed >= 0
-  found = model(model.translate({"id": raw}))["id"]
-  np.testing.assert_array_equal(found, np.where(kept[:, None], rows, 0))
-  accumulators = np.asarray(model.variables["user"]["accumulators"])
-  assert (accumulators[placed[kept]] == np.float32(0.1)).all()
-  with pytest.raises(ValueError, match="distinct"):
-    model.load_rows("user", np.array([1, 1]), {"parameters": rows[:2]})

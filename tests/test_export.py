@@ -1,6 +1,7 @@
 """Exported models: the same bits in a process that has only JAX, for any batch."""
 
 import collections
+import functools
 import os
 import subprocess
 import sys
@@ -10,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ways
-from cases import refused
 from flax import nnx
-from kills import full_disk
+from kills import full_disk, is_killed
 
 import embed
 
@@ -53,10 +53,12 @@ def test_any_batch():
     assert np.asarray(act)[..., 0].tolist() == [[100, 100, 0]] * batch
 
 
-def test_ragged():
+@pytest.mark.parametrize("max_valency", [None, 2])
+def test_ragged(max_valency):
   """Any batch, the values being a buffer; or any number of values as well."""
+  ragged = lambda values, row_splits: embed.Ragged(values, row_splits, max_valency)
   layer, platforms = small("mean"), ("cpu", "cuda", "tpu")
-  example = {"f": embed.Ragged([1, 2, 3], [0, 1, 3])}
+  example = {"f": ragged([1, 2, 3], [0, 1, 3])}
   exported = embed.export(call, layer, example, any_batch=True, platforms=platforms)
   assert exported.program.platforms == platforms
   plain = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 0, 2, 2, 2])}
@@ -64,7 +66,7 @@ def test_ragged():
   assert act.tolist() == [[0], [55], [0], [0]]
   batch, number = jax.export.symbolic_shape("batch, number")
   struct = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
-  exported = embed.export(call, layer, {"f": embed.Ragged(struct(number), struct(batch + 1))})
+  exported = embed.export(call, layer, {"f": ragged(struct(number), struct(batch + 1))})
   plain = {"values": np.array([2, 1, 0, 0, 3]), "row_splits": np.array([0, 2, 4])}
   assert exported.program.call(exported.arrays, {"f": plain})["f"].tolist() == [[55], [1]]
 
@@ -84,7 +86,9 @@ def test_structures_are_plain():
 
   def function(layer, inputs):
     act = layer({"f": inputs["z"][0].ids}, {"f": inputs["z"][0].weights})["f"]
-    return Pair(act, (collections.OrderedDict(z=act + inputs["scalar"]), [embed.Padded(act)]))
+    return Pair(
+      act, (collections.OrderedDict(z=act + inputs["scalar"], a=None), [embed.Padded(act)])
+    )
 
   pair = Pair(embed.Padded([[1, 2]]), embed.Padded([[1.0, 2.0]]))
   inputs = collections.OrderedDict(z=(pair,), scalar=np.float32(1))
@@ -94,6 +98,7 @@ def test_structures_are_plain():
   assert type(out) is dict
   assert out["ids"].tolist() == [[32]]
   assert out["weights"][0]["z"].tolist() == [[37]]
+  assert out["weights"][0]["a"] is None
   assert out["weights"][1][0].tolist() == [[32]]
   exported.program.serialize()  # JAX refuses structures that it could not read back
 
@@ -103,11 +108,10 @@ def test_structures_are_plain():
 
 class Towers(nnx.Module):
   def __init__(self):
-    rngs = nnx.Rngs(0)
-    layer = lambda name: embed.SparseEmbed(
-      {name: embed.FeatureConfig(embed.TableConfig(8, 4, name=name))}, embed.adam(), rngs=rngs
-    )
-    self.query, self.items = layer("user"), layer("item")
+    rngs, zeros = nnx.Rngs(0), jax.nn.initializers.zeros
+    user, item = (embed.TableConfig(8, 4, zeros, name=name) for name in ("user", "item"))
+    self.query = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, embed.adam(), rngs=rngs)
+    self.items = embed.SparseEmbed({"item": embed.FeatureConfig(item)}, embed.adam(), rngs=rngs)
     self.head = nnx.Linear(4, 4, rngs=rngs)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
@@ -118,18 +122,20 @@ class Towers(nnx.Module):
     return self.user({"user": batch["user"]}) @ self.items({"item": batch["item"]})["item"].T
 
 
-def test_only_what_is_read_is_there():
+@pytest.mark.parametrize("any_batch", [False, True])
+def test_only_what_is_read_is_there(any_batch):
   """Also below a jitted function. The model is left as it was, with its slots."""
   model = Towers()
   model.eval()
   ids, before = np.array([1, 2]), jax.tree.leaves(nnx.state(model))
-  names = lambda f, example: sorted(embed.export(f, model, example).arrays)
+  names = lambda f, example: sorted(embed.export(f, model, example, any_batch=any_batch).arrays)
   of_user = ["head/bias", "head/kernel", "query/user"]
   assert names(Towers.user, {"user": ids}) == of_user
   assert names(nnx.jit(Towers.user, graph=False), {"user": ids}) == of_user
   assert names(Towers.__call__, {"user": ids, "item": ids}) == sorted([*of_user, "items/item"])
   query = np.ones((2, 4), np.float32)
   assert names(lambda m, q: m.items.attend(q, "item"), query) == ["items/item"]
+  assert names(lambda m, q: q @ m.items.tables["item"].T, query) == ["items/item"]
   assert list(model.query.variables["user"]) == ["parameters", "momenta", "velocities"]
   assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
@@ -157,12 +163,12 @@ def test_a_bfloat16_table_is_not_copied():
 @pytest.mark.ci
 def test_a_model_on_a_mesh_is_exported_as_on_one_device():
   """Five rows and three columns: nothing divides by eight."""
-  features = {"f": embed.FeatureConfig(embed.TableConfig(5, 3, name="t", optimizer=embed.adam()))}
-  batch = {"f": embed.Padded([[1, 4, -1], [0, 2, 2]])}
-  layers = (
-    embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=mesh)
-    for mesh in (None, jax.make_mesh((8,), ("data",)))
+  table = embed.TableConfig(5, 3, name="t", optimizer=embed.adam())
+  make = lambda **where: embed.SparseEmbed(
+    {"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0), **where
   )
+  batch = {"f": embed.Padded([[1, 4, -1], [0, 2, 2]])}
+  layers = (make(), make(mesh=jax.make_mesh((8,), ("data",))))
   one, spread = (embed.export(call, layer, batch, any_batch=True) for layer in layers)
   np.testing.assert_array_equal(one.arrays["t"], spread.arrays["t"])
   assert spread.program.nr_devices == 1
@@ -171,16 +177,17 @@ def test_a_model_on_a_mesh_is_exported_as_on_one_device():
 
 def test_errors_say_what_to_write():
   layer, ids = small(), np.array([1, 2])
-  sparse = {"f": embed.Sparse([[0, 0]], [1], (2, 2))}
-  row_grads = lambda m, ids: embed.RowGrads(ids, m({"f": ids})["f"])
-  wrong = [
-    ((Towers.user, Towers(), {"user": ids}), "by 'dropout/rngs/key': call model.eval"),
-    ((lambda m, f, x: m(f), layer, {"f": ids}, np.ones(3)), r"batches \[2, 3\].*symbolic_shape"),
-    ((call, layer, sparse), "dense_shape, which is static"),
-    ((row_grads, layer, ids), r"arrays. Got <class 'embed.gradients.RowGrads'>"),
-    ((lambda m, ids: ids, {"program.bin": np.ones(1)}, ids), "'program.bin'; rename the table"),
-  ]
-  refused(wrong, lambda given: embed.export(*given, any_batch=True))
+  sparse = embed.Sparse([[0, 0]], [1], (2, 2))
+  with pytest.raises(ValueError, match=r"random numbers, by 'dropout/rngs/key': call model.eval"):
+    embed.export(Towers.user, Towers(), {"user": ids})
+  with pytest.raises(ValueError, match=r"batches \[2, 3\].*symbolic_shape"):
+    embed.export(lambda m, f, x: m(f), layer, {"f": ids}, np.ones(3), any_batch=True)
+  with pytest.raises(ValueError, match="dense_shape, which is static"):
+    embed.export(call, layer, {"f": sparse}, any_batch=True)
+  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.gradients.RowGrads'>"):
+    embed.export(lambda m, ids: embed.RowGrads(ids, m({"f": ids})["f"]), layer, ids)
+  with pytest.raises(ValueError, match=r"called 'program.bin'; rename the table"):
+    embed.export(lambda m, ids: ids, {"program.bin": np.ones(1)}, ids)
   with (
     jax.set_mesh(jax.make_mesh((8,), ("data",))),
     pytest.raises(ValueError, match=r"leave jax\.set_mesh"),
@@ -207,7 +214,6 @@ class Ranker(nnx.Module):
 
 
 def ranker_batch(size):
-  """Arrays by name: ids and weights of one feature, values and row splits of the other."""
   draw = np.random.default_rng(size)
   ids = draw.integers(-1, 50, (size, 4)).astype(np.int32)
   weights = draw.uniform(0.5, 2, (size, 4)).astype(np.float32)
@@ -254,24 +260,42 @@ def test_a_fresh_process_gives_the_same_numbers(tmp_path):
       np.testing.assert_allclose(out["score"], wanted["score"], rtol=1e-6, atol=1e-6)
 
 
+@functools.cache
+def version(factor, size=4):
+  """An export that answers `factor ** 2`; a program and arrays of two versions answer otherwise."""
+  tables = {"file": np.full((size, 1), factor, np.float32)}  # numpy.savez would refuse this name
+  return embed.export(lambda tables, ids: tables["file"][ids] * factor, tables, np.array([0]))
+
+
+def answer(path):
+  arrays = dict(np.load(path))
+  program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
+  return program.call(arrays, np.array([0])).item()
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path):
-  """A program and arrays of two versions would answer otherwise."""
   path = tmp_path / "new folder" / "model.npz"
-
-  def save(factor, size=4):
-    tables = {"file": np.full((size, 1), factor, np.float32)}  # numpy.savez would refuse this name
-    act = lambda tables, ids: tables["file"][ids] * factor
-    embed.export(act, tables, np.array([0])).save(path)
-
-  def answer():
-    arrays = dict(np.load(path))
-    program = jax.export.deserialize(bytearray(arrays.pop("program.bin")))
-    return program.call(arrays, np.array([0])).item()
-
   for factor in (3, 5):
-    save(factor)
-    assert answer() == factor**2
+    version(factor).save(path)
+    assert answer(path) == factor**2
   with full_disk(1 << 15), pytest.raises(OSError, match=r"too large.*model\.npz"):
-    save(7, size=1 << 16)
-  assert answer() == 25
+    version(7, size=1 << 16).save(path)
+  assert answer(path) == 25
   assert [x.name for x in path.parent.iterdir()] == ["model.npz"]
+
+
+@pytest.mark.weekly
+def test_a_kill_at_any_step_leaves_one_export(tmp_path):
+  old, new = version(3), version(5)
+  answers = []
+  for step in range(1000):
+    path = tmp_path / str(step) / "model.npz"
+    old.save(path)
+    if not is_killed(lambda path=path: new.save(path), step):
+      break
+    answers.append(answer(path))
+    new.save(path)
+    assert answer(path) == 25
+    assert [x.name for x in path.parent.iterdir()] == ["model.npz"]
+  assert answers == sorted(answers)
+  assert set(answers) == {9, 25}

@@ -106,19 +106,10 @@ MISTAKES = {
 def test_a_wrong_flag_is_one_line_that_suggests_the_right_one(command):
   never = lambda *_: pytest.fail("a run began")
   for argument, hint in MISTAKES.items():
-    code, out, err = command("dlrm", never, argument)
-    assert hint in code, argument
-    assert "\n" not in code
+    line, out, err = command("dlrm", never, argument)
+    assert hint in line, argument
+    assert "\n" not in line
     assert (out, err) == ([], []), argument
-
-
-@pytest.mark.ci
-def test_a_wrong_flag_of_the_command_itself():
-  argv = [sys.executable, "-m", "recipes.dlrm", "--confg=configs/dlrm/synthetic.py"]
-  done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-  assert (done.returncode, done.stdout) == (1, "")
-  (line,) = done.stderr.splitlines()
-  assert "Did you mean: config" in line
 
 
 def test_configs_are_found_from_any_folder(command):
@@ -156,18 +147,14 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback(command):
 
 
 def test_what_stops_a_run_is_no_traceback(command):
-  for error, said in (
-    (KeyboardInterrupt(), "stopped before the first step; the same command begins again"),
-    (errors.Stopped("stopped at step 3"), "stopped at step 3"),
-  ):
-    code, _, err = command("sequence", raising(error))
-    assert (code, err[1:]) == (130, ["", said])
-  for number, hint in (
-    (errno.ENOSPC, "Free some space; the same command"),
-    (errno.EROFS, "--workdir and"),
-  ):
-    code, _, _ = command("sequence", raising(OSError(number, "Refused", "x/y")))
-    assert code.startswith(f"error: Refused: x/y. {hint}")
+  begins_again = "stopped before the first step; the same command begins again"
+  code, _, err = command("sequence", raising(KeyboardInterrupt()))
+  assert (code, err[1:]) == (130, ["", begins_again])
+  code, _, err = command("sequence", raising(errors.Stopped("stopped at step 3")))
+  assert (code, err[1:]) == (130, ["", "stopped at step 3"])
+  full = OSError(errno.ENOSPC, "Refused", "x/y")
+  code, _, _ = command("sequence", raising(full))
+  assert code.startswith("error: Refused: x/y. Free some space; the same command")
 
 
 @pytest.mark.ci

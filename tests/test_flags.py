@@ -34,10 +34,9 @@ class Model(nnx.Module):
     return self.head(sum(parts))
 
 
-def batch_of(put=jnp.asarray):
-  return {
-    "bag": embed.Padded(put(IDS)), "seen": embed.Padded(put(IDS)), "one": put(np.abs(IDS[:, 0]))
-  }  # fmt: skip
+def batch_of():
+  ids = embed.Padded(jnp.asarray(IDS))
+  return {"bag": ids, "seen": ids, "one": jnp.asarray(np.abs(IDS[:, 0]))}
 
 
 def train_step(model, optimizer, batch, weights):
@@ -47,49 +46,10 @@ def train_step(model, optimizer, batch, weights):
   return loss
 
 
-def steps(**where):
-  """A compiled step of training, and what it leaves."""
-  model = Model(**where)
-  updater = embed.Optimizer(model, optax.adam(0.1))
-  weights = embed.Padded(jnp.asarray(np.abs(IDS) + 1, jnp.float32))
-  batch = batch_of()
-  if "mesh" in where:
-    sharding = jax.NamedSharding(where["mesh"], jax.P("data"))
-    batch, weights = jax.device_put((batch, weights), sharding)
-  step = embed.jit_step(train_step, model, updater)
-  state = lambda: [
-    jax.tree.map(np.asarray, dict(model.embed.variables["t"])),
-    model.head.kernel[...],
-  ]
-  return lambda: step(batch, weights), state
-
-
-def eager_lookups():
-  model = Model()
-  ragged = embed.Ragged(
-    jnp.asarray(np.abs(IDS.reshape(-1))), jnp.arange(0, BAGS * 3 + 1, 3), max_valency=3
-  )
-  inputs = [batch_of(), {"bag": ragged}, {"one": jnp.asarray(np.abs(IDS))}]
-  look_up = lambda: [model.embed(batch) for batch in inputs]
-  return look_up, list
-
-
-SCENARIOS = {
-  "a step": steps,
-  "a step in bfloat16 on a mesh": lambda: steps(
-    mesh=jax.make_mesh((2,), ("data",)), dtype=jnp.bfloat16
-  ),
-  "eager lookups": eager_lookups,
-}
 WHILE_TRACING = {
   "dtype_promotion=strict": lambda: jax.numpy_dtype_promotion("strict"),
   "rank_promotion=raise": lambda: jax.numpy_rank_promotion("raise"),
   "check_tracer_leaks": jax.checking_leaks,
-}
-WHILE_RUNNING = {
-  "transfer_guard=disallow": lambda: jax.transfer_guard("disallow"),
-  "enable_x64": lambda: jax.enable_x64(True),
-  "debug_nans": lambda: jax.debug_nans(True),
 }
 
 
@@ -105,39 +65,50 @@ def test_a_setting_of_tracing_is_kept(flag):
     nnx.eval_shape(lambda: train(mesh=jax.make_mesh((2,), ("data",)), dtype=jnp.bfloat16))
 
 
-def numbers(scenario, setting, at_once=True):
-  """What a scenario computes the second time; the setting holds from the first if `at_once`."""
-  with setting() if at_once else contextlib.nullcontext():
-    go, state = SCENARIOS[scenario]()
-    go()
+WHILE_RUNNING = {
+  "transfer_guard=disallow": lambda: jax.transfer_guard("disallow"),
+  "enable_x64": lambda: jax.enable_x64(True),
+  "debug_nans": lambda: jax.debug_nans(True),
+}
+
+
+def two_steps(setting, from_the_first, **where):
+  """What two compiled steps leave; the second one, or both, under a setting."""
+  with setting() if from_the_first else contextlib.nullcontext():
+    model = Model(**where)
+    batch = batch_of(), embed.Padded(jnp.asarray(np.abs(IDS) + 1, jnp.float32))
+    if "mesh" in where:
+      batch = jax.device_put(batch, jax.NamedSharding(where["mesh"], jax.P("data")))
+    step = embed.jit_step(train_step, model, embed.Optimizer(model, optax.adam(0.1)))
+    step(*batch)
   with setting():
-    out = go()
-  return [np.asarray(x, np.float32) for x in jax.tree.leaves((out, state()))]
-
-
-@functools.cache
-def expected(scenario):
-  return numbers(scenario, contextlib.nullcontext)
+    loss = step(*batch)
+  left = loss, dict(model.embed.variables["t"]), model.head.kernel[...]
+  return [np.asarray(x, np.float32) for x in jax.tree.leaves(left)]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("flag", WHILE_RUNNING)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_setting_changes_nothing(scenario, flag):
-  """Each scenario gives the numbers that it gives without the setting."""
-  guards = flag == "transfer_guard=disallow"
-  if guards and scenario == "eager lookups":
-    # Outside of jit JAX moves constants at every operation; the error says what to write.
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-      numbers(scenario, WHILE_RUNNING[flag], at_once=False)
-    assert any("embed.jit_step" in note for note in caught.value.__notes__)
-    return
-  actual = numbers(scenario, WHILE_RUNNING[flag], at_once=not guards)
-  for x, y in zip(actual, expected(scenario), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("place", ["one device", "bfloat16 on a mesh"])
+def test_a_setting_changes_no_step(place):
+  where = {"mesh": jax.make_mesh((2,), ("data",)), "dtype": jnp.bfloat16} if "mesh" in place else {}
+  expected = two_steps(contextlib.nullcontext, False, **where)
+  for flag, setting in WHILE_RUNNING.items():
+    actual = two_steps(setting, flag != "transfer_guard=disallow", **where)
+    for x, y in zip(actual, expected, strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=flag)
 
 
-# --- settings that are refused --------------------------------------------------------------------
+@pytest.mark.ci
+def test_a_setting_changes_no_eager_lookup():
+  ids = jnp.asarray(np.abs(IDS))
+  ragged = embed.Ragged(ids.reshape(-1), jnp.arange(0, BAGS * 3 + 1, 3), max_valency=3)
+  inputs = [batch_of(), {"bag": ragged}, {"one": ids}]
+  look_up = lambda: [Model().embed(batch) for batch in inputs]
+  expected = look_up()
+  for flag in ("enable_x64", "debug_nans"):  # a guard refuses all constants
+    with WHILE_RUNNING[flag]():
+      actual = look_up()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
 
 
 def test_hijax_variables_are_refused():
@@ -154,6 +125,3 @@ def test_without_jit_a_mesh_is_refused_and_one_device_works():
     with pytest.raises(ValueError, match="one device after another"):
       split.embed(batch_of())
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, whole)
-
-
-# --- settings of the compiler ---------------------------------------------------------------------

@@ -35,30 +35,30 @@ def model_on_eight_devices():
   return Model(400_000, DIM, jax.make_mesh((8,), ("data",)))
 
 
-def cases(quick):
+def cases(*quick):
   return [name if name in quick else pytest.param(name, marks=pytest.mark.ci) for name in WAYS]
 
 
-@pytest.mark.parametrize("name", cases({"a_sum", "accumulate", "scan_of_steps"}))
+@pytest.mark.parametrize("name", cases("a_sum", "accumulate", "scan_of_steps"))
 def test_on_one_device(name, model):
   check(WAYS[name], model)
 
 
-@pytest.mark.parametrize("name", cases({"a_sum"}))
+@pytest.mark.parametrize("name", cases("a_sum"))
 def test_on_eight_devices(name, model_on_eight_devices):
   check(WAYS[name], model_on_eight_devices)
-
-
-def admit_and_train(model, optimizer, batch):
-  batch = model.admit(batch)
-  loss, grads = embed.value_and_grad(lambda m, b: jnp.sum(m(b)["bag"] ** 2))(model, batch)
-  optimizer.update(model, grads)
-  return loss
 
 
 @pytest.mark.ci
 def test_rows_change_hands_in_place():
   """Nothing of the size of the table, of its slots, or of its raw ids is copied."""
+
+  def admit_and_train(model, optimizer, batch):
+    batch = model.admit(batch)
+    loss, grads = embed.value_and_grad(lambda m, b: jnp.sum(m(b)["bag"] ** 2))(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
   table = embed.TableConfig(embed.DynamicVocabulary(800_000), DIM, name="user")
   mesh = jax.make_mesh((8,), ("data",))
   model = embed.SparseEmbed(

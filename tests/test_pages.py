@@ -74,9 +74,6 @@ def test_links_and_names_of_files_lead_somewhere():
   assert not broken
 
 
-# ----------------------------------------------------------------------------------- figures
-
-
 @pytest.mark.ci
 def test_tables_of_figures_are_those_of_the_result_files():
   stale = [page for page in figures.PAGES if figures.written(page.read_text()) != page.read_text()]

@@ -69,13 +69,6 @@ def test_a_way_that_the_devices_lack_is_skipped_with_the_reason(device, monkeypa
   assert "not run: devices of kind cpu" in way["printed"]
 
 
-def test_a_process_that_ends_badly_leaves_a_report(device, monkeypatch, tmp_path):
-  monkeypatch.setattr(device.sys, "executable", "/bin/false")
-  status, report = run(device, monkeypatch, tmp_path / "device.json", "--ways", "plain", "--cpu")
-  assert status == 1
-  assert report["ways"]["plain"] == {"failed": "exit status 1", "printed": ""}
-
-
 @pytest.mark.ci
 def test_a_process_that_hangs_is_given_up(device, monkeypatch, tmp_path):
   program = tmp_path / "hangs"

@@ -65,7 +65,7 @@ def stream(steps, size=64):
 
 POLICIES = {
   "lru": {},
-  "everything": {"eviction": "lfu", "half_life": 3, "time_to_live": 9, "trains_unknown": True},
+  "everything": {"eviction": "lfu", "half_life": 3, "time_to_live": 9},
 }
 
 
@@ -117,7 +117,6 @@ def random_case(number):
     eviction=eviction,
     half_life=half_life,
     time_to_live=pick(None, None, 1, 3),
-    trains_unknown=bool(pick(False, True)),
     bucket_width=width,
   )
   size, of = int(pick(0, 1, 8, 40)), int(pick(3, 20, 10**6))

@@ -169,21 +169,19 @@ def main():
     "adagrad": {"optimizer": adagrad, "learning_rate": 0.1, "eps": 1e-3},
     "rowwise_adagrad": {"optimizer": rowwise, "learning_rate": 0.1},
   }  # fmt: skip
-  arrays = {}
-  for kind in problem.KINDS:
-    for name, arguments in cases.items():
-      arrays[f"{name}/{kind}"] = fbgemm(kind, **arguments)
+  arrays = {
+    f"{name}/{kind}": fbgemm(kind, **arguments)
+    for kind in problem.KINDS
+    for name, arguments in cases.items()
+  }
   arrays["weighted_mean"] = fbgemm_weighted_mean(**cases["sgd"])
   save("fbgemm", arrays, fbgemm=fbgemm_gpu.__version__, torch=torch.__version__)
 
-  arrays = {}
-  for kind in problem.KINDS:
-    for name, make in {
-      "rowwise_adagrad": lambda p: RowWiseAdagrad(p, lr=0.1),
-      "adagrad": SPARSE["adagrad"],
-      "sgd": SPARSE["sgd"],
-    }.items():
-      arrays[f"{name}/{kind}"] = torchrec(make, kind)
+  rules = {name: SPARSE[name] for name in ("adagrad", "sgd")}
+  rules["rowwise_adagrad"] = lambda p: RowWiseAdagrad(p, lr=0.1)
+  arrays = {
+    f"{name}/{kind}": torchrec(make, kind) for kind in problem.KINDS for name, make in rules.items()
+  }
   save("torchrec", arrays, torchrec=torchrec_lib.__version__, torch=torch.__version__)
 
 

@@ -27,17 +27,13 @@ def theirs():
 
 
 class Mlp(nnx.Module):
-  """Layers with ReLU after each; the last one of the over arch has none."""
+  """Two layers with ReLU between them."""
 
-  def __init__(self, sizes, last_relu, rngs):
+  def __init__(self, sizes, rngs):
     self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
-    self.last_relu = last_relu
 
   def __call__(self, x):
-    for i, layer in enumerate(self.layers):
-      x = layer(x)
-      x = nnx.relu(x) if self.last_relu or i < len(self.layers) - 1 else x
-    return x
+    return self.layers[1](nnx.relu(self.layers[0](x)))
 
 
 class Dlrm(nnx.Module):
@@ -50,11 +46,11 @@ class Dlrm(nnx.Module):
       for name, rows in TABLES.items()
     ]
     self.embed = embed.SparseEmbed({t.name: embed.FeatureConfig(t) for t in tables}, rngs=rngs)
-    self.dense = Mlp((problem.DENSE, 16, problem.CLICK_DIM), True, rngs)
-    self.over = Mlp((problem.CLICK_DIM + 3, 16, 1), False, rngs)
+    self.dense = Mlp((problem.DENSE, 16, problem.CLICK_DIM), rngs)
+    self.over = Mlp((problem.CLICK_DIM + 3, 16, 1), rngs)
 
   def __call__(self, users, items, dense):
-    act, dense = self.embed({"user": users, "item": items}), self.dense(dense)
+    act, dense = self.embed({"user": users, "item": items}), nnx.relu(self.dense(dense))
     x_BxFxD = jnp.stack([dense, act["user"], act["item"]], axis=1)
     pairs_BxFxF = jnp.einsum("bid,bjd->bij", x_BxFxD, x_BxFxD)
     first, second = np.triu_indices(3, 1)

@@ -35,8 +35,6 @@ class Reference:
   def __init__(self, vocabulary):
     self.vocabulary = v = vocabulary
     self.buckets = [[Row() for _ in range(v.bucket_width)] for _ in range(v.buckets)]
-    if v.trains_unknown:
-      self.reserved = self.buckets[-1].pop()
     self.step = 0
     self.counts = [0] * 5
     self.totals = [0] * 5

@@ -11,17 +11,14 @@ A, B = np.array([1, 2, 2, 3]), np.array([3, 3, 4, 5])
 
 
 class Model(nnx.Module):
-  """The layer two modules deep, in a container; `other_state` gives it statistics and dropout."""
+  """The layer two modules deep, in a container."""
 
-  def __init__(self, other_state=False):
+  def __init__(self):
     rngs = nnx.Rngs(0)
     table = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=embed.sgd(0.1))
     features = {"a": embed.FeatureConfig(table), "b": embed.FeatureConfig(table)}
     self.inner = nnx.Dict(e=embed.SparseEmbed(features, rngs=rngs))
     self.out = nnx.Linear(D, 1, rngs=rngs)
-    if other_state:
-      self.bn = nnx.BatchNorm(D, rngs=rngs)
-      self.dropout = nnx.Dropout(0.5)
 
   def encode(self, key, ids):
     return self.inner["e"]({key: ids})[key]

@@ -11,7 +11,6 @@ from embed.engine import mesh as mesh_lib
 from embed.kernels import sparse_core
 
 SETUP = TwoTables(61)
-batch = SETUP.batch
 CHIP = "TPU v5"
 knows_indices = pytest.mark.skipif(
   not compat.has_sparse_core_indices(), reason="this JAX has no kernels for SparseCores"
@@ -19,7 +18,7 @@ knows_indices = pytest.mark.skipif(
 
 
 def planned(storage="auto", dim=128, **settings):
-  plan = embed.plan(SETUP.features(embed.adagrad(0.5), dim, **settings), None, batch(0))
+  plan = embed.plan(SETUP.features(embed.adagrad(0.5), dim, **settings), None, SETUP.batch(0))
   plan["a"].storage = plan["b"].storage = storage
   return plan
 

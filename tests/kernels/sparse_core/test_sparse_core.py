@@ -17,7 +17,7 @@ from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels import sparse_core_pallas as kernels
 
-V, D = 61, 128
+SETUP = TwoTables(61)
 
 
 @pytest.fixture
@@ -38,17 +38,9 @@ def used(monkeypatch):
     yield names
 
 
-SETUP = TwoTables(V)
-batch = SETUP.batch
-
-
-def features(optimizer, dim=D):
-  return SETUP.features(optimizer, dim)
-
-
-def weights(step, size=16):
+def weights(step):
   draw = np.random.default_rng(step)
-  return {"x": None, "y": embed.Padded(draw.random((size, 4)).astype(np.float32)), "z": None}
+  return {"x": None, "y": embed.Padded(draw.random((16, 4)).astype(np.float32)), "z": None}
 
 
 def trained(given, steps=3, **settings):
@@ -56,8 +48,7 @@ def trained(given, steps=3, **settings):
   layer = SETUP.made(given, **settings)
   optimizer = embed.Optimizer(layer, optax.sgd(0.1))
 
-  def loss_fn(layer, ids, weights):
-    return sum(map(wave, layer(ids, weights).values()))
+  loss_fn = lambda layer, ids, weights: sum(map(wave, layer(ids, weights).values()))
 
   @nnx.jit
   def step(layer, optimizer, ids, weights):
@@ -66,7 +57,7 @@ def trained(given, steps=3, **settings):
     return loss, layer(ids, weights)
 
   for i in range(steps):
-    loss, activations = step(layer, optimizer, batch(i), weights(i))
+    loss, activations = step(layer, optimizer, SETUP.batch(i), weights(i))
   return fetched((loss, activations, layer.variables))
 
 
@@ -77,7 +68,7 @@ def assert_close(x, y):
 @pytest.mark.weekly
 @pytest.mark.parametrize("kind", STEPS)
 def test_which_kernels_step(used, kind):
-  given = features(STEPS[kind])
+  given = SETUP.features(STEPS[kind], 128)
   off = trained(given, steps=1, storage="rows")
   assert not used
   assert_close(trained(given, steps=1, storage="sparse_core"), off)
@@ -87,7 +78,7 @@ def test_which_kernels_step(used, kind):
 
 @pytest.mark.weekly
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
-  given = features(embed.adagrad(0.5))
+  given = SETUP.features(embed.adagrad(0.5), 128)
   at_once = trained(given, storage="sparse_core")
   monkeypatch.setattr(grads_lib, "CHUNK", 0)
   monkeypatch.setattr(grads_lib, "_SMALLEST", 24)
@@ -99,7 +90,7 @@ def test_steps_in_several_chunks_equal_one(used, monkeypatch):
 @pytest.mark.parametrize("dim", [8, 100])
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
-  given = features(embed.adagrad(0.5), dim=dim)
+  given = SETUP.features(embed.adagrad(0.5), dim)
   on, off = (trained(given, storage=way) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
