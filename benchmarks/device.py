@@ -194,11 +194,10 @@ def make_step(name: str, dim: int, args: argparse.Namespace) -> Step:
     for ids in draw.zipf(ZIPF, (BATCHES, bags, VALENCY)) % rows
   ]
   grads = jax.device_put(draw.normal(size=(bags, dim)).astype(np.float32), sharding)
-  features = embed.FeatureConfig(table)
-  plan = embed.plan(features, mesh, pool[0])
+  plan = embed.plan(embed.FeatureConfig(table), mesh, pool[0])
   if mesh.size > 1:
     plan["table"].strategy = "mod"
-  layer = embed.SparseEmbed(features, plan=plan, rngs=nnx.Rngs(0))
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
 
   train_step, look_up = programs(layer)
 

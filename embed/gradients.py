@@ -136,7 +136,8 @@ class Rows(Mapping[str, RowGrads]):
     """
     is_integer = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.integer)
     ids = [bag.ids for x in self._calls() for bag in x.record.bags]
-    if not all(map(is_integer, [self.one, *ids])) or (not is_traced(self.one) and self.one != 1):
+    is_changed = not is_traced(self.one) and np.asarray(self.one) != 1
+    if is_changed or not all(map(is_integer, [self.one, *ids])):
       raise ValueError(f"These are no gradients: {ARITHMETIC}")
     return self.scale(jnp.where(self.one == 1, 1.0, jnp.nan)) if is_traced(self.one) else self
 

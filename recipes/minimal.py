@@ -29,7 +29,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.model_selection import train_test_split
 
 import embed
-from embed.transforms import Bucketized, Crossed, HashBucket, Transforms, Vocabulary
+from embed.transforms import Bucketized, HashBucket, Transforms, Vocabulary
 
 DIM = 16  # columns of every table
 BATCH_SIZE = 512
@@ -74,7 +74,6 @@ def fit_transforms(rows: list[dict]) -> Transforms:
     "city": HashBucket(1_000),  # needs no list; a new city gets a row that nobody trained
     "tags": fit_vocabulary(tags, max_valency=4, truncate=True),  # one shape for every batch
     "price": price,
-    "city_x_price": Crossed(["city", price], num_buckets=10_000),  # tastes that differ by city
   }
   return Transforms(columns)
 

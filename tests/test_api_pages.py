@@ -21,9 +21,8 @@ MODULES = {
 
 # For the library's other files, or for JAX.
 INTERNAL = {
-  "embed.Plan": {"uniform", "with_features", "stacks"},
+  "embed.Plan": {"uniform", "stacks"},
   "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
-  "embed.transforms.Crossed": {"read"},  # as `Column.read`
 }
 
 

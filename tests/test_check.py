@@ -1,6 +1,7 @@
 """The self-test passes, and does not where something is wrong."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_a_wrong_combiner_fails(failing, monkeypatch):
 def test_what_is_compared():
   """Activations, rows with gradients and their values, slots by name, and rows left alone."""
   table, looked_up = np.array([[2.0], [1.0]]), np.array([True, False])
-  rows = embed.RowGrads(np.array([0, check.ROWS]), np.ones((2, 1), np.float32))
+  rows = SimpleNamespace(ids=np.array([0, check.ROWS]), values=np.ones((2, 1)))
 
   def errors(activations=3.0, gradients=None, **variables):
     truth = {"parameters": table, "momenta": table}

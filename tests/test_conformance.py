@@ -98,10 +98,10 @@ def check_reference_lookup(case):
       conformance.feature(case, feature),
       conformance.inputs(case["inputs"][feature]),
     )
-    if isinstance(wanted, dict):
-      with pytest.raises(ValueError, match="weights given"):
+    if conformance.raises(case):
+      with pytest.raises(ValueError, match="weights given|does not fit"):
         reference.occurrences(*arguments)
-      continue
+      return
     activations = reference.lookup(
       case["tables"][config["table"]]["params"], reference.occurrences(*arguments)
     )

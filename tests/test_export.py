@@ -184,8 +184,8 @@ def test_errors_say_what_to_write():
     embed.export(lambda m, f, x: m(f), layer, {"f": ids}, np.ones(3), any_batch=True)
   with pytest.raises(ValueError, match="dense_shape, which is static"):
     embed.export(call, layer, {"f": sparse}, any_batch=True)
-  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.gradients.RowGrads'>"):
-    embed.export(lambda m, ids: embed.RowGrads(ids, m({"f": ids})["f"]), layer, ids)
+  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.gradients.Grads'>"):
+    embed.export(lambda m, ids: embed.Grads(m({"f": ids}), {}), layer, ids)
   with pytest.raises(ValueError, match=r"called 'program.bin'; rename the table"):
     embed.export(lambda m, ids: ids, {"program.bin": np.ones(1)}, ids)
   with (

@@ -11,7 +11,6 @@ from flax import nnx
 
 import embed
 from embed import initializers
-from embed.storage import initial
 
 D = 3
 
@@ -64,16 +63,12 @@ def test_a_slot_draws_nothing_that_a_row_has_drawn():
   np.testing.assert_allclose(np.asarray(layer.tables["t"])[0], wanted, rtol=1e-6)
 
 
-def test_what_may_look_at_the_whole_table_draws_it_at_once(monkeypatch):
+def test_what_may_look_at_the_whole_table_draws_it_at_once():
   every = np.arange(12.0, dtype=np.float32).reshape(4, D)
   of_rows = jax.nn.initializers.constant(every)
   table = embed.TableConfig(4, D, of_rows, name="t")
   make = lambda: embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   np.testing.assert_array_equal(make().tables["t"], every)
-  monkeypatch.setattr(initial, "_LARGE", 4 * D * 4)
-  with pytest.warns(UserWarning, match=r"'t'.*embed\.row_wise") as told:
-    make()
-  assert told[0].filename == __file__
 
 
 def test_a_slot_of_another_shape_is_refused():

@@ -332,9 +332,6 @@ ONES = np.ones((V, 1), f32)
 WAYS_IN = {
   "dense": lambda layer, x: layer(x),
   "ragged": lambda layer, x: layer(embed.Ragged(x, np.arange(len(x) + 1))),
-  "update": lambda layer, x: layers.update(
-    layer, {"t": embed.RowGrads(x, np.ones((len(x), 1), f32))}
-  ),
   "padded": lambda layer, x: layer(embed.Padded(x[None])),
   "sparse": lambda layer, x: layer(
     embed.Sparse(np.stack([np.arange(len(x))] * 2, 1), x, (len(x), len(x)))

@@ -17,14 +17,20 @@ import embed
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
+def test_a_plan_has_decided_everything():
   mesh = meshes.make_mesh("auto")
-  plan = embed.plan({"f": FC()}, mesh, {"f": np.arange(8)})
-  make = lambda: embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  plan = embed.plan({"f": FC()}, mesh, {"f": np.arange(8)}, embed.sgd(0.5))
+  make = lambda **decided: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0), **decided)
   assert nnx.eval_shape(make).spec.optimizers == {"t": embed.sgd(0.5)}
-  for decided in ({"sharding": "div"}, {"axis": "model"}, {"mesh": meshes.make_mesh("explicit")}):
-    with pytest.raises(ValueError, match="A plan has its mesh, axes and strategies already"):
-      embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0), **decided)
+  for decided in (
+    {"features": {"f": FC()}},
+    {"optimizer": embed.sgd()},
+    {"sharding": "div"},
+    {"axis": "model"},
+    {"mesh": meshes.make_mesh("explicit")},
+  ):
+    with pytest.raises(ValueError, match="A plan has its features, optimizer, mesh"):
+      make(**decided)
 
 
 def test_a_split_input_wants_a_mesh():

@@ -94,7 +94,7 @@ def differentiate(loss, model):
   value, grads = embed.value_and_grad(loss)(model)
   rows = grads.rows["inner/e/t"]
   # Read here, in the same program.
-  return value, embed.Grads(grads.dense, {"inner/e/t": embed.RowGrads(rows.ids, rows.values)})
+  return value, embed.Grads(grads.dense, {"inner/e/t": rows})
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -287,7 +287,7 @@ def test_a_shared_layer_is_one_entry():
       + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
     )
     (rows,) = embed.value_and_grad(loss)(model)[1].rows.values()
-    return embed.RowGrads(rows.ids, rows.values)
+    return rows
 
   np.testing.assert_allclose(dense(differentiate(Towers())), reference()[1], atol=1e-6)
 
@@ -296,7 +296,7 @@ def test_a_model_that_jit_closes_over_cannot_change():
   """Lookups are fine there; for all else the error says what to write."""
   layer = layers.one_table()
   optimizer, ids = embed.Optimizer(layer, optax.sgd(0.1)), np.array([1, 2])
-  rows = embed.RowGrads(ids, np.ones((2, layers.D), np.float32))
+  grads = nnx.jit(embed.value_and_grad(lambda m: m(ids).sum()))(layer)[1]
 
   def mid_level(ids):
     activations, residual = layer.lookup(ids)
@@ -304,7 +304,7 @@ def test_a_model_that_jit_closes_over_cannot_change():
 
   changes = [
     lambda ids: embed.value_and_grad(lambda layer, ids: layer(ids).sum())(layer, ids)[0],
-    lambda ids: optimizer.update(layer, embed.Grads(nnx.State({}), {"t": rows})),
+    lambda ids: optimizer.update(layer, grads),
     lambda ids: layer.load_tables({"t": jnp.ones(layers.ROWS.shape) * ids[0]}),
     mid_level,
   ]

@@ -14,12 +14,12 @@ from optimizer_cases import STEPS
 import embed
 
 V, D, OTHERS = 61, 10, 30
-RATE, HALF_LIFE = 0.125, 4.0
+RATE = 0.125
 # The tables "half" and "other" are bfloat16, rounded at random, and stored together.
 ALL = [*STEPS, "half", "other"]
 FEW = ["row", "half", "other"]
 # Every kind on one device; on more those for which it matters where their rows are.
-KINDS = {"one": ALL, "div": ["sum", "fading", *FEW]}
+KINDS = {"one": ALL, "div": ["sum", *FEW]}
 RULES = {
   "sum": ("sgd", {}),
   "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125}),
@@ -109,12 +109,7 @@ def stepped(kind, step, before, ids, gradients):
   of_rows = reference.row_gradients(ids, gradients)
   rows, g = np.array(sorted(of_rows)), np.array([of_rows[row] for row in sorted(of_rows)])
   after = {name: x.copy() for name, x in before.items()}
-  if kind == "fading":
-    missed = step + 1 - before["steps"][rows]
-    sums = before["accumulators"][rows] * 0.5 ** (missed / HALF_LIFE) + np.mean(g**2, axis=1)
-    after["accumulators"][rows], after["steps"][rows] = sums, step + 1
-    after["parameters"][rows] -= RATE * g / np.sqrt(sums)[:, None]
-  elif kind == "both":
+  if kind == "both":
     scale = np.abs(g).max(axis=1) + 1
     after["n"][rows] += scale
     after["m"][rows] += g / scale[:, None]
@@ -128,7 +123,6 @@ def stepped(kind, step, before, ids, gradients):
 def initial(kind):
   rows = ROWS[: size_of(kind)].astype(np.float64)
   slots = {
-    "fading": {"accumulators": np.full(V, 0.1), "steps": np.zeros(V)},
     "both": {"n": np.zeros(V), "m": np.zeros((V, D)), "k": np.zeros((V, D))},
   }
   if kind in RULES:

@@ -100,9 +100,9 @@ def test_empty_cells_and_new_values_have_ids(clicks, tmp_path):
   assert ids["tags"].values.shape == (2, 4)
   assert (ids["tags"].values[0] == -1).all()
   assert (ids["tags"].values[1] >= 0).all()
-  for name in ("user", "price", "city_x_price"):
+  for name in ("user", "price"):
     assert ids[name][0] == -1, name
-  assert ids["item"][1] == ids["city"][1] == ids["city_x_price"][1] == -1
+  assert ids["item"][1] == ids["city"][1] == -1
   assert ids["user"][1] >= 0
   assert ids["price"][1] >= 9
   assert ids["city"][0] >= 0

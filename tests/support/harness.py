@@ -11,7 +11,7 @@ import embed
 class Model(nnx.Module):
   """One embedding layer and one dense parameter, which stays 1."""
 
-  def __init__(self, features, optimizer=None, **where):
+  def __init__(self, features=None, optimizer=None, **where):
     self.embed = embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), **where)
     self.scale = nnx.Param(jnp.ones(()))
 

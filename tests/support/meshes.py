@@ -70,9 +70,12 @@ def make_world(features, optimizer=None, *, rows=False, gradients=harness.value_
     optimizer: of the tables that have none.
     rows: whether the step returns the row gradients.
     gradients: `(model, features, weights, cotangents)` to `((loss, activations), grads)`.
-    **where: arguments of `SparseEmbed`: mesh, axis, sharding, plan.
+    **where: arguments of `SparseEmbed`: mesh, axis and sharding, or mesh and plan.
   """
-  model = harness.Model(features, optimizer, **where)
+  if where.get("plan") is not None:
+    model = harness.Model(plan=where["plan"])
+  else:
+    model = harness.Model(features, optimizer, **where)
   updater = embed.Optimizer(model, optax.sgd(0.0))
   graphdef, state = nnx.split((model, updater))
   if where.get("mesh") is not None:

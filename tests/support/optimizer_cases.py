@@ -53,7 +53,6 @@ STEPS = {
   "summed": embed.sgd(0.125, clipvalue=0.25, weight_decay_factor=0.125),
   "elements": embed.adagrad(0.125),  # a slot [V, D]
   "row": embed.rowwise_adagrad(0.125, epsilon=0.25),  # a slot [V]
-  "fading": embed.rowwise_adagrad(0.125, half_life=4.0),  # uses the step
   "both": embed.custom_optimizer(
     _across_the_row,
     {"n": embed.Slot(per_row=True), "m": 0.0, "k": embed.Slot(0, dtype=jnp.int32)},

@@ -1,20 +1,13 @@
 """Hashes and ids of raw features, written for the tests without the library."""
 
-import functools
-
 import xxhash
 
 import embed
 
 
-def xxh64(word, seed=0):
+def xxh64(word):
   data = word.to_bytes(8, "little") if isinstance(word, int) else word.encode()
-  return xxhash.xxh64_intdigest(data, seed)
-
-
-def cross(*values):
-  words = [value if isinstance(value, int) else xxh64(value) for value in values]
-  return functools.reduce(lambda seed, word: xxh64(word, seed), words, 0)
+  return xxhash.xxh64_intdigest(data)
 
 
 def bags(column):

@@ -181,17 +181,9 @@ def _output(feature, inputs, lead):
   shape = tuple(feature.output_shape)  # it wins over max_sequence_length
   if shape == lead:
     return shape, 0
-  if not isinstance(inputs, RaggedIds):
+  if len(lead) != 1 or len(shape) < 2 or np.prod(shape) != lead[0]:
     raise ValueError(f"output_shape {shape} does not fit an input of {lead}")
-  length, rest = divmod(int(np.prod(shape)), lead[0])
-  if rest or not length:
-    raise ValueError(f"output_shape {shape} is not a multiple of the batch {lead[0]}")
-  if length == 1:
-    return shape, 0
-  # Weights are ignored if the reshape mixes bags, as recorded from TPUEmbedding.
-  if inputs.weights is not None and shape[-1] == length:
-    raise ValueError("weights given for a sequence feature")
-  return shape, length
+  return shape, 0
 
 
 def _gains(combiner, bags, weights):

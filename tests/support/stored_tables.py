@@ -52,4 +52,4 @@ class TwoTables:
     plan = embed.plan(given, mesh, self.batch(0))
     for name, (key, value) in itertools.product(plan, settings.items()):
       setattr(plan[name], key, value)
-    return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+    return embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))

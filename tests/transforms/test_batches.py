@@ -1,4 +1,4 @@
-"""Batches of raw features: arguments of transforms, processes, pipelines, and crosses."""
+"""Batches of raw features: arguments of transforms, processes and pipelines."""
 
 import json
 import os
@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
-from raw_features import cross
 
 import embed
-from embed.transforms import Bucketized, Crossed, HashBucket, Identity, Transforms, Vocabulary
+from embed.transforms import Bucketized, HashBucket, Identity, Transforms, Vocabulary
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -33,7 +32,6 @@ def test_arguments():
     (lambda: Vocabulary(["a"], num_oov_buckets=1, default_value=0), "not both"),
     (lambda: Bucketized([1, 1]), "`boundaries` must be strictly increasing"),
     (lambda: Bucketized([float("nan")]), "boundaries"),
-    (lambda: Crossed(["a", Bucketized([1])], 10), "columns that name theirs"),
     (lambda: Transforms({"a": "b"}), "'a': expected a transform.*'b'"),
   ]
   refused(cases, lambda make: make())
@@ -46,7 +44,6 @@ TRANSFORMS = Transforms(
     "genre": Vocabulary(["drama", "comedy"], num_oov_buckets=2, max_valency=3),
     "age": Bucketized([18, 30, 65]),
     "store": Identity(4),
-    "city_x_age": Crossed(["city", Bucketized([18, 65], key="age")], num_buckets=1000),
     "tag": HashBucket(50, max_valency=2),
   }
 )
@@ -57,7 +54,6 @@ BATCH = {
   "genre": [["comedy", "drama"], [], ["western"]],
   "age": np.array([17.0, 30.0, 80.0], np.float32),
   "store": [0, 3, None],
-  "city": ["Rome", "", "Oslo"],
   "tag": [["new", "dvd"], ["new"], None],
   "label": np.array([1, 0, 1]),
 }
@@ -69,7 +65,6 @@ GOLDEN = {  # by xxhash alone; a change here changes every table that was traine
   "genre": [[1, 0, -1], [-1, -1, -1], [3, -1, -1]],
   "age": [0, 2, 3],
   "store": [0, 3, -1],
-  "city_x_age": [697, -1, 184],
   "tag": [[33, 36], [33, -1], [-1, -1]],
 }
 
@@ -82,7 +77,7 @@ def plain(inputs):
 def test_a_batch():
   assert plain(TRANSFORMS(BATCH)) == GOLDEN
   sizes = [column.vocabulary_size for column in TRANSFORMS.columns.values()]
-  assert sizes == [1000, 100, 4, 4, 4, 1000, 50]
+  assert sizes == [1000, 100, 4, 4, 4, 50]
 
 
 @pytest.mark.ci
@@ -113,11 +108,10 @@ def test_errors_name_the_feature():
     ({"age": [1, None, 3]}, "'age': nan"),
     ({"user": np.ones(3)}, "'user': float64"),
     ({"genre": [["a"] * 4, [], []]}, "'genre': Bag 0.*max_valency=3"),
-    ({"city": [1.5, 2, 3]}, "'city_x_age': key 'city'"),
   ]
   refused(cases, lambda change: TRANSFORMS(BATCH | change))
-  batch = {name: column for name, column in BATCH.items() if name != "city"}
-  refused([(batch, "'city_x_age': the batch has no 'city'")], TRANSFORMS)
+  batch = {name: column for name, column in BATCH.items() if name != "user"}
+  refused([(batch, "'user': the batch has no 'user'")], TRANSFORMS)
 
 
 def test_in_a_grain_pipeline():
@@ -155,23 +149,3 @@ def test_a_layer_reads_it():
   expected = 0.5 * rows["tag"][first] + 2 * rows["tag"][second]
   np.testing.assert_allclose(act["tag"][0], expected, rtol=1e-6)
   np.testing.assert_array_equal(act["age"], rows["age"][[0, 2, 3]])
-
-
-# --- crosses --------------------------------------------------------------------------------------
-
-
-def test_crossed():
-  column = Crossed(["x", "y"], num_buckets=1000)
-  dense = column(np.array(["a", ""]), np.array([5, 5]))
-  assert dense.dtype == np.int32
-  assert dense.tolist() == [cross("a", 5) % 1000, -1]
-  assert column(np.zeros((0, 1), int), np.zeros((0, 1), int)).shape == (0, 1)
-  age = Bucketized([18, 65], key="age")
-  found = Crossed(["zip", age], 1000)(["8001", "8002"], [17, 80])
-  assert found.tolist() == [cross("8001", 0) % 1000, cross("8002", 2) % 1000]
-  cases = [
-    ((["zip", age], [["8001"], [np.nan]]), "key 'age': nan lies in no bucket"),
-    ((["x", "y"], [["a"], ["b", "c"]]), r"different shapes: \{'x': \(1,\), 'y': \(2,\)\}"),
-    ((["x", "y"], [["a"], [["b", "c"]]]), "key 'y': bags cannot be crossed.*HashBucket"),
-  ]
-  refused(cases, lambda case: Crossed(case[0], 1000)(*case[1]))
