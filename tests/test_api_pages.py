@@ -22,7 +22,6 @@ MODULES = {
 # For the library's other files, or for JAX.
 INTERNAL = {
   "embed.Plan": {"uniform", "stacks"},
-  "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
 }
 
 

@@ -99,7 +99,7 @@ def check_reference_lookup(case):
       conformance.inputs(case["inputs"][feature]),
     )
     if conformance.raises(case):
-      with pytest.raises(ValueError, match="weights given|does not fit"):
+      with pytest.raises(ValueError, match=r"weights given|does not fit"):
         reference.occurrences(*arguments)
       return
     activations = reference.lookup(

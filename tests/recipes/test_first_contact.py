@@ -17,7 +17,7 @@ import embed
 from recipes import __main__ as listing
 from recipes import catalogue, errors, files, main
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module")  # of ml_collections
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*/*.py"))
