@@ -37,7 +37,6 @@ def programs(width: int) -> dict[str, tuple[Any, list[tuple[tuple[int, ...], Any
     "take": (kernels.take, [table, ids], 0),
     "put": (put, [table, table, ids, rows], 2),
     "bag_sum": (kernels.bag_sum, [table, (BAGS, "i4")], 0),
-    "bag_sum, weighted": (kernels.bag_sum, [table, (BAGS, "i4"), (BAGS, "f4")], 0),
   }
 
 

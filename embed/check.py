@@ -186,25 +186,19 @@ def main() -> int:
 
 def header() -> str:
   """The head of a report: versions, backend and devices."""
-  packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
-  versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+  packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+  versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
   devices = jax.local_devices()
   tables = [embed.FeatureConfig(embed.TableConfig(ROWS, dim)) for dim in (DIM, 128)]
   stacks = Plan.uniform(tables, embed.sgd(0.1), None, "data", "mod").stacks().values()
   packed = ", tables packed" if any(stack.is_packed for stack in stacks) else ""
   cores = ", rows by SparseCores" if any(stack.back_end for stack in stacks) else ""
   return (
-    f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
+    f"python {platform.python_version()} on {platform.system()} {platform.machine()}, "
+    f"sparse-embed {embed.__version__}, {versions}\n"
     f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"
     f"{'what':<25}  {'where':<22}  {'error':>8}"
   )
-
-
-def _version(package: str) -> str:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return embed.__version__ if package == "sparse-embed" else "?"
 
 
 def run() -> Iterator[Result]:

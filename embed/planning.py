@@ -48,7 +48,8 @@ class TablePlan:
 
       - "rows": an array of rows.
       - "packed": side by side in lines of 128 columns, as 8, 16, 32, 64 or a multiple of 128
-        columns each. TPUs would copy a table of other widths in every step.
+        columns each. TPUs would copy a table of other widths in every step. CPUs and GPUs gain
+        nothing by it.
       - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed where
         rows are no multiple of 128 columns wide. The kernels are compiled for these chips and
         checked by emulation, but no TPU has run them.

@@ -253,14 +253,14 @@ class Placement:
       self.put(x, P()), [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value
     )
 
+  def _batch_spec(self, batch: int) -> P:
+    return P(self.batch_axes) if batch % self._number(self.batch_axes) == 0 else P()
+
   def split_batch(self, x: jax.Array, batch: int) -> jax.Array:
     """The first `batch` of `[n, ...]`, split over the batch's axes if they divide it."""
     if x.shape[0] != batch:
       x = self.put(x, P())[:batch]
-    if self.mesh is None:
-      return x
-    parts = math.prod(self.mesh.shape[name] for name in self.batch_axes)
-    return self.put(x, P(self.batch_axes) if batch % parts == 0 else P())
+    return self.put(x, self._batch_spec(batch))
 
   def zeros(self, aval: Any) -> jax.Array:
     """Zeros like an abstract value, with the sharding in its type."""
@@ -276,9 +276,7 @@ class Placement:
     """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
     if self.mesh is None or is_explicit(act) or not act.ndim:
       return act
-    parts = math.prod(self.mesh.shape[name] for name in self.batch_axes)
-    spec = P(self.batch_axes) if act.shape[0] % parts == 0 else P()
-    return _move(act, NamedSharding(self._explicit_mesh(), spec))
+    return _move(act, NamedSharding(self._explicit_mesh(), self._batch_spec(act.shape[0])))
 
   # --- running functions -------------------------------------------------------------------------
 

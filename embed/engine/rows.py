@@ -20,40 +20,23 @@ from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_lin
 # --- lines of 128 columns -------------------------------------------------------------------------
 
 
-def has_lines(device_kind: str) -> bool:
-  """Tells whether rows are read and written as parts of lines.
-
-  Not on CPUs and GPUs: they store rows one after another, so that lines and rows are the same
-  bytes, and reads and writes run as if nothing was packed.
-  """
-  return device_kind.startswith("TPU")
-
-
-def pack(rows: jax.Array) -> jax.Array:
-  """Lines `[V / rows_per_line, ...]` of rows `[V, D]`; V divides by the rows of a line."""
-  width = row_width(rows.shape[1])
-  filled = jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
-  return filled.reshape(-1, max(width, LANES))
-
-
-def unpack(lines: jax.Array, width: int) -> jax.Array:
-  """Rows `[V, width]` of lines; the inverse of `pack`."""
-  return lines.reshape(-1, row_width(width))[:, :width]
-
-
-_CHUNK = 1 << 12  # lines
+_CHUNK = 1 << 12  # lines that are packed at a time: a TPU fills up rows to 128 columns in between
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def unpack_in_chunks(lines: jax.Array, width: int) -> jax.Array:
-  """`unpack` for TPUs, where all rows at once would be filled up to 128 columns in between."""
-  return _in_chunks(lambda x: unpack(x, width), lines, 1, rows_per_line(width))
+def unpack(lines: jax.Array, width: int) -> jax.Array:
+  """Rows `[V, width]` of lines; the inverse of `pack`."""
+  rows_of = lambda x: x.reshape(-1, row_width(width))[:, :width]
+  return _in_chunks(rows_of, lines, 1, rows_per_line(width))
 
 
 @jax.jit
-def pack_in_chunks(rows: jax.Array) -> jax.Array:
-  """`pack` for TPUs; see `unpack_in_chunks`."""
-  return _in_chunks(pack, rows, rows_per_line(rows.shape[1]), 1)
+def pack(rows: jax.Array) -> jax.Array:
+  """Lines `[V / rows_per_line, ...]` of rows `[V, D]`; V divides by the rows of a line."""
+  width = row_width(rows.shape[1])
+  filling = ((0, 0), (0, width - rows.shape[1]))
+  lines_of = lambda x: jnp.pad(x, filling).reshape(-1, max(width, LANES))
+  return _in_chunks(lines_of, rows, rows_per_line(rows.shape[1]), 1)
 
 
 def _in_chunks(
@@ -140,29 +123,20 @@ Rows = jax.Array | Lines  # `[V, D]`
 def as_rows(stack: StackSpec, stored: Any) -> Any:
   """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
 
-  def rows_of(x: jax.Array) -> Rows:
-    if not (stack.is_packed and x.ndim == 2):
-      return x
-    in_lines = has_lines(stack.placement.device_kind)
-    return Lines(x, stack.dim) if in_lines else unpack(x, stack.dim)
-
-  return jax.tree.map(rows_of, stored)
+  in_lines = lambda x: Lines(x, stack.dim) if stack.is_packed and x.ndim == 2 else x
+  return jax.tree.map(in_lines, stored)
 
 
 def as_stored(stack: StackSpec, rows: Any) -> Any:
   """The inverse of `as_rows`."""
 
-  def stored(x: Rows) -> jax.Array:
-    if isinstance(x, Lines):
-      return x.array
-    return pack(x) if stack.is_packed and x.ndim == 2 else x
-
-  return jax.tree.map(stored, rows, is_leaf=lambda x: isinstance(x, Lines))
+  is_lines = lambda x: isinstance(x, Lines)
+  return jax.tree.map(lambda x: x.array if is_lines(x) else x, rows, is_leaf=is_lines)
 
 
 def unpacked(rows: Rows) -> jax.Array:
   """Rows as an array, for what reads all of them."""
-  return unpack_in_chunks(rows.array, rows.width) if isinstance(rows, Lines) else rows
+  return unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from embed.engine import backends, compat
 from embed.engine import rows as rows_lib
-from embed.engine.bags import Bags
+from embed.engine.bags import Bags, is_row
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec, row_width
 
@@ -49,21 +49,21 @@ def _kernels() -> Any:
 
 
 def look_up(stack: StackSpec, table: Any, bags: Bags) -> jax.Array | None:
-  """Sums the rows of bags of one length; None for ragged bags, and for narrow rows."""
-  if bags.is_ragged or not bags.ids.shape[-1]:
+  """Sums the rows of bags of one length; None for ragged and weighted bags, and for narrow rows."""
+  length, gains = bags.ids.shape[-1], bags.gains
+  is_weighted = gains is not None and gains.shape[-1] == length > 1
+  if bags.is_ragged or not length or is_weighted:
     return None
-  rows, length, gains = _linear(table), bags.ids.shape[-1], bags.gains
-  ids = bags.ids.reshape(-1, length)
-  if length == 1 and gains is None:
+  rows, ids = _linear(table), bags.ids.reshape(-1, length)
+  if length == 1:
     sums = _kernels().take(rows, ids[:, 0])
+    sums = jnp.where(is_row(ids, rows.shape[0]), sums, 0)
   elif row_width(stack.dim) < _VECTOR:
     return None
   else:
-    per_id = gains is not None and gains.shape[-1] == length
-    each = gains.reshape(-1, length) if gains is not None and per_id else None
-    sums = _kernels().bag_sum(rows, ids, each)
-    if gains is not None and not per_id:
-      sums = sums * gains.reshape(-1, 1)
+    sums = _kernels().bag_sum(rows, ids)
+  if gains is not None:
+    sums = sums * gains.reshape(-1, 1)
   return sums.reshape(*bags.batch, rows.shape[1])[..., : stack.dim]
 
 

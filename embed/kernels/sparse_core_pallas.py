@@ -24,7 +24,7 @@ _WINDOW = 128  # ids; a list of more does not fit one indirect copy
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:
   """The rows `[N, D]` of a table `[V, D]`; undefined where an id of int32 `[N]` is outside it."""
   (size, dim), count = table.shape, ids.shape[0]
-  window = _window(dim, 1)
+  window = _window(dim)
   ids = _whole_windows(ids, size, window)
 
   def kernel(table, ids, out, at, rows):
@@ -49,7 +49,7 @@ def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) 
     rows: `[N, D]` for each table.
   """
   (size, dim), count = tables[0].shape, ids.shape[0]
-  window = _window(dim, 1)
+  window = _window(dim)
   ids = _whole_windows(ids, size, window)
   filling = ((0, ids.shape[0] - count), (0, 0))
   pairs = zip(rows, tables, strict=True)
@@ -70,22 +70,15 @@ def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) 
   return [jax.freeze(ref) for ref in refs]
 
 
-def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) -> jax.Array:
-  """The sums `[B, D]` of the rows of bags, each times its gain.
-
-  Args:
-    table: float32 `[V, D]`.
-    ids: int32 `[B, L]`; ids outside the table add nothing.
-    gains: float32 `[B, L]`; None is 1.
-  """
+def bag_sum(table: jax.Array, ids: jax.Array) -> jax.Array:
+  """The sums float32 `[B, D]` of the rows of bags, int32 `[B, L]`; other ids add nothing."""
   (size, dim), (count, length) = table.shape, ids.shape
-  window = _window(dim, 1 if gains is None else 2)
+  window = _window(dim)
   # By position in the bag, so that the ids of a window are side by side.
   ids = jax.vmap(lambda x: _whole_windows(x, size, window), in_axes=1)(ids)
   bags = ids.shape[1]
-  ids = ids.reshape(-1)
 
-  def plain(table, ids, out, at, sums):
+  def kernel(table, ids, out, at, sums):
     def add(start):
       _clear(sums)
 
@@ -98,31 +91,9 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
 
     _in_turn(bags // window, lambda i: add(i * window))
 
-  def weighted(table, ids, gains, out, at, sums, rows, weights):
-    def add(start):
-      _clear(sums)
-      _clear(rows)  # a copy leaves the rows that it skips as they are
-
-      @pl.loop(0, length)
-      def _(position):
-        first = position * bags + start
-        pltpu.sync_copy(ids.at[pl.ds(first, window)], at)
-        pltpu.sync_copy(gains.at[pl.ds(first, window)], weights)
-        pltpu.sync_copy(table.at[_rows(at)], rows)
-        _add_times(sums, rows, at, weights)
-
-      pltpu.sync_copy(sums, out.at[pl.ds(start, window)])
-
-    _in_turn(bags // window, lambda i: add(i * window))
-
   out = jax.ShapeDtypeStruct((bags, dim), table.dtype)
-  rows = pltpu.VMEM((window, dim), table.dtype)
-  scratch = [pltpu.VMEM((window,), jnp.int32), rows]
-  if gains is None:
-    return _call("sum_bags", plain, out, scratch, dim)(table, ids)[:count]
-  by_position = jnp.pad(gains.astype(jnp.float32), ((0, bags - count), (0, 0))).T.reshape(-1)
-  scratch += [rows, pltpu.VMEM((window,), jnp.float32)]
-  return _call("sum_weighted_bags", weighted, out, scratch, dim)(table, ids, by_position)[:count]
+  scratch = [pltpu.VMEM((window,), jnp.int32), pltpu.VMEM((window, dim), table.dtype)]
+  return _call("sum_bags", kernel, out, scratch, dim)(table, ids.reshape(-1))[:count]
 
 
 def _clear(rows: Any) -> None:
@@ -135,30 +106,14 @@ def _clear(rows: Any) -> None:
       rows[row, pl.ds(column, lanes)] = jnp.zeros((lanes,), rows.dtype)
 
 
-def _add_times(sums: Any, rows: Any, at: Any, gains: Any) -> None:
-  """Adds the rows `[window, D]` times their gains; gains of padding are ignored."""
-  lanes = plsc.get_sparse_core_info().num_lanes
-
-  @pl.loop(0, rows.shape[0])
-  def _(row):
-    same = jnp.full((lanes,), row, jnp.int32)
-    is_row = plsc.load_gather(at, [same]) != _NO_ROW
-    gain = jnp.where(is_row, plsc.load_gather(gains, [same]), 0.0)
-
-    @pl.loop(0, rows.shape[1], step=lanes)
-    def _(column):
-      vector = (row, pl.ds(column, lanes))
-      sums[vector] = sums[vector] + gain * rows[vector]
-
-
 # --- windows of ids -------------------------------------------------------------------------------
 
 
-def _window(dim: int, buffers: int) -> int:
-  """The number of ids of which so many buffers of rows fill at most half of a subcore's memory."""
+def _window(dim: int) -> int:
+  """The number of ids whose rows fill at most half of a subcore's memory."""
   room = plsc.get_sparse_core_info().vmem_capacity_bytes // 4 // 2
   window = _WINDOW
-  while window > 8 and window * dim * buffers > room:
+  while window > 8 and window * dim > room:
     window //= 2
   return window
 

@@ -178,9 +178,7 @@ def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
     lines = stored[start // unit : -(-(start + height) // unit)]
-    in_chunks = rows_lib.has_lines(stack.placement.device_kind)
-    unpack = rows_lib.unpack_in_chunks if in_chunks else rows_lib.unpack
-    return unpack(lines, stack.dim)[:height]
+    return rows_lib.unpack(lines, stack.dim)[:height]
   return stored if height == stored.shape[0] else stored[start : start + height]
 
 
@@ -189,9 +187,7 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
   start, rows = stack.layout.offsets[index], rows.astype(stored.dtype)
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
-    in_chunks = rows_lib.has_lines(stack.placement.device_kind)
-    pack = rows_lib.pack_in_chunks if in_chunks else rows_lib.pack
-    rows = pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
+    rows = rows_lib.pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
     start //= unit
   if rows.shape == stored.shape:
     return rows

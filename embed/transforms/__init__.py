@@ -18,13 +18,13 @@ are, and of the 8 little-endian bytes of an integer of any dtype. 42 and "42" ar
 TensorFlow hashes them alike, and with another function.
 """
 
-from embed.transforms.batches import Transforms
 from embed.transforms.columns import (
   Bucketized,
   Column,
   HashBucket,
   Identity,
   RawIds,
+  Transforms,
   Vocabulary,
 )
 

@@ -1,4 +1,4 @@
-"""Columns: functions from one raw feature to ids."""
+"""Columns, functions from one raw feature to ids, and `Transforms`, of all features of a batch."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class Column:
   truncate: bool = False
 
   def __post_init__(self):
-    set_integers(self, max_valency=(1, MAX_SIZE))
+    _set_integers(self, max_valency=(1, MAX_SIZE))
 
   @property
   def vocabulary_size(self) -> int:
@@ -59,7 +59,7 @@ class Column:
       bags = dataclasses.replace(column, values=self._dense(column.values))
       if isinstance(bags, inputs_lib.Padded) or self.max_valency is None:
         return bags
-    elif is_list_of_bags(column):
+    elif _is_list_of_bags(column):
       values, splits = _join(column)
       if values.ndim != 1:
         raise ValueError(f"the values of bags must be flat, [N]. Got shape {values.shape}.")
@@ -75,7 +75,10 @@ class Column:
 
   def read(self, batch: Mapping[str, Any], name: str) -> Any:
     """Returns the ids of the feature `name` of a batch; `Transforms` calls it."""
-    return self(raw_feature(batch, self.key or name))
+    key = self.key or name
+    if key not in batch:
+      raise ValueError(f"the batch has no {key!r}, only {sorted(map(str, batch))}.")
+    return self(batch[key])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +94,8 @@ class Identity(Column):
 
   def __post_init__(self):
     super().__post_init__()
-    set_integers(self, num_buckets=(1, MAX_SIZE))
-    set_integers(self, default_value=(-1, self.num_buckets - 1))
+    _set_integers(self, num_buckets=(1, MAX_SIZE))
+    _set_integers(self, default_value=(-1, self.num_buckets - 1))
 
   @property
   def vocabulary_size(self) -> int:
@@ -106,7 +109,7 @@ class Identity(Column):
       return np.full(keys.shape, -1, np.int32)
     ids = np.maximum(narrow(keys, self.num_buckets), -1)
     problem = f"is not in 0 .. {self.num_buckets - 1}: raise num_buckets,"
-    return fill_missing(self, ids, ids >= self.num_buckets, keys, problem)
+    return _fill_missing(self, ids, ids >= self.num_buckets, keys, problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ class HashBucket(Column):
 
   def __post_init__(self):
     super().__post_init__()
-    set_integers(self, num_buckets=(1, MAX_SIZE))
+    _set_integers(self, num_buckets=(1, MAX_SIZE))
 
   @property
   def vocabulary_size(self) -> int:
@@ -203,8 +206,8 @@ class Vocabulary(Column):
       if is_padding[i] or self._position_of[token] != i:
         expected = "distinct and not padding ('', None or -1)"
         raise ValueError(f"Argument `tokens` must be {expected}. Got {token!r} at {i}.")
-    set_integers(self, num_oov_buckets=(0, MAX_SIZE - len(self.tokens)))
-    set_integers(self, default_value=(-1, self.vocabulary_size - 1))
+    _set_integers(self, num_oov_buckets=(0, MAX_SIZE - len(self.tokens)))
+    _set_integers(self, default_value=(-1, self.vocabulary_size - 1))
     if self.num_oov_buckets and self.default_value is not None:
       raise ValueError("Give `num_oov_buckets` or `default_value`, not both.")
 
@@ -232,7 +235,7 @@ class Vocabulary(Column):
     unknown = (ids < 0) & ~padding
     if not self.num_oov_buckets:
       problem = f"is not among the {len(self.tokens)} tokens: give num_oov_buckets,"
-      return fill_missing(self, ids, unknown, keys, problem)
+      return _fill_missing(self, ids, unknown, keys, problem)
     hashed = hashing.buckets(hashing.hashes(keys[unknown]), self.num_oov_buckets)
     ids[unknown] = len(self.tokens) + hashed
     return ids
@@ -266,7 +269,7 @@ class Bucketized(Column):
     expected = "strictly increasing numbers"
     config_lib.check("boundaries", self.boundaries, bool(increases), expected)
     object.__setattr__(self, "boundaries", tuple(boundaries.tolist()))
-    set_integers(self, default_value=(-1, len(boundaries)))
+    _set_integers(self, default_value=(-1, len(boundaries)))
 
   @property
   def vocabulary_size(self) -> int:
@@ -287,13 +290,53 @@ class Bucketized(Column):
         boundaries = boundaries.astype(numbers.dtype)
     ids = np.searchsorted(boundaries, numbers, side="right").astype(np.int32)
     problem = "lies in no bucket: fill it in,"
-    return fill_missing(self, ids, np.isnan(numbers), numbers, problem)
+    return _fill_missing(self, ids, np.isnan(numbers), numbers, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transforms:
+  """Converts batches of raw features to inputs of `SparseEmbed`.
+
+  The counterpart of the `feature_columns` of TensorFlow's `EmbeddingConfigSpec`.
+
+  Args:
+    columns: the transform of each feature, by name. A `Column` without a `key` reads the raw
+      feature of the same name. `columns[name].vocabulary_size` is the size of its table.
+
+  >>> transforms = Transforms({
+  ...   "genre": Vocabulary(["drama", "comedy"], num_oov_buckets=1),
+  ...   "age": Bucketized([18, 65]),
+  ... })
+  >>> ids = transforms({"genre": [["comedy"], []], "age": [17.5, 40]})
+  >>> ids["genre"].values.tolist(), ids["age"].tolist()
+  ([[1], [-1]], [0, 1])
+  """
+
+  columns: Mapping[str, Column]
+
+  def __post_init__(self):
+    object.__setattr__(self, "columns", dict(self.columns))
+    for name, column in self.columns.items():
+      if not isinstance(column, Column):
+        raise ValueError(
+          f"Feature {name!r}: expected a transform, such as HashBucket(1000). Got {column!r}."
+        )
+
+  def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ids of every feature by name, in NumPy; errors name the feature."""
+    ids = {}
+    for name, column in self.columns.items():
+      try:
+        ids[name] = column.read(batch, name)
+      except ValueError as error:
+        raise ValueError(f"Feature {name!r}: {error}") from error
+    return ids
 
 
 # --- what columns share --------------------------------------------------------------------------
 
 
-def is_list_of_bags(column: Any) -> bool:
+def _is_list_of_bags(column: Any) -> bool:
   """Returns True for a list of lists, or an object array of them, as in data frames."""
   if isinstance(column, np.ndarray):
     if column.dtype != object or column.ndim != 1:
@@ -316,14 +359,7 @@ def _join(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
   return hashing.to_array(list(itertools.chain.from_iterable(filled))), splits
 
 
-def raw_feature(batch: Mapping[str, Any], key: str) -> Any:
-  """Returns a raw feature of a batch; raises ValueError if there is none of this name."""
-  if key not in batch:
-    raise ValueError(f"the batch has no {key!r}, only {sorted(map(str, batch))}.")
-  return batch[key]
-
-
-def set_integers(column: Any, **bounds: tuple[int, int]) -> None:
+def _set_integers(column: Any, **bounds: tuple[int, int]) -> None:
   """Makes arguments of a frozen column ints in `(minimum, maximum)`; None may be a default."""
   for name, (minimum, maximum) in bounds.items():
     value = getattr(column, name)
@@ -331,7 +367,7 @@ def set_integers(column: Any, **bounds: tuple[int, int]) -> None:
       object.__setattr__(column, name, config_lib.integer(name, value, minimum, maximum))
 
 
-def fill_missing(
+def _fill_missing(
   column: Any, ids: np.ndarray, is_missing: np.ndarray, values: np.ndarray, problem: str
 ) -> np.ndarray:
   """Returns ids `[N]` with the column's `default_value` where they are missing; None raises."""

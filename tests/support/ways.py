@@ -5,7 +5,6 @@ import contextlib
 import jax
 import pytest
 
-from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 
@@ -19,8 +18,7 @@ def weekly(*ways):
 
 
 # rows          plain rows by XLA: what tests run by default
-# packed        lines of 128, read as CPUs and GPUs do: the same bytes in another shape
-# lines         lines of 128, read and written in parts as on TPUs
+# lines         lines of 128, as on TPUs
 # sparse_cores  lines on an emulated chip
 EACH = ["rows", *ci("lines"), *weekly("sparse_cores")]
 
@@ -36,7 +34,6 @@ def stored(way):
     return
   with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
     patch.setenv(stack_lib.PACKING_SWITCH, "1")
-    patch.setattr(rows_lib, "has_lines", lambda device_kind: way != "packed")
     if way == "sparse_cores":
       import sparse_cores  # skips with another JAX than it was written for
 

@@ -12,7 +12,6 @@ from stored_tables import TwoTables, fetched, wave
 import embed
 from embed import check
 from embed.engine import grads as grads_lib
-from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels import sparse_core_pallas as kernels
@@ -25,7 +24,6 @@ def used(monkeypatch):
   """The CPU as a chip with SparseCores; the names of the kernels that were traced."""
   names = set()
   monkeypatch.setenv(stack_lib.PACKING_SWITCH, "0")
-  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
 
   def noted(name):
     kernel = getattr(kernels, name)
@@ -72,8 +70,7 @@ def test_which_kernels_step(used, kind):
   off = trained(given, steps=1, storage="rows")
   assert not used
   assert_close(trained(given, steps=1, storage="sparse_core"), off)
-  in_order_or_dense = kind in ("each", "every")
-  assert used == ({"bag_sum"} if in_order_or_dense else {"take", "put", "bag_sum"})
+  assert used == {"take", "put", "bag_sum"}
 
 
 @pytest.mark.weekly
