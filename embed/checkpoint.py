@@ -7,8 +7,6 @@ optimizer are at their paths.
 
 import os
 import pathlib
-import re
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,8 +98,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
 def check(tree: Tree, **nodes: Any) -> None:
   """Checks that a tree, or the metadata of a stored one, fits models and optimizers.
 
-  `restore` calls it before it reads anything. It warns of tables that would be rounded: saved with
-  more precision than the model's, such as float32 for bfloat16.
+  `restore` calls it before it reads anything.
 
   Args:
     tree: as in `from_tree`; its leaves may be anything with a shape, such as the metadata
@@ -116,19 +113,6 @@ def check(tree: Tree, **nodes: Any) -> None:
       f"The checkpoint does not fit the model: {'; '.join(found[:10])}. Make the model with the "
       "names, sizes and optimizers that were saved. For another vocabulary, restore that model, "
       "and copy its rows and slots to the new one with `load_variables`."
-    )
-  rounded = [
-    f"{name}/tables/{key}"
-    for name, node in nodes.items()
-    for key, arrays in like(node=node)["node"]["tables"].items()
-    if arrays["parameters"].dtype.itemsize == 2
-    and stored_tables.dtype_of(tree[name]["tables"][key]["parameters"]).itemsize > 2
-  ]
-  if rounded:
-    warnings.warn(
-      f"Tables of the checkpoint are rounded to the dtype of the model's: {', '.join(rounded)}. "
-      "Give their TableConfigs the dtype that was saved to keep the values.",
-      stacklevel=3,  # of `restore` and `from_tree`
     )
 
 
@@ -224,17 +208,21 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
   Each device reads its own part. Slots are not read for a model without optimizers.
 
   Args:
-    folder: the folder that Orbax wrote, a step of a `CheckpointManager`, or the folder of a manager
-      for its latest step.
+    folder: where Orbax saved the tree; of a `CheckpointManager`, `<step>/default` in its folder.
     **nodes: as in `from_tree`.
 
   Raises:
-    FileNotFoundError: if there is no such folder, or no checkpoint in it.
-    ValueError: as in `from_tree`, or if a step holds several items; the message lists them.
+    FileNotFoundError: if the folder holds no tree; the message lists those below it.
+    ValueError: as in `from_tree`.
   """
   import orbax.checkpoint as ocp  # an extra: the library runs without it
 
-  path = _tree_folder(pathlib.Path(folder).absolute(), ocp)
+  path = pathlib.Path(folder).absolute()
+  if not (path / "_METADATA").exists():
+    below = sorted(str(x.parent) for part in ("*", "*/*") for x in path.glob(f"{part}/_METADATA"))
+    raise FileNotFoundError(
+      f"{path} holds no tree that Orbax has saved. Give its folder: {', '.join(below) or 'none'}."
+    )
   with ocp.PyTreeCheckpointer() as reader:
     # Of the tree alone: the checkpointer's would warn of the file that a step's folder has instead.
     check(ocp.PyTreeCheckpointHandler().metadata(path).tree, **nodes)
@@ -243,29 +231,6 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
   from_tree(tree, **nodes)
-
-
-def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
-  """Finds the folder that holds a tree: this one, a step's only item, or the latest step's."""
-  if not folder.is_dir():
-    raise FileNotFoundError(f"{folder} is no folder: give one that Orbax has written.")
-  trees = [x.parent for part in ("", "*/", "*/*/") for x in folder.glob(f"{part}_METADATA")]
-  if folder in trees:
-    return folder
-  is_partial = ocp.utils.is_tmp_checkpoint
-  trees = sorted(x for x in trees if not (is_partial(x) or is_partial(x.parent)))
-  if not trees:
-    raise FileNotFoundError(
-      f"{folder} holds no checkpoint: give the folder that Orbax saved a tree to, or the folder of "
-      "a CheckpointManager."
-    )
-  steps = [re.fullmatch(r"(.*?)(\d+)", x.relative_to(folder).parts[0]) for x in trees]
-  numbers = [int(step[2]) for step in steps if step]
-  if len(numbers) == len(trees) and len({step[1] for step in steps if step}) == 1:
-    trees = [x for x, number in zip(trees, numbers, strict=True) if number == max(numbers)]
-  if len(trees) > 1:
-    raise ValueError(f"{folder} holds several trees: give one of {', '.join(map(str, trees))}.")
-  return trees[0]
 
 
 # --- files without Orbax ------------------------------------------------------------------------

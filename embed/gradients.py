@@ -141,6 +141,11 @@ class Rows(Mapping[str, RowGrads]):
       raise ValueError(f"These are no gradients: {ARITHMETIC}")
     return self.scale(jnp.where(self.one == 1, 1.0, jnp.nan)) if is_traced(self.one) else self
 
+  @property
+  def is_summed(self) -> bool:
+    """True if the gradients of each row are summed, as after `map`."""
+    return any(isinstance(x, DistinctRows) for grads in self.grads.values() for x in grads)
+
   def _calls(self) -> list[ActivationGrads]:
     return [x for grads in self.grads.values() for x in grads if isinstance(x, ActivationGrads)]
 
@@ -274,11 +279,11 @@ def global_norm(grads: Grads) -> jax.Array:
   """
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
-  rows = grads.rows
-  each = [rows]
-  if not isinstance(rows, Rows):
-    each = [r for r in rows.values() if not _is_frozen(r.stack)]
-  of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
+  if isinstance(grads.rows, Rows):
+    of_rows = grads.rows.squared_norm()
+  else:
+    trained = [rows for rows in grads.rows.values() if not _is_frozen(rows.stack)]
+    of_rows = sum((rows.squared_norm() for rows in trained), jnp.zeros(()))
   return jnp.sqrt(squares + mesh.like(of_rows, squares))
 
 
@@ -326,15 +331,14 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   """
   if not grads:
     raise ValueError("accumulate takes at least one embed.Grads.")
-  first = grads[0]
-  if any(set(g.rows) != set(first.rows) for g in grads):
-    raise ValueError("accumulate: the gradients are of different models (their tables differ).")
-  dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g.dense for g in grads))
   rows = [g.rows.checked() for g in grads if isinstance(g.rows, Rows)]
   if len(rows) < len(grads) or any(r.stacks != rows[0].stacks for r in rows):
     raise ValueError(
       "accumulate takes gradients as embed.value_and_grad of one model, `map` and "
       "clip_by_global_norm return them. Accumulate before you replace rows of a table."
     )
+  if any(r.is_summed for r in rows):
+    rows = [r.summed() for r in rows]  # an update takes gradients of one form
+  dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g.dense for g in grads))
   together = {key: [x for r in rows for x in r.grads[key]] for key in rows[0].grads}
   return Grads(dense, Rows(together, rows[0].stacks))

@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,19 +43,15 @@ def from_torch(
   optimizer_state: Mapping[str, Any] | None = None,
   *,
   tables: Mapping[str, str] | None = None,
-  parameters: Sequence[str] | None = None,
-  slots: Collection[str] | None = None,
 ) -> Variables:
   """Reads tables of torch or TorchRec, and the state of Adagrad or Adam.
 
   Args:
-    state_dict: of the model, such as `model.state_dict()`; tensors or arrays, `[V, D]` each.
+    state_dict: tensors or arrays by name, `[V, D]` each, such as `model.state_dict()`. With a state
+      of torch's optimizer `dict(model.named_parameters())`, which has the optimizer's order.
     optimizer_state: `optimizer.state_dict()` of torch, or of TorchRec, which is keyed by name.
     tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`. By
       default the tables of each `EmbeddingBagCollection` and `EmbeddingCollection` of TorchRec.
-    parameters: names in the order of torch's optimizer, by default that of `state_dict`. Write
-      `[name for name, _ in model.named_parameters()]` if the model has buffers.
-    slots: the names of the slots to keep, all by default.
 
   Raises:
     ValueError: for a table that is not there, or state without a table or a slot here.
@@ -70,20 +66,20 @@ def from_torch(
         "from_torch: expected the tables of TorchRec, each with a name of its own. Write tables="
         f'{{"our table": "their parameter"}}, of {shown}.'
       )
-  order = list(state_dict) if parameters is None else list(parameters)
   variables: Variables = {}
   has_state = False
   for table, key in tables.items():
     if key not in state_dict:
       raise ValueError(f"from_torch: there is no parameter {key!r}: {_names(state_dict)}.")
     rows = _array(state_dict[key])
-    state = _torch_state(optimizer_state or {}, key, order)
+    state = _torch_state(optimizer_state or {}, key, list(state_dict))
     has_state |= bool(state)
-    variables[table] = {"parameters": rows} | _torch_slots(state, rows.shape, slots)
+    variables[table] = {"parameters": rows} | _torch_slots(state, rows.shape)
   if optimizer_state and optimizer_state.get("state") and not has_state:
     raise ValueError(
       f"from_torch: the optimizer's state has nothing of {_names(tables.values())}, but has "
-      f"{_names(map(str, optimizer_state['state']))}. Leave it out, or write parameters=[...]."
+      f"{_names(map(str, optimizer_state['state']))}. Leave it out, or give "
+      "dict(model.named_parameters()) for the model's state."
     )
   return variables
 
@@ -99,36 +95,31 @@ def _torch_state(
   if indices and len(order) != len(indices):
     raise ValueError(
       f"from_torch: the optimizer has {len(indices)} parameters, and there are {len(order)} names. "
-      "Write parameters=[...], their names in the optimizer's order."
+      "Give dict(model.named_parameters()) for the model's state."
     )
   return states.get(dict(zip(order, indices, strict=False)).get(key), {})
 
 
-def _torch_slots(
-  state: Mapping[str, Any], shape: tuple[int, ...], slots: Collection[str] | None
-) -> dict[str, np.ndarray]:
+def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
   slot_of = _SLOTS
   if "momentum2" in state:
     slot_of = _SLOTS | {"momentum1": "momenta", "momentum2": "velocities"}
   found = {}
   for name, x in state.items():
     slot = slot_of.get(name)
-    if name == "step" and "exp_avg" not in state:
+    if x is None or (name == "step" and "exp_avg" not in state):
       continue  # Adagrad's, which does not use it
-    if x is None or (slots is not None and slot not in slots):
-      continue
     if slot is None:
       raise ValueError(
-        f"from_torch: no optimizer here has a slot for {name!r}. Write slots=[...] with those to "
-        f"keep, of {sorted(set(_SLOTS.values()))}."
+        f"from_torch: no optimizer here has a slot for {name!r}. Remove it from the state."
       )
     array = _array(x)
     if slot == "steps":
       array = np.full(shape[:1], array, np.int32)
     elif array.shape[:1] != shape[:1]:
       raise ValueError(
-        f"from_torch: the state {name!r} has the shape {array.shape}, and its table {shape}. Write "
-        "parameters=[...], the names of the optimizer's parameters in its order."
+        f"from_torch: the state {name!r} has the shape {array.shape}, and its table {shape}. Give "
+        "dict(model.named_parameters()), which has the optimizer's order."
       )
     elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value a row
       array = array[:, 0]
@@ -390,7 +381,7 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
     (
       get("slot_variable_creation_fn", None) is not None or get("initial_linear_value", 0) != 0,
       "has its own initial values of slots",
-      f"embed.{name}(slot_init={{name: f(key, shape, dtype)}})",
+      f"embed.{name}(...), and give the layer the slots by `load_variables`",
     ),
   ]
   for is_so, what, write in refusals:

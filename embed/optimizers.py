@@ -24,7 +24,6 @@ from embed.config import check, setting
 Schedule = Callable[[Any], Any]
 Rate = float | Schedule
 ClipRange = float | tuple[float | None, float | None]
-SlotInit = Mapping[str, Callable[..., Any]]
 Slots = dict[str, jax.Array]
 Equation = Callable[..., tuple[jax.Array, Slots]]
 
@@ -37,11 +36,10 @@ class Common(TypedDict, total=False):
   multiply_weight_decay_factor_by_learning_rate: bool | None
   clip_weight_min: float | None
   clip_weight_max: float | None
-  slot_init: SlotInit | None
 
 
 _COMMON: dict[str, Any] = dict.fromkeys(Common.__annotations__)
-_OF_FROZEN = _COMMON | {"learning_rate": 0.0, "slot_init": {}}
+_OF_FROZEN = _COMMON | {"learning_rate": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ class RowOptimizer:
 
   def __post_init__(self):
     if isinstance(self.slots, Mapping):
-      slots = _slots(self.slots, self.arguments)
+      slots = _slots(self.slots)
       object.__setattr__(self, "slots", lambda dim: slots)
 
   def __getattr__(self, name: str) -> Any:
@@ -137,11 +135,8 @@ def _by_value(x: Any) -> Any:
   return tuple(sorted(x.items())) if isinstance(x, Mapping) else x
 
 
-def _slots(slots: Mapping[str, Slot | float], arguments: Mapping[str, Any]) -> dict[str, Slot]:
-  """Slots by name, from slots and initial values; `slot_init` may name no other."""
-  slot_init = arguments.get("slot_init", {})
-  is_known = set(slot_init) <= set(slots)
-  check("slot_init", sorted(slot_init), is_known, f"by slot; the slots are {sorted(slots)}")
+def _slots(slots: Mapping[str, Slot | float]) -> dict[str, Slot]:
+  """Slots by name, from slots and initial values."""
   for name, slot in slots.items():
     is_slot = isinstance(slot, Slot) or _is_number(slot)
     check(f"slots[{name!r}]", slot, is_slot, "a number or an embed.Slot")
@@ -168,10 +163,6 @@ def _is_clip_range(x: Any) -> bool:
   return _is_number(low) and _is_number(high) and low <= high
 
 
-def _are_functions(x: Any) -> bool:
-  return isinstance(x, Mapping) and all(map(callable, x.values()))
-
-
 Check = tuple[Callable[[Any], bool], str]
 _NUMBER: Check = (_is_number, "a number")
 _BOOL: Check = (lambda x: isinstance(x, bool), "True or False")
@@ -194,7 +185,6 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
   "multiply_weight_decay_factor_by_learning_rate": _optional(*_BOOL),
   "clip_weight_min": _optional(*_NUMBER),
   "clip_weight_max": _optional(*_NUMBER),
-  "slot_init": _optional(_are_functions, "{slot name: f(key, shape, dtype)}"),
   "initial_accumulator_value": _NOT_NEGATIVE,
   "ftrl initial_accumulator_value": _POSITIVE,
   "epsilon": _POSITIVE,
@@ -254,7 +244,6 @@ def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
   clip = arguments["clipvalue"]
   if clip is not None:
     arguments["clipvalue"] = (-clip, clip) if _is_number(clip) else tuple(clip)
-  arguments["slot_init"] = arguments["slot_init"] or {}
   return arguments
 
 
@@ -277,8 +266,6 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
     multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
     clip_weight_min, clip_weight_max: touched rows are clipped to them after the update.
-    slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
-      whole slot's, `[V, D]` or `[V]`.
 
   Raises:
     ValueError: naming the argument that is wrong, and what it must be.
@@ -572,7 +559,7 @@ def custom_optimizer(
   Two such optimizers are equal if their functions are the same object: define them once.
   """
   arguments = _arguments("custom_optimizer", locals())
-  by_name = _slots(arguments["slots"] or {}, arguments)
+  by_name = _slots(arguments["slots"] or {})
 
   @functools.cache
   def checked_slots(dim: int) -> dict[str, Slot]:

@@ -501,14 +501,6 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
       f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; embed "
       f"has {', '.join(sorted(OPTIMIZERS))}."
     )
-  try:
-    hash(optimizer)
-  except TypeError as error:
-    raise ValueError(
-      f"Table {name!r}: {optimizer!r} has an argument that is not hashable, so that its compiled "
-      f"step could not be found again ({error}). Give a function: of a schedule object, "
-      "`lambda step: schedule(step)`."
-    ) from None
   return optimizer
 
 

@@ -3,7 +3,6 @@
   bag, dropped = bags.from_input(parts, form, size)           # any input, as ids with padding
   bag = bag.normalized("mean", size)                          # the combiner becomes gains
   acts, record = exchange.look_up(stack, stored, [bag], ["movie"])
-  acts = taps.tap(acts, record, stored, layer)                # value_and_grad finds these
   call = grads.ActivationGrads(activation_grads, record)
   scalars = update.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [call], scalars)        # new rows and slots
@@ -11,13 +10,13 @@
 An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where
 rows are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
 forms of a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new
-rows; `taps` for differentiation. `xla` has what only orders XLA's work, `jax_internals` what JAX
-and Flax do not promise, and `compat` what JAX has renamed.
+rows; `admission` for raw ids. `xla` has what only orders XLA's work, `hashes` the one mixer of
+bits, and `compat` what JAX has renamed.
 
 Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
-tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of
-TPUs, which registers itself with `backends`: `rows` and `update` call it where it can do what they
-define, only faster. Imports between the packages point one way, as `pyproject.toml` says.
+tables, which no step needs. `embed.kernels` has compiled code for the SparseCores of TPUs, which
+registers itself with `backends`: `rows` and `update` call it where it can do what they define, only
+faster. Imports between the packages point one way, as `pyproject.toml` says.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.
@@ -38,6 +37,4 @@ Glossary:
   distinct rows   one summed gradient for each row that was looked up
   slot            what an optimizer keeps for each row
   kernel          compiled code that XLA calls in the place of its own operations
-  tap             an input of zeros whose cotangent is the gradient of an activation
-  owner           the path of a layer in its model, and a stack or table of it
 """

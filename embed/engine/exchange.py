@@ -337,7 +337,7 @@ def for_each_round(
   """Brings gradients to the shards that store their rows: `carry = body(carry, received)`.
 
   Args:
-    grads: this device's.
+    grads: this device's, all of activations or all of rows.
     stack: the tables.
     sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
       go by all-to-all, and the others are gathered.
@@ -345,32 +345,22 @@ def for_each_round(
       `DistinctRows` if they are summed already, else parts to sum. Each round has other rows.
     carry: the first argument of the first call.
   """
-  summed = [
-    dataclasses.replace(x, values=x.values.astype(jnp.float32))
-    for x in grads
-    if isinstance(x, DistinctRows)
+  narrow = [x for x in grads if isinstance(x, DistinctRows)]
+  summed = [dataclasses.replace(x, values=x.values.astype(jnp.float32)) for x in narrow]
+  calls = [x for x in grads if isinstance(x, ActivationGrads)]
+  if not calls:
+    return body(carry, summed[0] if len(summed) == 1 else [x.as_grad_rows() for x in summed])
+  routed = [call for call in calls if call.record.route is not None]
+  others = [  # gradients, bags and table of a feature
+    part
+    for call in calls
+    for part in zip(call.grads, call.record.bags, call.record.tables, strict=True)
+    if part[1].is_ragged or call.record.route is None
   ]
-  routed: list[ActivationGrads] = []
-  others: list[tuple[jax.Array, Bags, str]] = []  # gradients, bags and table of a feature
-  for call in grads:
-    if isinstance(call, DistinctRows):
-      continue
-    is_routed = call.record.route is not None
-    routed += [call] if is_routed else []
-    others += [
-      part
-      for part in zip(call.grads, call.record.bags, call.record.tables, strict=True)
-      if part[1].is_ragged or not is_routed
-    ]
-  local = [x.as_grad_rows() for x in summed]
-  if not routed and not others:
-    return body(carry, summed[0] if len(summed) == 1 else local)
   if others and sums_tables:
-    return body(carry, _summed_over_replicas(others, local, stack))
+    return body(carry, _summed_over_replicas(others, stack))
   gathered = [_gathered(g, bags, table, stack) for g, bags, table in others]
-  if not routed:
-    return body(carry, local + gathered)
-  return _rounds(routed, local + gathered, stack, body, carry)
+  return _rounds(routed, gathered, stack, body, carry) if routed else body(carry, gathered)
 
 
 def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
@@ -384,24 +374,16 @@ def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> Gra
   return grads_lib.from_activations(grads, _local(bags, stack, table))
 
 
-def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> DistinctRows:
+def _summed_over_replicas(others: Any, stack: StackSpec) -> DistinctRows:
   """The gradients of a small table, row by row, added up over the replicas."""
   size, axes = stack.layout.shard_rows, stack.placement.replica_axes
-  sums, touched = _dense([_own_part(g, bags, table, stack) for g, bags, table in others], size)
-  with jax.named_scope("exchange"):
-    sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
-  if local:
-    more, touched_too = _dense(local, size)
-    sums, touched = sums + more, jnp.maximum(touched, touched_too)
-  ids = jnp.where(touched > 0, jnp.arange(size, dtype=jnp.int32), size)
-  return DistinctRows(ids, sums)
-
-
-def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
+  parts = [_own_part(grads, bags, table, stack) for grads, bags, table in others]
   ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
   touched = jnp.zeros(size, jnp.int32).at[ids].max(1, mode="drop")
-  sums = jnp.zeros((size, parts[0].grads.shape[-1]), jnp.float32)
-  return grads_lib.add_rows(sums, parts), touched
+  sums = grads_lib.add_rows(jnp.zeros((size, stack.dim), jnp.float32), parts)
+  with jax.named_scope("exchange"):
+    sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
+  return DistinctRows(jnp.where(touched > 0, jnp.arange(size, dtype=jnp.int32), size), sums)
 
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:

@@ -2,7 +2,7 @@
 
 Sums have two formulations with one meaning. On CPU sorting is slow, loops are cheap, and memory not
 touched is memory not paid for: a hash table names the distinct ids. Accelerators sort all ids. A
-step on CPU without Numba takes 2 to 16 times as long by the accelerators' formulation (Adagrad and
+step on CPU takes 2 to 16 times as long by the accelerators' formulation (Adagrad and
 Adam, 4,096 to 524,288 ids, D 16 and 128, two cores), with SGD up to 1.8 times.
 """
 

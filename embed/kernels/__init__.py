@@ -1,4 +1,1 @@
-"""Compiled code for CPUs and SparseCores: it does what the engine defines.
-
-The `__init__` of each package chooses where its kernels are used.
-"""
+"""Compiled code for SparseCores, which does what the engine defines."""

@@ -28,7 +28,8 @@ def make(
 ) -> Arrays:
   """Initial rows and slots by name, from a config and a random key by table."""
   try:
-    return {"parameters": _make_rows(stack, tables, keys), **_make_slots(stack, keys)}
+    slots = {name: _filling(stack, slot)() for name, slot in stack.slots.items()}
+    return {"parameters": _make_rows(stack, tables, keys), **slots}
   except jax.errors.JaxRuntimeError as error:  # mostly of memory
     error.add_note(_about_memory(stack))
     raise
@@ -56,52 +57,20 @@ def _make_rows(
     if maker is not None:
       row_wise[name] = maker
     else:
-      whole[name] = _drawn_whole(f"Table {name!r}", given, keys[name], shape, stack.dtype)
+      whole[name] = rows = given(keys[name], shape, stack.dtype)
+      if np.shape(rows) != shape:
+        raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
   makers = tuple(row_wise.items())
   rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
 
 
-def _drawn_whole(
-  what: str, initializer: Any, key: jax.Array, shape: tuple[int, ...], dtype: Any
-) -> Any:
-  """All rows of a table or slot at once, in the dtype that the initializer returns."""
-  rows = initializer(key, shape, dtype)
-  if np.shape(rows) != shape:
-    raise ValueError(f"{what}: its initializer returned {np.shape(rows)}, not {shape}.")
-  return rows
-
-
-def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
-  made = {}
-  for slot_name, slot in stack.slots.items():
-    init = _slot_init(stack, slot_name)
-    seeds = {name: _slot_key(stack, slot_name, key) for name, key in keys.items()}
-    maker = None if slot.per_row else initializers.as_row_wise(init)
-    if init is not None and maker is not None:
-      makers = tuple((name, maker) for name in stack.tables)
-      made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
-      continue
-    made[slot_name] = value = _filling(stack, slot)()
-    if init is None:
-      continue
-    whole = {}
-    for name in stack.tables:
-      what, shape = f"Slot {slot_name!r} of table {name!r}", (stack.size(name), stack.dim)
-      rows = _drawn_whole(what, init, seeds[name], shape[: value.ndim], slot.dtype)
-      whole[name] = jnp.asarray(rows, slot.dtype)
-    made[slot_name] = stored_tables.store_all([stack], [{"s": value}], [{"s": whole}])[0]["s"]
-  return made
-
-
-def _slot_init(stack: StackSpec, slot: str) -> Any:
-  """The initializer of a slot, or None for its initial value."""
-  return dict(stack.optimizer.slot_init).get(slot) if stack.optimizer is not None else None
-
-
-def _slot_key(stack: StackSpec, slot: str, key: jax.Array) -> jax.Array:
-  # Beyond the numbers of rows, whose keys are folded from the same one.
-  return jax.random.fold_in(key, 2**32 - 1 - list(stack.slots).index(slot))
+@functools.lru_cache(maxsize=16)
+def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
+  """A function that returns a slot as it is stored, full of its initial value."""
+  shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
+  fill = functools.partial(jnp.full, shape, slot.initial, slot.dtype)
+  return jax.jit(stack.placement.run(fill, (), stack.specs[len(shape)]))
 
 
 # --- rows that change hands ----------------------------------------------------------------------
@@ -120,18 +89,11 @@ def reset(
   chunk, n = min(_NEW_ROWS, new.shape[0]), new.shape[0]
 
   def values(key, ids):
-    draw = lambda maker, key, dim, dtype: maker.rows(
-      key[None], jnp.zeros(chunk, jnp.int32), ids, dim, dtype
-    )
-    made = {"parameters": draw(maker, key, stack.dim, stack.dtype)}
+    tables = jnp.zeros(chunk, jnp.int32)
+    made = {"parameters": maker.rows(key[None], tables, ids, stack.dim, stack.dtype)}
     for name, slot in stack.slots.items():
-      init, dim = _slot_init(stack, name), 1 if slot.per_row else stack.dim
-      if init is None:
-        rows = jnp.full((chunk, dim), slot.initial, slot.dtype)
-      else:
-        own = initializers.row_wise(init)
-        rows = draw(own, _slot_key(stack, name, key), dim, slot.dtype)
-      made[name] = rows[:, 0] if slot.per_row else rows
+      shape = (chunk,) if slot.per_row else (chunk, stack.dim)
+      made[name] = jnp.full(shape, slot.initial, slot.dtype)
     return made
 
   def per_device(arrays, key, new, ids):
@@ -202,11 +164,3 @@ def _drawing(
     return rows
 
   return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
-
-
-@functools.lru_cache(maxsize=16)
-def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
-  """A function that returns a slot as it is stored, full of its initial value."""
-  shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
-  make = lambda: jnp.full(shape, slot.initial, slot.dtype)
-  return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
