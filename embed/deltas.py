@@ -8,7 +8,6 @@ and the deltas after it make up the later state to the bit, on any mesh.
 
 import dataclasses
 import json
-import operator
 import os
 import pathlib
 import re
@@ -23,6 +22,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from embed import checkpoint
+from embed.config import integer
 from embed.engine import admission, cost
 from embed.engine.stack import Layout
 from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
@@ -131,7 +131,7 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
     step: the number of the state, an integer of Python, NumPy or JAX.
     **nodes: `nnx` modules and optimizers, by the names of `embed.checkpoint.to_tree`.
   """
-  step = _integer(step)
+  step = integer("step", step, 0)
   lanes: dict[str, dict[str, list[changes_lib.Lanes]]] = {}
   digests: dict[str, dict[str, str]] = {}
   owners: dict[str, dict[str, Any]] = {}
@@ -195,15 +195,6 @@ def _changed_owners(before: dict[str, Any], after: dict[str, Any]) -> Owners:
   return Owners(evicted, TableRows(ids, {name: x[ids] for name, x in after.items()}))
 
 
-def _integer(step: Any) -> int:
-  try:
-    return operator.index(step)
-  except TypeError:
-    raise ValueError(
-      f"A step is an integer, such as int(optimizer.step[...]). Got {step!r}."
-    ) from None
-
-
 def _layouts(node: Any) -> dict[str, list[Layout]]:
   layers = sparse_embeds(node)
   return {p: [stack.layout for stack in layer.spec.stacks.values()] for p, layer in layers.items()}
@@ -263,7 +254,7 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
     ValueError: before anything is changed: if the delta does not begin at that step, holds other
       tables or arrays, or was made against other rows. The message names them.
   """
-  if delta.since != (at := _integer(at)):
+  if delta.since != (at := integer("at", at, 0)):
     raise ValueError(
       f"The delta holds the rows that changed from step {delta.since} to {delta.step}, and the "
       f"state is at step {at}: apply the deltas in between first, or load a full checkpoint."

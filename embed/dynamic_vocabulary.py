@@ -116,10 +116,6 @@ class DynamicTable:
     by_input = placement.prepare(split, rows, like=rows)
     return {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, by_input, strict=True)}
 
-  def raw_ids(self, rows: jax.Array) -> jax.Array:
-    buckets = self.state["buckets"]
-    return admission.raw_ids(self.vocabulary, self.stack.placement, buckets, jnp.asarray(rows))
-
   def report(self) -> dict[str, jax.Array]:
     """An entry of `SparseEmbed.vocabulary_report`."""
     state = self.state

@@ -76,9 +76,9 @@ def export(
       one.
 
   Raises:
-    ValueError: for an input or output that has no such form, a `Sparse` or examples of different
-      sizes with `any_batch`, a function that draws random numbers, a mesh that is set, and arrays
-      that are not all on this host.
+    ValueError: for an input or output that has no such form, a `Sparse` with `any_batch`, a
+      function that draws random numbers, a mesh that is set, and arrays that are not all on this
+      host.
   """
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
@@ -206,13 +206,11 @@ def _plain(x: Any) -> Any:
 def _specs(args: Any, any_batch: bool) -> Any:
   """The shapes and dtypes of the inputs, with symbolic first dimensions if `any_batch`."""
   (batch,) = jax.export.symbolic_shape("batch")
-  sizes = set()
 
   def spec(x: Any, beyond_batch: int = 0, is_free: bool = any_batch) -> jax.ShapeDtypeStruct:
     x = np.asarray(x) if isinstance(x, (list, tuple)) else x
     shape = np.shape(x)
     if is_free and shape:
-      sizes.add(shape[0] - beyond_batch)
       shape = (batch + beyond_batch, *shape[1:])
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
@@ -229,10 +227,4 @@ def _specs(args: Any, any_batch: bool) -> Any:
       return dataclasses.replace(x, values=values, row_splits=row_splits)
     return dataclasses.replace(x, **{name: spec(part) for name, part in _parts(x).items()})
 
-  made = jax.tree.map(specs, args, is_leaf=_is_input)
-  if len(sizes) > 1:
-    raise ValueError(
-      f"export: any_batch, and examples of batches {sorted(sizes)}. Give jax.ShapeDtypeStruct with "
-      "dimensions of jax.export.symbolic_shape instead, and leave any_batch out."
-    )
-  return made
+  return jax.tree.map(specs, args, is_leaf=_is_input)

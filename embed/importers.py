@@ -9,7 +9,6 @@ import functools
 import math
 import numbers
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ Variables = dict[str, dict[str, np.ndarray]]
 
 # --- torch and TorchRec --------------------------------------------------------------------------
 
-_TORCHREC = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight$")
 _SLOTS = {
   "sum": "accumulators",
   "exp_avg": "momenta",
@@ -42,7 +40,7 @@ def from_torch(
   state_dict: Mapping[str, Any],
   optimizer_state: Mapping[str, Any] | None = None,
   *,
-  tables: Mapping[str, str] | None = None,
+  tables: Mapping[str, str],
 ) -> Variables:
   """Reads tables of torch or TorchRec, and the state of Adagrad or Adam.
 
@@ -50,22 +48,11 @@ def from_torch(
     state_dict: tensors or arrays by name, `[V, D]` each, such as `model.state_dict()`. With a state
       of torch's optimizer `dict(model.named_parameters())`, which has the optimizer's order.
     optimizer_state: `optimizer.state_dict()` of torch, or of TorchRec, which is keyed by name.
-    tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`. By
-      default the tables of each `EmbeddingBagCollection` and `EmbeddingCollection` of TorchRec.
+    tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`.
 
   Raises:
     ValueError: for a table that is not there, or state without a table or a slot here.
   """
-  if tables is None:
-    matches = [(_TORCHREC.search(key), key) for key in state_dict]
-    found = [(match["table"], key) for match, key in matches if match]
-    tables = dict(found)
-    if len(tables) < len(found) or not found:
-      shown = found or _names(key for key, x in state_dict.items() if len(np.shape(x)) == 2)
-      raise ValueError(
-        "from_torch: expected the tables of TorchRec, each with a name of its own. Write tables="
-        f'{{"our table": "their parameter"}}, of {shown}.'
-      )
   variables: Variables = {}
   has_state = False
   for table, key in tables.items():

@@ -79,13 +79,6 @@ def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   return initializer if isinstance(initializer, RowWise) else RowWise(initializer)
 
 
-def as_row_wise(initializer: Callable[..., Any] | None) -> RowWise | None:
-  """Returns the initializer that draws row by row, or None for one that draws whole tables."""
-  if initializer is None:
-    return truncated_normal_rows
-  return initializer if isinstance(initializer, RowWise) else None
-
-
 def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
   values = jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
   return values / math.sqrt(shape[-1])

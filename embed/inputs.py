@@ -384,7 +384,6 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
       vocabulary_size - 1` (negative ids are padding), or an input that does not fit the config.
 
   >>> movie = embed.TableConfig(vocabulary_size=10, dim=4)
-  >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": embed.Padded([[3, -1]])})
   >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": np.array([3, 10])})
   Traceback (most recent call last):
   ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...

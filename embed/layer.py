@@ -38,7 +38,6 @@ from embed.variables import (
   make_variables,
   refuse_in_loss,
   replace,
-  warn_of_step,
 )
 
 
@@ -116,7 +115,7 @@ class SparseEmbed(nnx.Module):
 
   Raises:
     ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
-      an initializer that returns another shape, or with Flax's hijax Variables.
+      or an initializer that returns another shape.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
   >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
@@ -141,11 +140,6 @@ class SparseEmbed(nnx.Module):
     sharding: str = "mod",
     plan: planning.Plan | None = None,
   ):
-    if nnx.var_defaults().hijax:
-      raise ValueError(
-        "SparseEmbed does not work with Flax's experimental hijax Variables, whose reads are no "
-        "inputs of a traced loss. Unset FLAX_HIJAX_VARIABLE or write nnx.var_defaults(hijax=False)."
-      )
     if plan is None:
       if features is None:
         raise ValueError("SparseEmbed takes a feature config, or a plan.")
@@ -239,7 +233,7 @@ class SparseEmbed(nnx.Module):
       )
     stack = self.spec.stack_of[table_name]
     if candidates is None:
-      stored = _stored_rows(self, stack)
+      stored = stored_arrays(self, stack)["parameters"]
       rows = stored_tables.read_whole(stack, stored, table_name).astype(jnp.float32)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       (rows,) = self._tap([rows], LookupRecord((every,), (table_name,)))
@@ -289,7 +283,7 @@ class SparseEmbed(nnx.Module):
     placement = stack.placement
     arrays = [mesh_lib.check_inputs(placement, x.name, x.parts) for x in inputs]
     bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
-    stored = _stored_rows(self, stack)
+    stored = stored_arrays(self, stack)["parameters"]
     acts, record = mesh_lib.settled(compiled_look_up(stack, stored, bags, tables))
     acts = before_update(self, acts)
     if mesh_lib.is_explicit((stored, self.report.get_value())):
@@ -333,12 +327,7 @@ class SparseEmbed(nnx.Module):
     before = self.report.get_value()
     counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
     counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
-    self._set_report({**before, **counted})
-
-  def _set_report(self, report: dict[str, jax.Array]) -> None:
-    # A model that a function closes over, as under jax.jit: no state comes out of it.
-    with contextlib.suppress(errors.TraceContextError):
-      self.report.set_value(report)
+    _set_report(self, {**before, **counted})
 
   # --- raw ids -----------------------------------------------------------------------------------
 
@@ -387,17 +376,6 @@ class SparseEmbed(nnx.Module):
       flat |= find(dynamic_table(self, name), inputs)
     return structure.pack(self.spec.features, features, flat)
 
-  def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
-    """Finds the raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
-
-    All ones for rows without an owner and for rows outside the table. `raw_ids(name, grads.ids)`
-    gives row gradients by raw id.
-
-    Raises:
-      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
-    """
-    return dynamic_table(self, table_name).raw_ids(rows)
-
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
     """Counts of `admit`, by table with a `DynamicVocabulary`: scalars, also under jit.
@@ -431,11 +409,6 @@ class SparseEmbed(nnx.Module):
       raise ValueError(
         "apply_gradients takes the residual that `activations, residual = layer.lookup(...)` "
         f"returned. Got {type(residual)}."
-      )
-    if activation_grads is None:
-      raise ValueError(
-        "apply_gradients: activation_grads is None. Give the structure of the activations; an "
-        "entry may be None for a zero gradient."
       )
     refuse_in_loss("Rows are updated")
     step_stacks(self, by_stack(self.spec, activation_grads, residual), step)
@@ -495,13 +468,6 @@ class SparseEmbed(nnx.Module):
       table_config(self, name)
       for key, value in replaced.items():
         check_array(name, key, value, shapes[name])
-      of_owners = [key for key in shapes[name] if key in admission.OWNERS]
-      if missing := [
-        key for key in of_owners if key not in replaced and set(of_owners) & {*replaced}
-      ]:
-        raise ValueError(
-          f"Table {name!r}: give {missing} too, which say together with the others who owns a row."
-        )
     stacks = tuple(self.spec.stacks.values())
     replacements = [
       {
@@ -515,8 +481,10 @@ class SparseEmbed(nnx.Module):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)
       for name in self.vocabularies:
-        if "raw_ids" in variables.get(name, {}):
-          dynamic_table(self, name).set_owners(variables[name])
+        if given := {
+          key: x for key, x in variables.get(name, {}).items() if key in admission.OWNERS
+        }:
+          dynamic_table(self, name).set_owners(owned(self, name) | given)
 
 
 # --- the layers of a model ------------------------------------------------------------------------
@@ -584,13 +552,6 @@ def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   return {key: variables[key].get_value() for key in ("parameters", *stack.slots)}
 
 
-def _stored_rows(layer: SparseEmbed, stack: StackSpec) -> jax.Array:
-  """The rows of a stack; raises ValueError if a step has deleted them."""
-  rows = layer.arrays[stack.name]["parameters"].get_value()
-  check_alive(f"The rows of table {stack.tables[0]!r}", [rows])
-  return rows
-
-
 def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   """The rows and slots of a stack; raises ValueError if a step has deleted them."""
   arrays = _arrays(layer, stack)
@@ -611,8 +572,14 @@ def before_update(layer: SparseEmbed, outputs: Any) -> Any:
   """
   report = layer.report.get_value()
   outputs, token = xla.with_token(outputs, report["dropped_ids"])
-  layer._set_report({**report, "dropped_ids": token})  # noqa: SLF001
+  _set_report(layer, {**report, "dropped_ids": token})
   return outputs
+
+
+def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
+  # A model that a function closes over, as under jax.jit: no state comes out of it.
+  with contextlib.suppress(errors.TraceContextError):
+    layer.report.set_value(report)
 
 
 # Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
@@ -633,27 +600,25 @@ def by_stack(
       "trained here. Give the residual of this layer's lookup."
     )
   matched = structure.match(spec.features, activation_grads, "activation_grads")
-  by_path = {path: grad for path, _, grad in matched}
-  looked_up = {path for paths in residual.paths for path in paths}
+  given = {path: grad for path, _, grad in matched}
   features = dict(structure.flatten_features(spec.features))
-  for path, feature in features.items():
-    name = structure.feature_name(path, feature)
-    if path in looked_up and path not in by_path:
-      raise ValueError(
-        f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
-      )
-    if path not in looked_up and by_path.get(path) is not None:
-      raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
+  name_of = lambda path: structure.feature_name(path, features[path])
   grads: dict[str, list[update.StackGrads]] = {}
-  for (stack_name, record), paths in zip(
-    sorted(residual.records.items()), residual.paths, strict=True
-  ):
+  records = sorted(residual.records.items())
+  for (stack_name, record), paths in zip(records, residual.paths, strict=True):
     of_features = []
     for path, bags in zip(paths, record.bags, strict=True):
-      feature = features[path]
-      name = structure.feature_name(path, feature)
-      of_features.append(_checked(name, by_path[path], (*bags.batch, feature.table.dim)))
+      if path not in given:
+        raise ValueError(
+          f"No gradient given for {name_of(path)!r}, which was looked up. Give None for a zero "
+          "gradient."
+        )
+      shape = (*bags.batch, features[path].table.dim)
+      of_features.append(_checked(name_of(path), given.pop(path), shape))
     grads[stack_name] = [ActivationGrads(tuple(of_features), record)]
+  for path, grad in given.items():
+    if grad is not None:
+      raise ValueError(f"Gradient given for {name_of(path)!r}, which was not looked up.")
   return grads
 
 
@@ -672,7 +637,6 @@ def step_stacks(
     scalars = update.StepScalars.at(stack, step)
     scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
-    warn_of_step(arrays["parameters"], new["parameters"])
     with changing("An update of tables"):
       for key, value in new.items():
         variables[key].set_value(mesh_lib.like(value, arrays[key]))

@@ -101,7 +101,8 @@ class RowOptimizer:
 
   @functools.cached_property
   def _key(self) -> tuple[Any, ...]:
-    return (self.name, *((key, _by_value(x)) for key, x in sorted(self.arguments.items())))
+    by_value = lambda x: tuple(sorted(x.items())) if isinstance(x, Mapping) else x
+    return (self.name, *((key, by_value(x)) for key, x in sorted(self.arguments.items())))
 
   def __eq__(self, other: object) -> bool:
     return self._key == other._key if isinstance(other, RowOptimizer) else NotImplemented
@@ -129,10 +130,6 @@ class RowOptimizer:
 
 def _make(name: str, arguments: Mapping[str, Any]) -> RowOptimizer:
   return OPTIMIZERS[name](**arguments)
-
-
-def _by_value(x: Any) -> Any:
-  return tuple(sorted(x.items())) if isinstance(x, Mapping) else x
 
 
 def _slots(slots: Mapping[str, Slot | float]) -> dict[str, Slot]:

@@ -55,8 +55,8 @@ class TablePlan:
         checked by emulation, but no TPU has run them.
       - "auto": "packed" on TPUs and "rows" elsewhere.
 
-      Where a table cannot be packed or on SparseCores, the printed plan says why, and it is stored
-      as by "auto".
+      Where a table cannot be on SparseCores, the printed plan says why, and it is stored as by
+      "auto". Rows of a multiple of 128 columns are lines already.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -244,23 +244,20 @@ class Plan:
 
   def _storage(self, name: str, entry: TablePlan) -> str:
     """Chooses the storage of a table: "rows", "packed" or "sparse_core"."""
-    tried = [] if entry.storage == "auto" else [entry.storage]
-    if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
-      tried.append("sparse_core")
-    is_tpu = self._placement(entry).device_kind.startswith("TPU")
-    if backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
-      tried.append("packed")
-    return next((x for x in tried if self._unsupported_reason(name, entry, x) is None), "rows")
+    wanted, is_tpu = entry.storage, self._placement(entry).device_kind.startswith("TPU")
+    if wanted == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
+      wanted = "sparse_core"
+    if wanted == "sparse_core" and self._not_on_sparse_cores(name, entry) is None:
+      return "sparse_core"
+    is_packed = wanted == "packed" or (
+      wanted != "rows" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu)
+    )
+    return "packed" if is_packed and self.tables[name].dim % stack_lib.LANES else "rows"
 
-  def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
-    """The reason why a table cannot be stored in a way, or None."""
-    table = self.tables[name]
-    if storage == "packed" and not table.dim % stack_lib.LANES:
-      return f"its rows have {table.dim} columns, a multiple of {stack_lib.LANES}"
-    if storage == "sparse_core":
-      kind = self._placement(entry).device_kind
-      return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
-    return None
+  def _not_on_sparse_cores(self, name: str, entry: TablePlan) -> str | None:
+    """The reason why SparseCores cannot have the rows of a table, or None."""
+    table, kind = self.tables[name], self._placement(entry).device_kind
+    return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
 
   def _stacks(self, entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of the tables of some entries by name, in the order of their first tables."""
@@ -372,13 +369,12 @@ class Plan:
       if keys := self._key_bytes(stack):
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_packed:
-        notes.append(stack_lib.describe_packing(stack.dim))
+        notes.append(f"packed, {stack.row_width} columns to a row")
       if stack.back_end is not None:
         notes.append("on SparseCores")
-      reasons = (self._unsupported_reason(x, self[x], self[x].storage) for x in stack.tables)
-      if reason := next(filter(None, reasons), None):  # the same for all of the stack's tables
-        wanted = "on SparseCores" if self[stack.tables[0]].storage == "sparse_core" else "packed"
-        notes.append(f"not {wanted}: {reason}")
+      elif self[stack.tables[0]].storage == "sparse_core":
+        reason = self._not_on_sparse_cores(stack.tables[0], self[stack.tables[0]])
+        notes.append(f"not on SparseCores: {reason}")
       if notes:
         yield f"{', '.join(stack.tables)}: {'; '.join(notes)}"
       if stack.is_split:
@@ -392,7 +388,7 @@ class Plan:
 
   # --- what `embed.plan` decides -----------------------------------------------------------------
 
-  def _choose_strategies(self) -> None:
+  def choose_strategies(self) -> None:
     """Sets the strategies with which the resulting stacks move the fewest bytes."""
 
     def moved(strategies):
@@ -443,7 +439,7 @@ def plan(
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
     optimizer: the optimizer of tables that have none of their own.
-    hbm_bytes: the memory of a device; None asks the mesh's devices.
+    hbm_bytes: the memory of a device, such as `device.memory_stats()["bytes_limit"]`, or None.
     axis: the mesh axes to split over; None takes all of them.
 
   Returns:
@@ -461,7 +457,6 @@ def plan(
   """
   mesh = mesh_lib.current_mesh() if mesh is None else mesh
   axes = as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
-  hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
   names = {id(table): name for name, table in structure.name_tables(features).items()}
   example: dict[str, list[Bags]] = {name: [] for name in names.values()}
   by_path = dict(structure.flatten_features(features))
@@ -471,23 +466,11 @@ def plan(
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    result._choose_strategies()  # noqa: SLF001
+    result.choose_strategies()
   if result.fits is False:
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   return result
-
-
-def _memory(mesh: Any) -> int | None:
-  """The memory of a device, the same number in every process; None if devices do not report it."""
-  if not isinstance(mesh, jax.sharding.Mesh):
-    return None  # no mesh, or an AbstractMesh, which has no devices
-  try:
-    mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    stats = mine[0].memory_stats()
-  except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
-    return None  # devices that are not attached, or that do not report their memory
-  return None if stats is None else stats.get("bytes_limit")
 
 
 def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None:

@@ -13,6 +13,7 @@ from embed import structure
 from embed.config import FeatureConfig, TableConfig
 from embed.engine import bags as bags_lib
 from embed.engine import lookup as lookup_lib
+from embed.engine.xla import is_traced
 
 
 def serving_lookup(
@@ -59,13 +60,7 @@ def _rows(tables: Mapping[Any, Any], table: TableConfig, name: str) -> jax.Array
     given = sorted(k.name or "?" if isinstance(k, TableConfig) else k for k in tables)
     raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
-  if isinstance(rows, jax.core.Tracer):
-    if any(jax.typeof(rows).sharding.spec):
-      raise ValueError(
-        f"Table {name!r} is split over an Explicit mesh. Bring it to one device before jit, "
-        "with np.asarray, or export the model with embed.export."
-      )
-  elif not isinstance(rows.sharding, jax.sharding.SingleDeviceSharding):
+  if not is_traced(rows) and not isinstance(rows.sharding, jax.sharding.SingleDeviceSharding):
     rows = jnp.asarray(np.asarray(rows))  # device_put would keep an Explicit mesh in its type
   if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
     raise ValueError(

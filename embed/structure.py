@@ -96,12 +96,7 @@ def match(
 
 
 def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> Any:
-  """Puts the entries of `flat`, by feature path, into the containers of `like`.
-
-  >>> watched = FeatureConfig(TableConfig(9, 2))
-  >>> pack({"a": [watched], "b": watched}, {"a": [1]}, {("a", "0"): 10})
-  {'a': [10]}
-  """
+  """Puts the entries of `flat`, by feature path, into the containers of `like`."""
   if isinstance(config, FeatureConfig):
     return flat[path]
   if isinstance(config, Mapping):

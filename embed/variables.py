@@ -5,7 +5,6 @@ import contextvars
 import functools
 import itertools
 import random
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,8 @@ from flax import errors, nnx
 from embed.config import TableConfig
 from embed.engine import mesh as mesh_lib
 from embed.engine.stack import Arrays, StackSpec
-from embed.engine.xla import is_traced
 from embed.storage import initial
 from embed.storage import tables as stored_tables
-
-_LARGE_COPY = 16 << 20  # bytes of a copy
 
 
 class Table(nnx.Variable):
@@ -73,11 +69,7 @@ def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
 
 
 def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> dict[str, Any]:
-  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
-
-  >>> metadata(mesh_lib.LOCAL, ("data",), 2)["out_sharding"]
-  ('data', None)
-  """
+  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read."""
   local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
   rows = axis if local else placement.row_axes
   short = lambda names: (names[0] if len(names) == 1 else names) or None
@@ -198,18 +190,6 @@ def changing(what: str) -> Iterator[None]:
       "the change would be lost. Pass the model as an argument to nnx.jit: "
       "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
     ) from None
-
-
-def warn_of_step(before: Any, after: Any) -> None:
-  """Warns of a step that made a new table because nothing was donated."""
-  if is_traced((before, after)) or before is after or before.is_deleted():
-    return
-  if before.nbytes >= _LARGE_COPY:
-    warnings.warn(
-      f"A table of {before.nbytes >> 20} MiB was copied by a step outside of a jitted function. "
-      "Write `step = embed.jit_step(train_step, model, optimizer)`, then `step(batch)`.",
-      stacklevel=3,
-    )
 
 
 def check_alive(what: str, arrays: Iterable[Any]) -> None:

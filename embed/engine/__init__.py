@@ -33,8 +33,5 @@ Glossary:
   record          what one call looked up in a stack, ids of its tables, kept for its gradients
   route           how a call's ids map to the shards that store their rows
   capacity        the rows that a pair of devices exchanges in a round
-  exchange        how ids, rows and gradients get from device to device
   distinct rows   one summed gradient for each row that was looked up
-  slot            what an optimizer keeps for each row
-  kernel          compiled code that XLA calls in the place of its own operations
 """

@@ -257,24 +257,6 @@ def translate(
   return run(state["buckets"], state["step"], ids)
 
 
-def raw_ids(
-  vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array, rows: jax.Array
-) -> jax.Array:
-  """The raw ids uint32 `[..., 2]` that own rows int32 `[...]`; all ones without an owner."""
-  axes, width = _axes(vocabulary, placement), vocabulary.bucket_width
-
-  def per_device(buckets, rows):
-    bucket = rows // width - device_index(axes) * buckets.shape[0]
-    is_own = (rows >= 0) & (rows < vocabulary.capacity) & (bucket >= 0)
-    bucket = jnp.where(is_own, bucket, buckets.shape[0])
-    columns = jnp.stack([rows % width, rows % width + width], axis=-1)
-    ids = buckets.at[bucket[..., None], columns].get(mode="fill", fill_value=EMPTY)
-    return lax.pmin(ids, axes) if axes else ids
-
-  spec = owners_spec(vocabulary, placement)
-  return placement.run(per_device, (spec, P()), P())(buckets, rows)
-
-
 # --- admitting -----------------------------------------------------------------------------------
 
 

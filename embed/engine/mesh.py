@@ -287,12 +287,6 @@ class Placement:
     """
     if self.mesh is None:
       return f
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-      raise ValueError(
-        "Under jax.disable_jit() every operation on a mesh runs on one device after another, and a "
-        "step takes minutes. Debug with a layer on one device, or with jax.debug.print and "
-        "jax.debug.breakpoint in the jitted step."
-      )
 
     def placed(*args):
       mesh = self._mesh_for(args)

@@ -33,9 +33,6 @@ class Layout:
     contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
       first `size % shards` shards having one row more than the others.
     unit: the first local row of each table, and the number of local rows, are multiples of it.
-
-  >>> Layout((5, 3), shards=2).locate(0, jnp.array([0, 1, 2, 5]))[1].tolist()  # 5: padding
-  [0, 0, 1, 5]
   """
 
   sizes: tuple[int, ...]
@@ -135,14 +132,6 @@ def row_width(width: int) -> int:
 def rows_per_line(width: int) -> int:
   """The number of rows of `width` columns in a line."""
   return max(1, LANES // row_width(width))
-
-
-def describe_packing(width: int) -> str:
-  """Describes in words how rows of `width` columns are packed."""
-  each = rows_per_line(width)
-  if each == 1:
-    return f"packed, filled up to {row_width(width)} columns"
-  return f"packed, {each} rows to a line of {LANES} columns"
 
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.

@@ -301,18 +301,11 @@ def step_table(
   `arrays` are the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.as_rows` returns them; they
   are updated in place if they are donated.
   """
+  is_summed = isinstance(received, DistinctRows)
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
   if not parts:
     return arrays
-
-  return _step_rows_of(stack, scalars, arrays, parts, isinstance(received, DistinctRows))
-
-
-def _step_rows_of(
-  stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
-) -> Arrays:
-  """Steps the rows of `parts`; if they are summed, there is one part, with each row once."""
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
   zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out

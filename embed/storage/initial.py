@@ -53,13 +53,13 @@ def _make_rows(
   whole = {}
   for name in stack.tables:
     given, shape = tables[name].initializer, (stack.size(name), stack.dim)
-    maker = initializers.as_row_wise(given)
-    if maker is not None:
-      row_wise[name] = maker
-    else:
-      whole[name] = rows = given(keys[name], shape, stack.dtype)
-      if np.shape(rows) != shape:
-        raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
+    given = given or initializers.truncated_normal_rows
+    if isinstance(given, initializers.RowWise):
+      row_wise[name] = given
+      continue
+    whole[name] = rows = given(keys[name], shape, stack.dtype)
+    if np.shape(rows) != shape:
+      raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
   makers = tuple(row_wise.items())
   rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
