@@ -624,7 +624,26 @@ def by_stack(
 
 def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
   """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
-  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
+  found = []
+  for stack in layer.spec.stacks.values():
+    if stack.name not in grads:
+      continue
+    if stack.optimizer is None:
+      raise ValueError(
+        f"Table {stack.tables[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+        "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+      )
+    if stack.optimizer.equation is None:
+      continue
+    if step is None and stack.optimizer.has_schedule:
+      raise ValueError(f"Table {stack.tables[0]!r} has a schedule: pass step=...")
+    if step is None and stack.uses_stochastic_rounding:
+      raise ValueError(
+        f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number of the "
+        "step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+      )
+    found.append(stack)
+  return found
 
 
 def step_stacks(
@@ -643,28 +662,6 @@ def step_stacks(
 
 
 compiled_step = jax.jit(update.step, static_argnums=0)
-
-
-def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
-  """Tells whether a stack steps; raises ValueError for what is missing."""
-  optimizer = stack.optimizer
-  if stack.name not in grads:
-    return False
-  if optimizer is None:
-    raise ValueError(
-      f"Table {stack.tables[0]!r} has no optimizer, so it cannot be trained. Give one in its "
-      "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
-    )
-  if optimizer.equation is None:
-    return False
-  if step is None and optimizer.has_schedule:
-    raise ValueError(f"Table {stack.tables[0]!r} has a schedule: pass step=...")
-  if step is None and stack.uses_stochastic_rounding:
-    raise ValueError(
-      f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number "
-      "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
-    )
-  return True
 
 
 def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -189,10 +189,6 @@ class Plan:
 
   # --- stacks ------------------------------------------------------------------------------------
 
-  def stacks(self) -> dict[str, StackSpec]:
-    """The stacks by name, in the order of their first tables."""
-    return self._stacks(self.entries)
-
   def _bytes(self, name: str) -> int:
     table = self.tables[name]
     return table.vocabulary_size * table.dim * table.dtype.itemsize
@@ -259,8 +255,9 @@ class Plan:
     table, kind = self.tables[name], self._placement(entry).device_kind
     return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
 
-  def _stacks(self, entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
-    """The stacks of the tables of some entries by name, in the order of their first tables."""
+  def stacks(self, entries: Mapping[str, TablePlan] | None = None) -> dict[str, StackSpec]:
+    """The stacks by name, in the order of their first tables; with other entries where given."""
+    entries = self.entries if entries is None else entries
     groups: dict[Any, list[str]] = {}
     for name, entry in entries.items():
       decided = dataclasses.replace(entry, storage=self._storage(name, entry))
@@ -393,7 +390,7 @@ class Plan:
 
     def moved(strategies):
       tried = {n: dataclasses.replace(self[n], strategy=s) for n, s in strategies.items()}
-      return sum(self._cost(stack).moved for stack in self._stacks(tried).values())
+      return sum(self._cost(stack).moved for stack in self.stacks(tried).values())
 
     groups: dict[Any, list[str]] = {}
     for name in self.tables:
