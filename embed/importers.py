@@ -120,7 +120,7 @@ def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
 def from_keras(
   path: str | os.PathLike[str], *, slots: Mapping[str, Sequence[str]] | None = None
 ) -> Variables:
-  """Reads the embedding layers of a `.weights.h5` of Keras, those of keras-rs included.
+  """Reads the embedding layers of a `.weights.h5` of Keras, also of keras-rs.
 
   Args:
     path: of a file by `model.save_weights`.
@@ -129,7 +129,7 @@ def from_keras(
       read.
 
   Returns:
-    The tables by the names of their layers, which for keras-rs are those of each `TableConfig`.
+    The tables by the names of their layers, in keras-rs of each `TableConfig`.
 
   Raises:
     ValueError: if there is no such table, or if arrays of its shape cannot be told apart: the file
@@ -209,7 +209,7 @@ def from_tpu_embedding(
   *,
   replace: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Imported:
-  """Converts the arguments of a TPUEmbedding to those of `SparseEmbed`.
+  """Converts the arguments of a TPUEmbedding to arguments of `SparseEmbed`.
 
   Shared tables stay shared; names and structure are kept. Options that TPUEmbeddingV2 ignores, such
   as clipping, take effect here. Initial values have the same distribution as in TensorFlow, which

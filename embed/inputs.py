@@ -1,8 +1,8 @@
 """The kinds of input and their checks on the host.
 
-Every input becomes `engine.bags.Bags`: int32 ids, of which those that are no row of the table are
-padding. JAX reads `table[-1]` as the last row, so the engine checks ids by `engine.bags.is_row`, or
-indexes with `wrap_negative_indices=False`.
+Every input becomes `engine.bags.Bags`: int32 ids; an id that is no row of the table is padding. JAX
+reads `table[-1]` as the last row, so the engine checks ids by `engine.bags.is_row`, or indexes with
+`wrap_negative_indices=False`.
 """
 
 import dataclasses

@@ -211,8 +211,8 @@ class SparseEmbed(nnx.Module):
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores queries against rows: the table serves as an output layer (tied weights).
 
-    Inside `embed.value_and_grad` gradients reach the query and the rows: those of the candidates,
-    or all rows of the table.
+    Inside `embed.value_and_grad` gradients reach the query, and the rows of the
+    candidates or of the whole table.
 
     Args:
       query: floats `[..., dim]`.

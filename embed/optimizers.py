@@ -301,7 +301,7 @@ def adagrad(
 
 
 def _divisor(arguments: Mapping[str, Any]) -> tuple[float, float]:
-  """The initial accumulator and epsilon of Adagrad, of which one is positive."""
+  """Returns the initial accumulator and epsilon of Adagrad; one of them is positive."""
   initial, epsilon = arguments["initial_accumulator_value"], arguments["epsilon"]
   expected = "positive, or 0 with a positive `epsilon`: a gradient of 0 would divide 0 by 0"
   check("initial_accumulator_value", initial, initial + epsilon > 0, expected)

@@ -260,8 +260,8 @@ class Plan:
     entries = self.entries if entries is None else entries
     groups: dict[Any, list[str]] = {}
     for name, entry in entries.items():
-      decided = dataclasses.replace(entry, storage=self._storage(name, entry))
-      groups.setdefault((self._stacking_key(name), dataclasses.astuple(decided)), []).append(name)
+      resolved = dataclasses.replace(entry, storage=self._storage(name, entry))
+      groups.setdefault((self._stacking_key(name), dataclasses.astuple(resolved)), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
       entry = entries[group[0]]

@@ -136,8 +136,8 @@ def _find_lookups(
     return {path: _tape(layer).read() for path, layer in copies.items()}
 
   # A loss around this one sees its second pass alone.
-  held = {layer: getattr(layer, "tape", None) for layer in layers.values()}
-  _set_tapes(dict.fromkeys(held))
+  kept = {layer: getattr(layer, "tape", None) for layer in layers.values()}
+  _set_tapes(dict.fromkeys(kept))
   try:
     return nnx.eval_shape(lookups, model, nodes)
   except TypeError as error:
@@ -148,7 +148,7 @@ def _find_lookups(
       )
     raise
   finally:
-    _set_tapes(held)
+    _set_tapes(kept)
 
 
 def _tape(layer: SparseEmbed) -> Tape:

@@ -391,7 +391,7 @@ def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> Gra
   placement, padding = stack.placement, stack.layout.shard_rows
   if not bags.is_ragged:
     return grads_lib.from_activations(grads, _local(bags.flat(), stack, table))
-  # Bags of the whole batch: those of the other devices are left out.
+  # Bags of the whole batch: other devices' bags are left out.
   start = device_index(placement.axes) * math.prod(grads.shape[:-1])
   own = _local(bags, stack, table).part(start, grads.shape[:-1], padding)
   return grads_lib.from_activations(grads, own)

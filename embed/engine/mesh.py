@@ -211,8 +211,8 @@ class Placement:
     current = current_mesh()
     if current is None:
       return _retyped(self.mesh, (AxisType.Auto,) * len(self.mesh.axis_names))
-    alike = current.axis_names == self.mesh.axis_names and current.shape == self.mesh.shape
-    return _retyped(self.mesh, current.axis_types) if alike else self.mesh
+    is_same = current.axis_names == self.mesh.axis_names and current.shape == self.mesh.shape
+    return _retyped(self.mesh, current.axis_types) if is_same else self.mesh
 
   def _explicit_mesh(self) -> Mesh | AbstractMesh:
     assert self.mesh is not None

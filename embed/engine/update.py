@@ -410,7 +410,7 @@ def step_summed(
   """
   size, dim = arrays["parameters"].shape
   position, unique, count = grads_lib.distinct_by_hash(ids, size)
-  parts = grads_lib.with_ids(parts, position)  # padding's position, N, is never that of an id
+  parts = grads_lib.with_ids(parts, position)  # no id has the position of padding, N
   n = ids.shape[0]
   chunk = min(max(1, grads_lib.CACHED // dim), n)
   span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk

@@ -1,10 +1,10 @@
 """Order for XLA: what says that a table is updated after it was read.
 
 XLA updates an array in place if all reads of it provably come before the update, and otherwise
-copies the array at every step. Where a gradient does not depend on what was looked up, as that of a
-sum, nothing proves it. Here the order is part of the data flow: a lookup returns a **token**, an
-integer that depends on all of its activations, and an update depends on the token. The token of a
-layer is the number of dropped ids in its report, which each lookup adds to.
+copies the array at every step. Where a gradient does not depend on what was looked up, as in the
+loss `x.sum()`, nothing proves it. Here the order is part of the data flow: a lookup returns a
+**token**, an integer that depends on all of its activations, and an update depends on the token.
+The token of a layer is the number of dropped ids in its report, which each lookup adds to.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from embed.engine import stack as stack_lib
 
-WIDEST = 2048  # columns of rows of which a window fits a subcore's memory on all chips
+WIDEST = 2048  # columns: a window of such rows fits a subcore's memory on all chips
 _NO_ROW = -1  # in place of an id outside the table
 _WINDOW = 128  # ids; a list of more does not fit one indirect copy
 
