@@ -490,13 +490,9 @@ def shape_cases():
       yield case
 
 
-def padded_shape_cases():
-  """One layer takes any batch: `(input, stated shape or None)` -> shape, or None for an error."""
-  for batch in (0, 1, 3):
-    for length in (0, 1, 2):
-      yield (batch, length), None, [batch]
-  yield (3, 2), [3], [3]
-  yield (4, 2), [3], None
+# One layer takes any batch: input, stated shape or None, and the shape, or None for an error.
+PADDED_SHAPES = [((b, length), None, [b]) for b in (0, 1, 3) for length in (0, 1, 2)]
+PADDED_SHAPES += [((3, 2), [3], [3]), ((4, 2), [3], None)]
 
 
 def shape_of(kind, shape, max_sequence_length, output_shape):
@@ -529,7 +525,7 @@ def test_shapes():
       case["kind"], case["input_shape"], case["max_sequence_length"], case["output_shape"],
     )  # fmt: skip
     table[str(arguments)] = arguments, None if "error" in case else case["result"]
-  for shape, stated, result in padded_shape_cases():
+  for shape, stated, result in PADDED_SHAPES:
     arguments = ("padded", shape, 0, stated)
     table[str(arguments)] = arguments, result
   cases.each(table, check_shape)
