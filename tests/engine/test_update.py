@@ -141,31 +141,31 @@ def test_which_steps_are_added_without_reading_a_row():
 @pytest.mark.parametrize(("count", "weighted"), [(63, False), (65, True), (200, True)])
 def test_chunks_are_added_and_stepped_once(count, weighted, monkeypatch):
   """In chunks of 64, also rows of the last one, which begins within the one before it."""
-  monkeypatch.setattr(grads_lib, "CHUNK", 0)
-  monkeypatch.setattr(grads_lib, "_SMALLEST", 64)
   rng, v, d = np.random.default_rng(0), 300, 4
   numbers = lambda *shape: rng.integers(-8, 9, shape).astype(np.float32)  # sums are exact
   gains = numbers(count, 3) if weighted else None
   part = GradRows(numbers(count, d), rng.integers(0, v + 2, (count, 3)).astype(np.int32), gains)
   to = numbers(v, d)
+  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
+  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
+  ids = rng.permutation(v)[:count].astype(np.int32)
+  ids[::5] = v
+  arrays = {"parameters": to, "accumulators": np.ones((v, d), np.float32)}
+  step = lambda *x: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(*x)
+  at_once = step(arrays, ids, part.grads)
+  monkeypatch.setattr(grads_lib, "CHUNK", 0)
+  monkeypatch.setattr(grads_lib, "_SMALLEST", 64)
   added = jax.jit(lambda to, part: grads_lib.add_in_chunks(to, [part, part]))(to, part)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
   np.add.at(expected, part.ids.reshape(-1)[kept], 2 * each[kept])
   np.testing.assert_array_equal(added, expected)
-
-  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
-  ids = rng.permutation(v)[:count].astype(np.int32)
-  ids[::5] = v
-  before = {"parameters": to, "accumulators": np.ones((v, d), np.float32)}
-  step = jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))
-  found = step(before, ids, part.grads)
-  is_row = ids < v
-  wanted = reference.apply_rows("adagrad", before, ids[is_row], part.grads[is_row], 0.5)
-  for name, x in wanted.items():
-    np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
+  # To a unit in the last place: XLA vectorizes loops of another length differently (JAX 0.12).
+  once = functools.partial(np.testing.assert_array_max_ulp, maxulp=1)
+  in_chunks = step(arrays, ids, part.grads)
+  jax.tree.map(lambda a, b: once(np.asarray(a), np.asarray(b)), in_chunks, at_once)
+  assert (np.asarray(at_once["parameters"]) != to).any()
 
 
 @pytest.mark.ci
