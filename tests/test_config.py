@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from recorded_calls import CALLS, FC, SE, TC, ragged, run
+from recorded_calls import CALLS, FC, NAMES, SE, TC, ragged
 
 import embed
 
@@ -20,7 +20,7 @@ def check_call(call, error):
   zeros = {"t": np.zeros((4, 2), np.float32)}
   serve = lambda features, weights, config: embed.serving_lookup(features, weights, zeros, config)
   with contextlib.nullcontext() if error is None else pytest.raises(error):
-    nnx.eval_shape(lambda: run(call, serve) and None)
+    nnx.eval_shape(lambda: eval(call, NAMES | {"S": serve}) and None)
 
 
 def test_recorded_call():
@@ -34,7 +34,6 @@ def layer_by(optimizer):
   return lambda: SE({"f": FC()}, optimizer)
 
 
-NAN = float("nan")
 BAD = [
   (lambda: TC(vocabulary_size=True), "vocabulary_size"),
   (lambda: TC(vocabulary_size=-1), "vocabulary_size"),

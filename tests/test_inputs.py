@@ -171,16 +171,6 @@ def test_bad_ids_are_dropped_and_counted_under_jit():
   assert used == {1: [1, 2, 0], 3: [16, 32, 0], 4: [16, 32, 0]}
 
 
-def test_dropped_ids_do_not_move_the_table():
-  """id = vocabulary_size would be the last row if it were clamped; -1 wraps to it."""
-  table = TC(vocabulary_size=4, optimizer=embed.adam(learning_rate=0.1, weight_decay_factor=0.1))
-  layer = SE({"f": FC(table)})
-  before = {key: np.asarray(value) for key, value in layer.variables["t"].items()}
-  layers.step(layer, {"f": dense(4, -1, 5, 2**31 - 1)}, {"f": np.ones((4, 2), f32)})
-  for key, value in layer.variables["t"].items():
-    np.testing.assert_array_equal(value, before[key], err_msg=key)
-
-
 def test_numpy_jax_and_lists_are_one():
   layer = layers.one_table()
   ids = [[1, 2], [3, -1]]

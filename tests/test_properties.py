@@ -99,10 +99,8 @@ def flatten(structure):
 
 
 def inputs_of_kind(kind, values, weights):
-  """Dense ids of bags of one id are `[batch]`."""
-  if kind == "dense":
-    return reference.DenseIds(values)
-  return reference.as_kind(kind, values, weights)
+  """Ids and weights as a layer takes them; dense ids of bags of one id are `[batch]`."""
+  return (values, None) if kind == "dense" else reference.as_kind(kind, values, weights)
 
 
 def inputs_of(leaf):
@@ -133,26 +131,21 @@ def test_any_structure(structure, values, combiner):
   assert set(model.embed.tables) == {f"t{i}" for i in used}
   model.embed.load_tables({f"t{i}": values[i] for i in used})
 
-  plan = lambda leaf: reference.occurrences(
-    reference.Feature(combiner, leaf.max_sequence_length), inputs_of(leaf)
-  )
-  given_features = build(structure, lambda leaf: reference.as_given(inputs_of(leaf))[0])
-  given_weights = build(structure, lambda leaf: reference.as_given(inputs_of(leaf))[1])
+  plan = lambda leaf: reference.occurrences(*inputs_of(leaf), combiner, leaf.max_sequence_length)
+  given_features = build(structure, lambda leaf: inputs_of(leaf)[0])
+  given_weights = build(structure, lambda leaf: inputs_of(leaf)[1])
   cotangents = build(structure, lambda leaf: cotangent_for((*plan(leaf).shape, DIM)))
   (_, activations), grads = harness.value_and_grad(model, given_features, given_weights, cotangents)
   wanted = build(structure, lambda leaf: reference.lookup(values[leaf.table], plan(leaf)))
   assert jax.tree.structure(activations) == jax.tree.structure(wanted)
   jax.tree.map(lambda a, w: np.testing.assert_allclose(a, w, **EXACT), activations, wanted)
   for i in used:
-    gradients = {}
-    for leaf in flatten(structure):
-      if leaf.table == i:
-        pairs = zip(
-          *reference.occurrence_gradients(plan(leaf), cotangent_for((*plan(leaf).shape, DIM))),
-          strict=True,
-        )
-        for row, gradient in pairs:
-          gradients[int(row)] = gradients.get(int(row), 0.0) + gradient
+    pairs = [
+      reference.occurrence_gradients(plan(leaf), cotangent_for((*plan(leaf).shape, DIM)))
+      for leaf in flatten(structure)
+      if leaf.table == i
+    ]
+    gradients = reference.row_gradients(*map(np.concatenate, zip(*pairs, strict=True)))
     actual = harness.rows(grads.rows[f"embed/t{i}"], VOCABULARY)
     harness.assert_rows(actual, gradients, **EXACT)
 
@@ -180,28 +173,21 @@ PLANS = {
 SIZES = dict.fromkeys(("shared", "own"), VOCABULARY)
 
 
-class Batch(NamedTuple):
-  """`reference` inputs by feature, and the gradients of their activations."""
-
-  inputs: dict[str, Any]
-  cotangents: dict[str, np.ndarray]
-
-  @property
-  def arguments(self):
-    """As a model takes them."""
-    pairs = {name: reference.as_given(inputs) for name, inputs in self.inputs.items()}
-    features, weights = ({name: pair[i] for name, pair in pairs.items()} for i in range(2))
-    return features, weights, self.cotangents
-
-
 def batches():
-  inputs, cotangents = {}, {}
+  """{feature: (ids, weights, gradients of activations)}."""
+  found = {}
   for name, plan in PLANS.items():
     shape = (plan.batch, plan.length)
     weights = fractions(shape, -4, 8, 4) if plan.weighted else st.none()
-    inputs[name] = st.builds(inputs_of_kind, st.just(plan.kind), ids(shape), weights)
-    cotangents[name] = fractions((plan.batch, *([plan.sequence] if plan.sequence else []), DIM))
-  return st.builds(Batch, st.fixed_dictionaries(inputs), st.fixed_dictionaries(cotangents))
+    inputs = st.builds(inputs_of_kind, st.just(plan.kind), ids(shape), weights)
+    cotangents = fractions((plan.batch, *([plan.sequence] if plan.sequence else []), DIM))
+    found[name] = st.builds(lambda pair, cotangent: (*pair, cotangent), inputs, cotangents)
+  return st.fixed_dictionaries(found)
+
+
+def arguments(batch):
+  """As a model takes them."""
+  return [{name: of[i] for name, of in batch.items()} for i in range(3)]
 
 
 def make_world(optimizer, combiner):
@@ -240,18 +226,15 @@ def test_three_steps(index):
       table: reference.initial_variables(optimizer, initial[table]["parameters"], **config)
       for table in SIZES
     }
-    outcomes = world.run(batch.arguments for batch in three)
+    outcomes = world.run(map(arguments, three))
     for step, (batch, found) in enumerate(zip(three, outcomes, strict=True)):
-      occurrences = {
-        name: reference.occurrences(reference.Feature(combiner, plan.sequence), batch.inputs[name])
-        for name, plan in PLANS.items()
-      }
       gradients = {table: [] for table in SIZES}
-      for name, occ in occurrences.items():
+      for name, (of_ids, weights, cotangents) in batch.items():
         table = PLANS[name].table
+        occ = reference.occurrences(of_ids, weights, combiner, PLANS[name].sequence)
         activations = reference.lookup(before[table]["parameters"], occ)
         np.testing.assert_allclose(found.activations[name], activations, **EXACT)
-        gradients[table].append(reference.occurrence_gradients(occ, batch.cotangents[name]))
+        gradients[table].append(reference.occurrence_gradients(occ, cotangents))
       for table, size in SIZES.items():
         rows, g = map(np.concatenate, zip(*gradients[table], strict=True))
         of_rows = harness.rows(found.rows[table], size)
@@ -278,15 +261,11 @@ def test_to_padded(values, weights, weighted):
   """The host's conversion keeps the lookup, with a valency that cuts and one that fills up."""
   weights = weights if weighted else None
   for kind in ("ragged", "sparse"):
-    inputs = reference.as_kind(kind, values, weights)
-    features, given_weights = reference.as_given(inputs)
-    padded = embed.to_padded(features)
+    inputs, given_weights = reference.as_kind(kind, values, weights)
+    padded = embed.to_padded(inputs)
     assert isinstance(padded, embed.Padded)
-    lead, wanted = reference.entries(inputs)
-    _, actual = reference.entries(reference.PaddedIds(np.asarray(padded.values)))
-    assert np.asarray(padded.values).shape[0] == lead[0]
-    assert [(b, i) for b, _, i, _ in actual] == [(b, i) for b, _, i, _ in wanted]
-    if weighted:
-      weights_padded = np.asarray(embed.to_padded(given_weights).values)
-      found = [float(weights_padded[b, c]) for b, c, _, _ in actual]
-      assert found == [w for _, _, _, w in wanted]
+    weights_padded = embed.to_padded(given_weights) if weighted else None
+    lead, wanted = reference.entries(inputs, given_weights)
+    same, actual = reference.entries(padded, weights_padded)
+    assert same == lead
+    assert [(b, i, w) for b, _, i, w in actual] == [(b, i, w) for b, _, i, w in wanted]

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import reference
 
+import embed
+
 
 def test_gains_of_a_weighted_mean():
-  bags = reference.PaddedIds([[3, 7, -1], [-1, -1, -1]], [[1.0, 3.0, 9.0], [1.0, 1.0, 1.0]])
-  occ = reference.occurrences(reference.Feature("mean"), bags)
+  weights = embed.Padded([[1.0, 3.0, 9.0], [1.0, 1.0, 1.0]])
+  occ = reference.occurrences(embed.Padded([[3, 7, -1], [-1, -1, -1]]), weights, "mean")
   assert occ.shape == (2,)
   assert occ.ids.tolist() == [3, 7]
   assert occ.positions.tolist() == [0, 0]

@@ -257,9 +257,7 @@ def test_equals_training_bit_for_bit(way):
     for name in features:
       values = draw.integers(-1, 6, (3, 3)).astype(np.int32)
       w = None if name.startswith("sequence") else draw.integers(1, 9, (3, 3)) / np.float32(4)
-      inputs[name], weights[name] = reference.as_given(
-        reference.as_kind(name.split()[-1], values, w)
-      )
+      inputs[name], weights[name] = reference.as_kind(name.split()[-1], values, w)
     served = serve(inputs, weights, dict.fromkeys(tables, rows))
     trained = look_up(layer, inputs, weights)
     for name, act in trained.items():

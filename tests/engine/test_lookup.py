@@ -1,5 +1,7 @@
 """Corners of the lookup that the recorded cases do not reach."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import layers
@@ -152,26 +154,15 @@ def test_load_tables_copies():
 NUMBERED = (np.eye(V, D) + np.arange(V)[:, None]).astype(np.float32)
 
 
-def sparse_by_hand(x, combiner, length):
-  """What a `Sparse` means, entry by entry: (rows summed or apart, `to_padded`); None is refused.
-
-  A negative id is no entry, whatever its index; a sequence and `to_padded` have one place for each
-  index.
-  """
-  entries = [(tuple(i), v) for i, v in zip(x.indices.tolist(), x.values.tolist(), strict=True)]
-  entries = [(index, v) for index, v in entries if v >= 0]
-  padded = np.full(x.dense_shape, -1)
-  for index, v in entries:
-    padded[index] = v
-  padded = padded if len({index for index, _ in entries}) == len(entries) else None
-  if length:
-    rows = np.where(padded[..., None] >= 0, NUMBERED[padded], 0) if padded is not None else None
-    return rows if rows is None else rows[:, :length], padded
-  sums, number = np.zeros((x.dense_shape[0], D)), np.zeros((x.dense_shape[0], 1))
-  for (bag, _), v in entries:
-    sums[bag] += NUMBERED[v]
-    number[bag] += 1
-  return sums / np.maximum(number, 1) if combiner == "mean" else sums, padded
+# Pairs of index and value of a `Sparse` of shape (2, 4): the rows of bag 0 that are meant, and
+# `to_padded`; None where two values have one place, which a sequence and `to_padded` refuse.
+SPARSE = {
+  "in no order": ([((0, 2), 5), ((0, 0), 3)], [3, 5], [3, -1, 5, -1]),
+  "twice one value": ([((0, 0), 3), ((0, 1), 3)], [3, 3], [3, 3, -1, -1]),
+  "padding beside an id": ([((0, 1), -1), ((0, 1), 4)], [4], [-1, 4, -1, -1]),
+  "padding outside": ([((-1, 99), -1), ((0, 3), 7)], [7], [-1, -1, -1, 7]),
+  "two ids at one place": ([((0, 1), 3), ((0, 1), 5)], [3, 5], None),
+}
 
 
 def refusal(f):
@@ -184,55 +175,45 @@ def refusal(f):
 
 
 @pytest.mark.parametrize(
-  ("way", "combiner", "length"),
-  [
-    ("rows", "mean", 0),
-    *[
-      pytest.param(*case, marks=pytest.mark.ci)
-      for case in (("rows", "sum", 3), ("lines", "mean", 0))
-    ],
-    pytest.param("sparse_cores", "mean", 0, marks=pytest.mark.weekly),
-  ],
-  indirect=["way"],
+  "way", ["rows", *ways.ci("lines"), *ways.weekly("sparse_cores")], indirect=True
 )
-def test_a_sparse_means_the_same_everywhere(way, combiner, length):
-  """Under jit, to_padded, validate and served; padding at the place of an id included."""
-  rng = np.random.default_rng(0)
+def test_a_sparse_means_the_same_everywhere(way):
+  """Under jit, to_padded, validate and served; as bags and as sequences of three."""
   initializer = lambda key, shape, dtype: NUMBERED.astype(dtype)
-  table = embed.TableConfig(V, D, initializer, embed.sgd(), combiner, "t")
-  features = embed.FeatureConfig(table, max_sequence_length=length)
-  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  table = embed.TableConfig(V, D, initializer, embed.sgd(), "mean", "t")
+  bags = {"bag": embed.FeatureConfig(table)}
+  sequences = {"sequence": embed.FeatureConfig(table, max_sequence_length=3)}
+  layer = embed.SparseEmbed(bags | sequences, rngs=nnx.Rngs(0))
 
   @nnx.jit
   def look_up(layer, x):
-    dropped = layer.report["dropped_ids"][...]
-    return layer(x), layer.report["dropped_ids"][...] - dropped
+    before = layer.report["dropped_ids"][...]
+    return layer({"bag": x, "sequence": x}), layer.report["dropped_ids"][...] - before
 
-  refused, serve = 0, lambda x: embed.serving_lookup(x, None, {"t": NUMBERED}, features)
-  for trial in range(8):
-    cells = rng.permutation(20)[:9]
-    cells[-1] = cells[0]  # two values of one index
-    values = rng.integers(-1, V, 9)
-    if trial % 3:
-      values[(0, -1)[trial % 2]] = -1
-    x = embed.Sparse(np.argwhere(np.ones((5, 4)))[cells], values, (5, 4))
-    if trial % 4 == 0:
-      x.values[4], x.indices[4] = -1, (-1, 99)
-    wanted, padded = sparse_by_hand(x, combiner, length)
-    found, dropped = look_up(layer, x)
-    valid = refusal(lambda x=x: embed.validate(features, x) or True)
-    laid_out = refusal(lambda x=x: embed.to_padded(x).values)
-    assert (laid_out is None) == (padded is None)
-    if padded is not None:
-      np.testing.assert_array_equal(laid_out, padded)
-    assert (valid is None) == (wanted is None)
-    if wanted is None:
-      refused += 1
-      assert dropped == (x.indices[0, 1] < length)  # beyond it, both are cut
-      assert refusal(lambda x=x: serve(x)) is None
-    else:
-      assert dropped == 0
-      np.testing.assert_allclose(found, wanted, rtol=1e-5)
-      if trial == 7:
-        np.testing.assert_allclose(jax.jit(serve)(x), wanted, rtol=1e-5)
-  assert (refused > 0) == (length > 0)
+  def serve(features, x):
+    (name,) = features
+    return embed.serving_lookup({name: x}, None, {"t": NUMBERED}, features)[name]
+
+  serve_bags, serve_sequences = (
+    jax.jit(functools.partial(serve, features)) for features in (bags, sequences)
+  )
+  for name, (entries, rows, padded) in SPARSE.items():
+    indices, values = (np.array(x) for x in zip(*entries, strict=True))
+    x = embed.Sparse(indices, values, (2, 4))
+    act, dropped = look_up(layer, x)
+    np.testing.assert_allclose(act["bag"][0], NUMBERED[rows].mean(0), rtol=1e-5, err_msg=name)
+    assert not np.any(act["bag"][1]), name
+    np.testing.assert_allclose(serve_bags(x), act["bag"], rtol=1e-5, err_msg=name)
+    embed.validate(bags, {"bag": x})
+    laid_out = refusal(lambda x=x: embed.to_padded(x).values[0].tolist())
+    assert laid_out == padded, name
+    one = {"sequence": x}
+    assert dropped == (padded is None), name
+    if padded is None:
+      assert refusal(lambda one=one: embed.validate(sequences, one) or True) is None
+      assert refusal(lambda x=x: serve(sequences, x)) is None
+      continue
+    wanted = [NUMBERED[row] if row >= 0 else np.zeros(D) for row in padded[:3]]
+    np.testing.assert_allclose(act["sequence"][0], wanted, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(serve_sequences(x)[0], wanted, rtol=1e-5, err_msg=name)
+    embed.validate(sequences, one)

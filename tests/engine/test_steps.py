@@ -1,32 +1,65 @@
 """Steps of every kind of optimizer, however rows are stored and spread, against NumPy."""
 
+import types
 import zlib
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 from meshes import make_mesh, make_world
-from optimizer_cases import STEPS
+from optimizer_cases import CLIP, DECAY, LR_DECAY, SCHEDULE, STEPS, TOLERANCE
 
 import embed
 
 V, D, OTHERS = 61, 10, 30
-RATE = 0.125
+RATE = 0.125  # of STEPS, "half" and "other"; of the others SCHEDULE
 # The tables "half" and "other" are bfloat16, rounded at random, and stored together.
-ALL = [*STEPS, "half", "other"]
 FEW = ["row", "half", "other"]
-# Every kind on one device; on more those for which it matters where their rows are.
-KINDS = {"one": ALL, "div": ["sum", *FEW]}
 RULES = {
   "sum": ("sgd", {}),
   "summed": ("sgd", {"clipvalue": 0.25, "weight_decay_factor": 0.125}),
   "elements": ("adagrad", {}),
   "row": ("rowwise_adagrad", {"epsilon": 0.25}),
+  "adagrad": ("adagrad", CLIP | DECAY),
+  "rowwise_adagrad": ("rowwise_adagrad", CLIP | LR_DECAY),
+  "adagrad_momentum": (
+    "adagrad_momentum",
+    {"momentum": 0.5, "use_nesterov": True, "epsilon": 0.01},
+  ),
+  "ftrl": (
+    "ftrl",
+    {"multiply_linear_by_learning_rate": True, "l2_regularization_strength": 0.25, "beta": 0.5},
+  ),
+  "adam": ("adam", {"epsilon": 1e-3}),
 }
-EXACT = ("sum", "half", "other")  # all of their numbers are
+EXACT = ("sum", "half", "other", "frozen")  # all of their numbers are
+
+
+def schedule(step):
+  return jnp.asarray(SCHEDULE)[step]
+
+
+def optimizer_of(kind):
+  if kind in ("half", "other"):
+    return embed.sgd(RATE)
+  if kind in STEPS:
+    return STEPS[kind]
+  if kind == "optax":
+    return embed.from_optax(optax.sgd(1.0, momentum=0.5), learning_rate=schedule)
+  if kind == "frozen":
+    return embed.frozen()
+  name, config = RULES[kind]
+  return getattr(embed, name)(schedule, **config)
+
+
+def rate_of(kind, step):
+  return RATE if kind in (*STEPS, "half", "other") else float(SCHEDULE[step])
 
 
 def fractions(seed, *shape):
@@ -42,44 +75,39 @@ def size_of(kind):
 
 def features(kinds):
   def table(kind):
-    size, is_half = size_of(kind), kind in ("half", "other")
+    size = size_of(kind)
     initializer = lambda key, shape, dtype: ROWS[:size].astype(dtype)
-    optimizer = embed.sgd(RATE) if is_half else STEPS[kind]
-    dtype = "bfloat16" if is_half else "float32"
-    return embed.TableConfig(size, D, initializer, optimizer, "sum", kind, dtype=dtype)
+    dtype = "bfloat16" if kind in ("half", "other") else "float32"
+    return embed.TableConfig(size, D, initializer, optimizer_of(kind), "sum", kind, dtype=dtype)
 
   of_tables = {kind: embed.FeatureConfig(table(kind)) for kind in kinds}
   return {"bag": of_tables, "weighted": of_tables, "ragged": of_tables}
 
 
-def batch(step, kinds):
-  """Inputs that all tables share, with repeated ids, padding and ids that are no row."""
+def batch(step):
+  """Inputs, weights and cotangents, with repeated ids, padding and ids that are no row."""
   draw = np.random.default_rng(step)
   ids = lambda *shape: draw.integers(-1, 17 + 3 * step, shape).astype(np.int32)
   bag, splits = ids(16, 3), np.array([0, 4, 4, 9, 12, 20], np.int32)
   bag[0] = V, V - 1, V + 5
-  inputs = {  # in the order in which features are looked up
-    "bag": (bag, None),
-    "ragged": (ids(24), fractions(step, 24)),  # four more than the bags hold
-    "weighted": (ids(9, 2), fractions(step, 9, 2)),
+  inputs = {  # four ids more than the ragged bags hold
+    "bag": embed.Padded(bag),
+    "ragged": embed.Ragged(ids(24), splits),
+    "weighted": embed.Padded(ids(9, 2)),
   }
-  kind_of = dict.fromkeys(inputs, embed.Padded)
-  kind_of["ragged"] = lambda x: embed.Ragged(x, splits)
-  of_each = lambda x: dict.fromkeys(kinds, x)
-  given = {name: of_each(kind_of[name](ids)) for name, (ids, _) in inputs.items()}
-  weights = {name: of_each(w if w is None else kind_of[name](w)) for name, (_, w) in inputs.items()}
-  cotangents = {"bag": fractions(7 + step, 16, D), "weighted": fractions(8 + step, 9, D)}
-  cotangents["ragged"] = fractions(9 + step, 5, D)
-  of_reference = {
-    "bag": reference.PaddedIds(bag),
-    "ragged": reference.RaggedIds(inputs["ragged"][0], splits, inputs["ragged"][1]),
-    "weighted": reference.PaddedIds(*inputs["weighted"]),
+  weights = {
+    "bag": None,
+    "ragged": embed.Ragged(fractions(step, 24), splits),
+    "weighted": embed.Padded(fractions(step, 9, 2)),
   }
-  return (
-    (given, weights, {name: of_each(x) for name, x in cotangents.items()}),
-    of_reference,
-    cotangents,
-  )
+  bags = {"bag": 16, "weighted": 9, "ragged": 5}
+  cotangents = {name: fractions(7 + i + step, n, D) for i, (name, n) in enumerate(bags.items())}
+  return inputs, weights, cotangents
+
+
+def for_all(kinds, step):
+  """The batch, given to all tables."""
+  return tuple({name: dict.fromkeys(kinds, x) for name, x in of.items()} for of in batch(step))
 
 
 # --- what is expected -----------------------------------------------------------------------------
@@ -103,9 +131,10 @@ def rounded(rows, ids, table, step):
 
 def stepped(kind, step, before, ids, gradients):
   """A table and its slots after a step on the gradients of these occurrences of rows."""
+  rate = rate_of(kind, step)
   if kind in RULES:
     name, config = RULES[kind]
-    return reference.apply_rows(name, before, ids, gradients, RATE, **config)
+    return reference.apply_rows(name, before, ids, gradients, rate, **config)
   of_rows = reference.row_gradients(ids, gradients)
   rows, g = np.array(sorted(of_rows)), np.array([of_rows[row] for row in sorted(of_rows)])
   after = {name: x.copy() for name, x in before.items()}
@@ -114,9 +143,12 @@ def stepped(kind, step, before, ids, gradients):
     after["n"][rows] += scale
     after["m"][rows] += g / scale[:, None]
     after["k"][rows] += 1
-    after["parameters"][rows] -= RATE * after["m"][rows]
-  else:
-    after["parameters"][rows] = rounded(before["parameters"][rows] - RATE * g, rows, kind, step)
+    after["parameters"][rows] -= rate * after["m"][rows]
+  elif kind == "optax":
+    after["0.trace"][rows] = after["0.trace"][rows] / 2 + g
+    after["parameters"][rows] -= rate * after["0.trace"][rows]
+  elif kind != "frozen":
+    after["parameters"][rows] = rounded(before["parameters"][rows] - rate * g, rows, kind, step)
   return after
 
 
@@ -124,6 +156,7 @@ def initial(kind):
   rows = ROWS[: size_of(kind)].astype(np.float64)
   slots = {
     "both": {"n": np.zeros(V), "m": np.zeros((V, D)), "k": np.zeros((V, D))},
+    "optax": {"0.trace": np.zeros((V, D))},
   }
   if kind in RULES:
     return reference.initial_variables(RULES[kind][0], rows)
@@ -133,7 +166,7 @@ def initial(kind):
 class Step(NamedTuple):
   activations: dict[tuple[str, str], np.ndarray]
   norm: float
-  rows: dict[str, list[int]]  # that were looked up
+  rows: dict[str, dict[int, np.ndarray]]  # the gradients of those that were looked up
   variables: dict[str, dict[str, np.ndarray]]
 
 
@@ -141,44 +174,61 @@ def expected(kinds):
   """Three steps of all tables."""
   variables = {kind: initial(kind) for kind in kinds}
   for step in range(3):
-    _, inputs, cotangents = batch(step, kinds)
+    inputs, weights, cotangents = batch(step)
     activations, touched, squares = {}, {}, 0.0
     for kind in kinds:
       found = []
       for name, given in inputs.items():
-        occ = reference.occurrences(reference.Feature("sum"), given)
+        occ = reference.occurrences(given, weights[name])
         kept = occ.ids < size_of(kind)
         occ = occ._replace(positions=occ.positions[kept], ids=occ.ids[kept], gains=occ.gains[kept])
         activations[name, kind] = reference.lookup(variables[kind]["parameters"], occ)
         found.append(reference.occurrence_gradients(occ, cotangents[name]))
       ids, gradients = (np.concatenate(x) for x in zip(*found, strict=True))
-      rows = reference.row_gradients(ids, gradients)
-      touched[kind] = list(rows)
-      squares += np.sum(np.square(list(rows.values())))
+      touched[kind] = reference.row_gradients(ids, gradients)
+      if kind != "frozen":
+        squares += np.sum(np.square(list(touched[kind].values())))
       variables = variables | {kind: stepped(kind, step, variables[kind], ids, gradients)}
     yield Step(activations, np.sqrt(squares), touched, variables)
 
 
 # --- ways and places ------------------------------------------------------------------------------
 
-PLACES = {  # kind of the mesh and its shape; settings of all tables in the plan
-  "one": None,
-  "mod, rounds": ("auto", (8,), {"strategy": "mod", "exchange": "all_to_all", "capacity": 1}),
-  "div": ("explicit", (8,), {"strategy": "div", "exchange": "all_to_all"}),
-  "gather": ("auto", (8,), {"strategy": "mod", "exchange": "gather"}),
-  "replicated": ("explicit", (8,), {"strategy": "replicated"}),
-  "turned": ("auto", (4, 2), {"strategy": "div", "axis": ("b", "a")}),
-  "three": ("explicit", (3,), {"strategy": "mod"}),
+
+class Place(NamedTuple):
+  """Tables on a mesh: its kind and shape, the batch's axes, and settings of all in the plan."""
+
+  kinds: list[str]
+  mesh: tuple[Any, ...] = ()
+  settings: Mapping[str, Any] = types.MappingProxyType({})
+  axis: str | None = None
+
+
+ROUNDS = {"exchange": "all_to_all", "capacity": 1}
+PLACES = {
+  "one": Place([*STEPS, "half", "other"]),
+  "mod, rounds": Place([*FEW, "adam"], ("auto", (8,)), {"strategy": "mod"} | ROUNDS),
+  "div": Place(
+    [*FEW, "sum", "adagrad"], ("explicit", (8,)), {"strategy": "div", "exchange": "all_to_all"}
+  ),
+  "gather": Place(
+    [*FEW, "adagrad_momentum"], ("auto", (8,)), {"strategy": "mod", "exchange": "gather"}
+  ),
+  "replicated": Place(
+    [*FEW, "rowwise_adagrad", "optax"], ("explicit", (8,)), {"strategy": "replicated"}
+  ),
+  "turned": Place([*FEW, "ftrl"], ("auto", (4, 2)), {"strategy": "div", "axis": ("b", "a")}),
+  "three": Place([*FEW, "both", "frozen"], ("explicit", (3,)), {"strategy": "mod"}),
+  # Rows over one axis, copies over the other; the batch over both, or over one.
+  "replicas": Place([*FEW, "adam"], ("auto", (4, 2)), {"strategy": "mod", "axis": "a"}),
+  "replicas, rounds": Place(FEW, ("explicit", (4, 2)), {"strategy": "mod", "axis": "a"} | ROUNDS),
+  "copies": Place([*FEW, "adam"], ("explicit", (4, 2)), {"strategy": "mod", "axis": "a"}, "a"),
 }
-QUICK = [("rows", "one")]
+QUICK = [("rows", "one"), ("rows", "mod, rounds")]
 CI = [
+  *[("rows", place) for place in PLACES if ("rows", place) not in QUICK],
   ("lines", "one"),
-  ("rows", "mod, rounds"),
   ("packed", "one"),
-  ("rows", "div"),
-  ("rows", "gather"),
-  ("rows", "replicated"),
-  ("rows", "turned"),
   ("lines", "three"),
 ]
 WEEKLY = [("lines", "gather"), ("sparse_cores", "one"), ("sparse_cores", "mod, rounds")]
@@ -189,7 +239,7 @@ CASES = [
 ]
 
 
-def world(place, kinds):
+def world(place):
   """A model in this place; its step returns activations and the norm of all gradients."""
 
   def gradients(model, *of_batch):
@@ -197,25 +247,33 @@ def world(place, kinds):
     norm = embed.global_norm(embed.Grads({}, grads.rows))
     return (loss, (activations, norm)), grads
 
-  if PLACES[place] is None:
-    return make_world(features(kinds), gradients=gradients)
-  kind, shape, settings = PLACES[place]
+  given = features(place.kinds)
+  if not place.mesh:
+    return make_world(given, rows=True, gradients=gradients)
+  kind, shape = place.mesh
   mesh = make_mesh(kind, shape, ("a", "b")[: len(shape)])
-  plan = embed.plan(features(kinds), mesh, batch(0, kinds)[0][0])
+  where = {"axis": place.axis} if place.axis else {}
+  plan = embed.plan(given, mesh, for_all(place.kinds, 0)[0], **where)
   for name in plan:
-    for key, value in settings.items():
+    for key, value in place.settings.items():
       setattr(plan[name], key, value)
-  return make_world(features(kinds), mesh=mesh, plan=plan, gradients=gradients)
+  if "exchange" in place.settings:
+    assert {cost.exchange for cost in plan.costs()} == {place.settings["exchange"]}
+  return make_world(given, rows=True, mesh=mesh, plan=plan, gradients=gradients)
 
 
 @pytest.mark.programs(40, "the slots of ten tables are made in places of their own")
 @pytest.mark.parametrize(("way", "place"), CASES, indirect=["way"])
 def test_steps_by_each_way(way, place):
-  """Activations, the norm of the gradients, rows and slots; other rows keep their bits."""
-  kinds = KINDS.get(place, FEW)
-  made = world(place, kinds)
+  """Activations, gradients and their norm, rows and slots; other rows keep their bits."""
+  kinds = PLACES[place].kinds
+  made = world(PLACES[place])
   before = {kind: initial(kind) for kind in kinds}
-  outcomes = made.run([batch(step, kinds)[0] for step in range(3)])
+  outcomes = made.run([for_all(kinds, step) for step in range(3)])
+  if place != "replicated":  # where a step puts its results is where it wants them
+    assert made.step._cache_size() == 1
+  if "capacity" in PLACES[place].settings:
+    assert outcomes[-1].report["exchange_rounds"] > 1
   for step, (found, wanted) in enumerate(zip(outcomes, expected(kinds), strict=True)):
     for (name, kind), act in wanted.activations.items():
       new = found.activations[0][name][kind].astype(np.float32)
@@ -223,11 +281,14 @@ def test_steps_by_each_way(way, place):
       np.testing.assert_allclose(new, act, rtol, 1e-5, err_msg=f"{name}, {kind}, {step}")
     np.testing.assert_allclose(found.activations[1], wanted.norm, rtol=1e-6)
     for kind in kinds:
+      of_rows = harness.rows(found.rows[kind], size_of(kind))
+      harness.assert_rows(of_rows, wanted.rows[kind], rtol=0, atol=0)
       variables = jax.tree.map(lambda x: x.astype(np.float32), found.variables[kind])
       assert set(variables) == set(wanted.variables[kind])
-      untouched = np.setdiff1d(np.arange(size_of(kind)), wanted.rows[kind])
+      untouched = np.setdiff1d(np.arange(size_of(kind)), list(wanted.rows[kind]))
       assert untouched.size
-      close = {"rtol": 0, "atol": 0} if kind in EXACT else {"rtol": 1e-5, "atol": 2e-6}
+      tolerance = TOLERANCE.get(kind, {"rtol": 1e-5, "atol": 2e-6})
+      close = {"rtol": 0, "atol": 0} if kind in EXACT else tolerance
       for key, value in wanted.variables[kind].items():
         message = f"{kind}, {key}, {step}"
         np.testing.assert_allclose(variables[key], value, **close, err_msg=message)

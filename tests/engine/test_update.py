@@ -138,49 +138,34 @@ def test_which_steps_are_added_without_reading_a_row():
     assert not update._is_plain_sum(embed.sgd(0.1, **settings), table), settings
 
 
-def in_chunks_of(size, monkeypatch):
-  monkeypatch.setattr(grads_lib, "CHUNK", 0)
-  monkeypatch.setattr(grads_lib, "_SMALLEST", size)
-
-
 @pytest.mark.parametrize(("count", "weighted"), [(63, False), (65, True), (200, True)])
-def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monkeypatch):
-  rng, v, d = np.random.default_rng(0), 30, 4
+def test_chunks_are_added_and_stepped_once(count, weighted, monkeypatch):
+  """In chunks of 64, also rows of the last one, which begins within the one before it."""
+  rng, v, d = np.random.default_rng(0), 300, 4
   numbers = lambda *shape: rng.integers(-8, 9, shape).astype(np.float32)  # sums are exact
   gains = numbers(count, 3) if weighted else None
   part = GradRows(numbers(count, d), rng.integers(0, v + 2, (count, 3)).astype(np.int32), gains)
-  to, add = numbers(v, d), lambda to, part: grads_lib.add_in_chunks(to, [part, part])
-  at_once = jax.jit(add)(to, part)
-  in_chunks_of(64, monkeypatch)
+  to = numbers(v, d)
+  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
+  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
+  ids = rng.permutation(v)[:count].astype(np.int32)
+  ids[::5] = v
+  arrays = {"parameters": to, "accumulators": np.ones((v, d), np.float32)}
+  step = lambda *x: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(*x)
+  at_once = step(arrays, ids, part.grads)
+  monkeypatch.setattr(grads_lib, "CHUNK", 0)
+  monkeypatch.setattr(grads_lib, "_SMALLEST", 64)
+  added = jax.jit(lambda to, part: grads_lib.add_in_chunks(to, [part, part]))(to, part)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
   np.add.at(expected, part.ids.reshape(-1)[kept], 2 * each[kept])
-  np.testing.assert_array_equal(at_once, expected)
-  in_chunks = jax.jit(lambda *args: add(*args))(to, part)
-  np.testing.assert_array_equal(in_chunks, expected)
-
-
-@pytest.mark.parametrize("count", [65, 200])
-def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
-  """Also those of the last chunk, which begins within the one before it."""
-  rng, v, d = np.random.default_rng(0), 300, 4
-  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
-  arrays = {
-    "parameters": rng.normal(size=(v, d)).astype(np.float32),
-    "accumulators": np.ones((v, d), np.float32),
-  }
-  ids = rng.permutation(v)[:count].astype(np.int32)
-  ids[::5] = v
-  grads = rng.normal(size=(count, d)).astype(np.float32)
-  step = lambda: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(arrays, ids, grads)
-  at_once = step()
-  in_chunks_of(64, monkeypatch)
+  np.testing.assert_array_equal(added, expected)
   # To a unit in the last place: XLA vectorizes loops of another length differently (JAX 0.12).
   once = functools.partial(np.testing.assert_array_max_ulp, maxulp=1)
-  jax.tree.map(lambda a, b: once(np.asarray(a), np.asarray(b)), step(), at_once)
-  assert (np.asarray(at_once["parameters"]) != arrays["parameters"]).any()
+  in_chunks = step(arrays, ids, part.grads)
+  jax.tree.map(lambda a, b: once(np.asarray(a), np.asarray(b)), in_chunks, at_once)
+  assert (np.asarray(at_once["parameters"]) != to).any()
 
 
 @pytest.mark.ci

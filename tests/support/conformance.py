@@ -1,4 +1,4 @@
-"""Loads the recorded cases of TPUEmbedding in data/, as NumPy arrays and `reference` inputs.
+"""Loads the recorded cases of TPUEmbedding in data/, as NumPy arrays and inputs of a layer.
 
 Each file's `_about` says what its fields mean and how they were obtained.
 """
@@ -10,7 +10,6 @@ import pathlib
 
 import jax
 import numpy as np
-import reference
 
 import embed
 
@@ -56,23 +55,15 @@ def _decode(x):
 
 
 def inputs(recorded):
-  """The `inputs` entry of a lookup case -> a `reference` input."""
+  """The `inputs` entry of a lookup case -> ids and weights as a layer takes them."""
   values, weights = recorded["values"], recorded["weights"]
   if recorded["kind"] == "dense":
-    return reference.DenseIds(values, weights)
+    return values, weights
   if recorded["kind"] == "ragged":
-    return reference.RaggedIds(values, np.array(recorded["row_splits"], np.int32), weights)
-  return reference.SparseIds(recorded["indices"], values, tuple(recorded["dense_shape"]), weights)
-
-
-def feature(case, name):
-  config = case["features"][name]
-  shape = config["output_shape"]
-  return reference.Feature(
-    combiner=case["tables"][config["table"]]["combiner"],
-    max_sequence_length=config["max_sequence_length"],
-    output_shape=None if shape is None else tuple(shape),
-  )
+    wrap = lambda x: embed.Ragged(x, np.array(recorded["row_splits"], np.int32))
+  else:
+    wrap = lambda x: embed.Sparse(recorded["indices"], x, tuple(recorded["dense_shape"]))
+  return wrap(values), None if weights is None else wrap(weights)
 
 
 def expected(case, name):
@@ -125,7 +116,5 @@ def lookup_config(case, prefix=""):
 
 
 def lookup_inputs(case, prefix=""):
-  pairs = {
-    prefix + name: reference.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
-  }
+  pairs = {prefix + name: inputs(recorded) for name, recorded in case["inputs"].items()}
   return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}

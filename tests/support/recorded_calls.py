@@ -41,11 +41,6 @@ def dense(*values):
   return np.array(values, np.int32)
 
 
-def serve(features, weights, config):
-  """TensorFlow's serving lookup checks the same things as a call of the layer."""
-  return SE(config, embed.sgd())(features, weights)
-
-
 NAMES = {
   "E": types.SimpleNamespace(
     FeatureConfig=embed.FeatureConfig,
@@ -96,21 +91,9 @@ NOT_APPLICABLE = (
 )  # fmt: skip
 
 
-def _error(case):
-  if case["call"] in DIFFERS:
-    return DIFFERS[case["call"]]
-  return case["error"] and getattr(builtins, case["error"])
-
-
 # The error that each call raises, or None.
 CALLS = {
-  case["call"]: _error(case)
+  case["call"]: DIFFERS.get(case["call"], case["error"] and getattr(builtins, case["error"], None))
   for case in conformance.load("errors")["cases"]
   if not any(part in case["call"] for part in (*NOT_APPLICABLE, *conformance.LET_GO))
 }
-SERVE = [call for call in CALLS if call.startswith("S(")]
-
-
-def run(call, serve=serve):
-  """Makes a recorded call; `serve` is its serving lookup."""
-  return eval(call, NAMES | {"S": serve})

@@ -6,8 +6,8 @@ Three parts, each to be read from top to bottom:
   occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
   gradients   -> optimizers, one function each, and the arguments they share (`apply_rows`)
 
-It uses neither JAX nor the library, but for `as_given`. To add an optimizer, write its update and
-its line in `RULES`.
+Of the library it uses the kinds of inputs alone. To add an optimizer, write its update and its line
+in `RULES`.
 """
 
 import types
@@ -21,45 +21,6 @@ import embed
 # ------------------------------------------------------------------------------ inputs
 
 
-class DenseIds(NamedTuple):
-  """One id per output position; a trailing axis of 1 is dropped."""
-
-  values: Any
-  weights: None = None
-
-
-class PaddedIds(NamedTuple):
-  """[..., L]: the last axis is a bag."""
-
-  values: Any
-  weights: Any = None
-
-
-class RaggedIds(NamedTuple):
-  """Bag b is values[row_splits[b]:row_splits[b + 1]]; values after the last split are padding."""
-
-  values: Any
-  row_splits: Any
-  weights: Any = None
-
-
-class SparseIds(NamedTuple):
-  """indices [N, rank], values [N]; the last axis of dense_shape is the bag."""
-
-  indices: Any
-  values: Any
-  dense_shape: Any
-  weights: Any = None
-
-
-class Feature(NamedTuple):
-  """The part of a FeatureConfig and its TableConfig that a lookup depends on."""
-
-  combiner: str = "mean"
-  max_sequence_length: int = 0
-  output_shape: tuple[int, ...] | None = None
-
-
 class Occurrences(NamedTuple):
   """activations[position[n]] += gain[n] * table[id[n]], in batch order, without padding."""
 
@@ -69,121 +30,66 @@ class Occurrences(NamedTuple):
   gains: np.ndarray
 
 
-def entries(inputs):
+def entries(inputs, weights=None):
   """(leading shape, [(bag, column, id, weight), ...]); negative ids are padding."""
-  weights = inputs.weights
-  if isinstance(inputs, PaddedIds):
-    values = np.asarray(inputs.values)
-    lead, length = values.shape[:-1], values.shape[-1]
-    weights = np.ones(values.shape) if weights is None else np.asarray(weights)
-    bags = int(np.prod(lead))
-    values, weights = values.reshape(bags, length), weights.reshape(bags, length)
-    cells = [
-      (b, c, int(values[b, c]), float(weights[b, c])) for b in range(bags) for c in range(length)
-    ]
-  elif isinstance(inputs, RaggedIds):
+  values = np.asarray(inputs.values)
+  of_ids = np.ones(values.shape) if weights is None else np.asarray(weights.values)
+  if isinstance(inputs, embed.Padded):
+    lead, indices = values.shape[:-1], list(np.ndindex(values.shape))
+  elif isinstance(inputs, embed.Ragged):  # values after the last split are padding
     splits = [int(s) for s in inputs.row_splits]
     lead = (len(splits) - 1,)
-    weights = np.ones(len(inputs.values)) if weights is None else weights
-    cells = [
-      (b, k - splits[b], int(inputs.values[k]), float(weights[k]))
-      for b in range(lead[0])
-      for k in range(splits[b], splits[b + 1])
-    ]
-  elif isinstance(inputs, SparseIds):
-    lead = tuple(int(d) for d in inputs.dense_shape[:-1])
-    weights = np.ones(len(inputs.values)) if weights is None else weights
-    cells = [
-      (int(np.ravel_multi_index(tuple(index[:-1]), lead)), int(index[-1]), int(i), float(w))
-      for index, i, w in zip(inputs.indices, inputs.values, weights, strict=True)
-    ]
+    indices = [(b, k - splits[b]) for b in range(*lead) for k in range(splits[b], splits[b + 1])]
   else:
-    raise TypeError(f"unknown input {inputs!r}")
-  return lead, [cell for cell in cells if cell[2] >= 0]
+    lead, indices = tuple(inputs.dense_shape[:-1]), np.asarray(inputs.indices)
+  cells = zip(indices, values.reshape(-1), of_ids.reshape(-1), strict=False)
+  return lead, [
+    (int(np.ravel_multi_index(tuple(index[:-1]), lead)), int(index[-1]), int(i), float(w))
+    for index, i, w in cells
+    if i >= 0
+  ]
 
 
 def as_kind(kind, values, weights):
-  """[B, L] ids with -1 as padding as "padded", "sparse" or "ragged" ones of the same content."""
+  """[B, L] ids with -1 as padding, and weights or None, as "padded", "sparse" or "ragged" ones."""
   if kind == "padded":
-    return PaddedIds(values, weights)
-  if kind == "sparse":
+    wrap = embed.Padded
+  elif kind == "sparse":
     # Some cells of padding stay, as ids of -1: three shapes, each of which is compiled.
     used, padding = np.argwhere(values >= 0), np.argwhere(values < 0)
     number = next(n for n in (0, values.size // 2, values.size) if n >= len(used))
     indices = np.concatenate([used, padding[: number - len(used)]]).astype(np.int32)
     indices = indices[np.lexsort(indices.T[::-1])]
-    at = tuple(indices.T)
-    return SparseIds(indices, values[at], values.shape, None if weights is None else weights[at])
-  # Trailing padding goes, holes stay; what lies behind the last split must not matter.
-  lengths = [int(np.max(np.flatnonzero(bag >= 0), initial=-1)) + 1 for bag in values]
-  pack = lambda rows: np.concatenate(
-    [row[:n] for row, n in zip(rows, lengths, strict=True)] + [rows.reshape(-1)]
-  )[: values.size]
-  splits = np.cumsum([0, *lengths]).astype(np.int32)
-  return RaggedIds(pack(values), splits, None if weights is None else pack(weights))
+    wrap = lambda x: embed.Sparse(indices, x[tuple(indices.T)], values.shape)
+  else:  # trailing padding goes, holes stay; what lies behind the last split must not matter
+    lengths = [int(np.max(np.flatnonzero(bag >= 0), initial=-1)) + 1 for bag in values]
+    splits = np.cumsum([0, *lengths]).astype(np.int32)
+    pack = lambda rows: [row[:n] for row, n in zip(rows, lengths, strict=True)]
+    wrap = lambda x: embed.Ragged(np.concatenate([*pack(x), x.reshape(-1)])[: x.size], splits)
+  return wrap(values), None if weights is None else wrap(weights)
 
 
-def as_given(inputs):
-  """Ids and weights as a layer takes them."""
-  values, weights = np.asarray(inputs.values), inputs.weights
-  if isinstance(inputs, DenseIds):
-    return values, weights
-  if isinstance(inputs, PaddedIds):
-    wrap = embed.Padded
-  elif isinstance(inputs, RaggedIds):
-    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits))
-  else:
-    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
-  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
+def occurrences(inputs, weights=None, combiner="sum", length=0, output_shape=None):
+  """The ids that are looked up: also with weight 0, but neither truncated ones nor padding.
 
-
-def occurrences(feature, inputs):
-  """The ids that are looked up: also with weight 0, but neither truncated ones nor padding."""
-  if isinstance(inputs, DenseIds):
-    return _dense_occurrences(feature, inputs)
-  lead, cells = entries(inputs)
-  shape, length = _output(feature, inputs, lead)
-  if length:  # a sequence: a position is a column, and nothing is combined
+  `inputs` and `weights` are a layer's; `length` is the feature's `max_sequence_length`.
+  """
+  if isinstance(inputs, np.ndarray):  # one id per position; a trailing axis of 1 is dropped
+    shape = inputs.shape[:-1] if inputs.ndim > 1 and inputs.shape[-1] == 1 else inputs.shape
+    ids = inputs.reshape(-1)
+    (positions,) = np.nonzero(ids >= 0)
+    return Occurrences(shape, positions, ids[positions], np.ones(len(positions)))
+  shape, cells = entries(inputs, weights)
+  if output_shape is None and length and len(shape) == 1:  # a position is a column
     cells = [cell for cell in cells if cell[1] < length]
-    positions = [b * length + column for b, column, _, _ in cells]
-    gains = [1.0] * len(cells)
+    positions, gains = [b * length + column for b, column, _, _ in cells], [1.0] * len(cells)
+    shape = (*shape, length)
   else:
     positions = [b for b, _, _, _ in cells]
-    gains = _gains(feature.combiner, positions, [w for _, _, _, w in cells])
+    gains = _gains(combiner, positions, [w for _, _, _, w in cells])
+    shape = shape if output_shape is None else tuple(output_shape)
   ids = [i for _, _, i, _ in cells]
   return Occurrences(shape, np.array(positions, int), np.array(ids, int), np.array(gains, float))
-
-
-def _dense_occurrences(feature, inputs):
-  if inputs.weights is not None:
-    raise ValueError("weights given for a dense input")
-  if feature.max_sequence_length and feature.output_shape is None:
-    raise ValueError("dense input for a sequence feature")
-  ids = np.asarray(inputs.values)
-  if ids.ndim < 1:
-    raise ValueError("a dense input needs at least one axis")
-  shape = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
-  if feature.output_shape is not None and tuple(feature.output_shape) != shape:
-    raise ValueError(f"output_shape {feature.output_shape} does not fit an input of {shape}")
-  ids = ids.reshape(-1)
-  (positions,) = np.nonzero(ids >= 0)
-  return Occurrences(shape, positions, ids[positions], np.ones(len(positions)))
-
-
-def _output(feature, inputs, lead):
-  """(shape of the activations, sequence length or 0 if bags are combined)."""
-  if feature.output_shape is None:
-    if not feature.max_sequence_length or len(lead) > 1:  # ignored above rank 2
-      return lead, 0
-    if inputs.weights is not None:
-      raise ValueError("weights given for a sequence feature")
-    return (*lead, feature.max_sequence_length), feature.max_sequence_length
-  shape = tuple(feature.output_shape)  # it wins over max_sequence_length
-  if shape == lead:
-    return shape, 0
-  if len(lead) != 1 or len(shape) < 2 or np.prod(shape) != lead[0]:
-    raise ValueError(f"output_shape {shape} does not fit an input of {lead}")
-  return shape, 0
 
 
 def _gains(combiner, bags, weights):
@@ -310,60 +216,38 @@ def initial_variables(name, table, **config):
   return variables
 
 
-class Common(NamedTuple):
-  """The arguments that all optimizers share."""
-
-  clipvalue: Any = None  # a number, or (low, high)
-  weight_decay_factor: float | None = None
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None
-  clip_weight_min: float | None = None
-  clip_weight_max: float | None = None
-  initial_accumulator_value: float | None = None  # only `initial_variables` uses it
-
-
-def _hyperparameters(rule: Equation, config: dict[str, Any]) -> types.SimpleNamespace:
-  """The hyperparameters of a config as attributes, with defaults."""
-  values = {**rule.hyperparameters, **config}
-  if set(values) != set(rule.hyperparameters):
-    raise TypeError(f"{config}, and the hyperparameters are {rule.hyperparameters}")
-  return types.SimpleNamespace(**values)
-
-
-def apply_rows(name, variables, ids, gradients, lr, **config):
+def apply_rows(
+  name, variables, ids, gradients, lr, *, clipvalue=None, weight_decay_factor=None,
+  multiply_weight_decay_factor_by_learning_rate=None, clip_weight_min=None, clip_weight_max=None,
+  initial_accumulator_value=None, **hyperparameters,
+):  # fmt: skip
   """Steps once: sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
-  `config` has fields of `Common` and the optimizer's own hyperparameters.
   """
-  common = Common(**{key: config.pop(key) for key in Common._fields if key in config})
   rule = RULES[name]
-  hyperparameters = _hyperparameters(rule, config)
-  gradients = np.asarray(gradients, np.float64)
+  if not hyperparameters.keys() <= rule.hyperparameters.keys():
+    raise TypeError(f"{hyperparameters}, and the hyperparameters are {rule.hyperparameters}")
+  h = types.SimpleNamespace(**(dict(rule.hyperparameters) | hyperparameters))
   is_row = np.asarray(ids) >= 0
-  rows = row_gradients(np.asarray(ids)[is_row], gradients[is_row])
-  decay = common.weight_decay_factor or 0.0
-  if common.multiply_weight_decay_factor_by_learning_rate:
+  rows = row_gradients(np.asarray(ids)[is_row], np.asarray(gradients, np.float64)[is_row])
+  decay = weight_decay_factor or 0.0
+  if multiply_weight_decay_factor_by_learning_rate:
     decay = decay * lr
-  low, high = _bounds(common.clipvalue)
+  if not isinstance(clipvalue, tuple | list):
+    clipvalue = (None, None) if clipvalue is None else (-clipvalue, clipvalue)
 
   variables = {key: value.copy() for key, value in variables.items()}
   for row, g in rows.items():
-    g = _clip(g, low, high)
     w = variables["parameters"][row] * (1 - decay)
     slots = [variables[slot][row] for slot in rule.slots]
-    w, *slots = rule.update(w, g, lr, *slots, hyperparameters)
-    variables["parameters"][row] = _clip(w, common.clip_weight_min, common.clip_weight_max)
+    w, *slots = rule.update(w, _clip(g, *clipvalue), lr, *slots, h)
+    variables["parameters"][row] = _clip(w, clip_weight_min, clip_weight_max)
     for slot, value in zip(rule.slots, slots, strict=True):
       variables[slot][row] = value
   return variables
 
 
-def _bounds(clipvalue):
-  """(low, high) of a clipvalue; None is unbounded."""
-  if isinstance(clipvalue, tuple | list):
-    return clipvalue
-  return (None, None) if clipvalue is None else (-clipvalue, clipvalue)
-
-
 def _clip(x, low, high):
+  """None is unbounded."""
   return np.clip(x, -np.inf if low is None else low, np.inf if high is None else high)
