@@ -11,7 +11,6 @@ from stored_tables import TwoTables, fetched, wave
 
 import embed
 from embed import check
-from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
@@ -74,16 +73,6 @@ def test_which_kernels_step(used, kind):
   assert_close(trained(given, steps=1, storage="sparse_core"), off)
   in_order_or_dense = kind in ("each", "every")
   assert used == ({"bag_sum"} if in_order_or_dense else {"take", "put", "bag_sum"})
-
-
-@pytest.mark.weekly
-def test_steps_in_several_chunks_equal_one(used, monkeypatch):
-  given = SETUP.features(embed.adagrad(0.5), 128)
-  at_once = trained(given, storage="sparse_core")
-  monkeypatch.setattr(grads_lib, "CHUNK", 0)
-  monkeypatch.setattr(grads_lib, "_SMALLEST", 24)
-  jax.clear_caches()
-  assert_close(trained(given, storage="sparse_core"), at_once)
 
 
 @pytest.mark.weekly
