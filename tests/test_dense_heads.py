@@ -104,26 +104,3 @@ def test_conditionals_on_explicit_axes():
     return dense[:V]
 
   np.testing.assert_allclose(rows(mesh=meshes.make_mesh("explicit")), rows(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.programs(30, "trains eagerly made inputs of three kinds on eight devices")
-def test_empty_features_beside_a_full_one():
-  """Their activations are zeros, split as the others are, so that a head can join them."""
-  mesh = meshes.make_mesh("explicit")
-  batch = {
-    "padded": embed.Padded(np.zeros((16, 0), np.int32)),
-    "ragged": embed.Ragged(np.zeros(0, np.int32), np.zeros(17, np.int32)),
-    "full": np.arange(16, dtype=np.int32),
-  }
-  table = embed.TableConfig(64, 8, name="t")
-  features = {name: embed.FeatureConfig(table) for name in batch}
-
-  def loss_fn(layer, batch):
-    acts = layer(batch)
-    return jnp.sum(jnp.concatenate(list(acts.values()), axis=-1))
-
-  with jax.set_mesh(mesh):
-    layer = embed.SparseEmbed(features, embed.sgd(0.5), rngs=nnx.Rngs(0), mesh=mesh)
-    rows = np.asarray(layer.tables["t"])
-    loss, _ = nnx.jit(embed.value_and_grad(loss_fn))(layer, batch)
-  np.testing.assert_allclose(loss, rows[:16].sum(), rtol=1e-5)

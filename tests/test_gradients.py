@@ -105,19 +105,13 @@ def test_unused_entries_count_nowhere():
   assert np.asarray(layer.tables["t"])[:, 0].tolist() == [0, 0, 0, -1.5, -2.0, 0, 0, 0, 0, 0]
 
 
-def test_an_infinite_norm_clips_nothing():
+def test_an_infinite_norm_clips_nothing_and_replaced_rows_are_not_accumulated():
   layer = layers.one_table()
   grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([3])).sum()))(layer)[1]
   clipped = jax.jit(lambda g: embed.clip_by_global_norm(g, float("inf")).rows["t"])(grads)
   assert clipped.values.tolist() == [[1.0] * layers.D]
-
-
-def test_replaced_rows_are_not_accumulated():
-  layer = layers.one_table()
-  grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([3])).sum()))(layer)[1]
-  replaced = embed.Grads(grads.dense, dict(grads.rows))
   with pytest.raises(ValueError, match="Accumulate before you replace"):
-    embed.accumulate([grads, replaced])
+    embed.accumulate([grads, embed.Grads(grads.dense, dict(grads.rows))])
 
 
 def test_gradients_are_a_tree_that_goes_anywhere():
@@ -176,9 +170,6 @@ def test_nan_in_one_row_is_nan_everywhere_after_clipping():
   assert np.isnan(norm)
   assert np.isnan(np.asarray(values)[np.asarray(ids) < layers.V]).all()
   np.testing.assert_array_equal(layer.tables["t"], layers.ROWS)
-  norm, _ = step(layer, optimizer, np.array([[3.0], [4.0]], np.float32))
-  np.testing.assert_allclose(norm, 75**0.5, rtol=1e-6)  # three columns of each
-  np.testing.assert_allclose(layer.tables["t"][1], layers.ROWS[1] - 3 / 75**0.5, rtol=1e-6)
 
 
 def test_frozen_rows_clip_no_other():

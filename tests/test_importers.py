@@ -12,18 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import each, refused
+from cases import refused
 from flax import nnx
 
 import embed
 from embed import importers
 
 
-def layer_of(optimizer, **table):
-  tables = [
-    embed.TableConfig(*shape, name=name, optimizer=optimizer, **table)
-    for name, shape in {"a": (5, 2), "b": (3, 2)}.items()
-  ]
+def layer_of(optimizer):
+  shapes = {"a": (5, 2), "b": (3, 2)}
+  tables = [embed.TableConfig(*shapes[t], name=t, optimizer=optimizer) for t in shapes]
   return embed.SparseEmbed({t.name: embed.FeatureConfig(t) for t in tables}, rngs=nnx.Rngs(0))
 
 
@@ -119,61 +117,41 @@ def test_what_cannot_be_read_is_named():
 # --- TPUEmbedding: what stands for TensorFlow -----------------------------------------------------
 
 
-class Object:
-  """A class of TensorFlow's by name, with these attributes."""
+def tf(name, /, **attributes):
+  """An object of TensorFlow's class of this name, with these attributes."""
+  theirs = type(name, (), {})()
+  vars(theirs).update(attributes)
+  return theirs
 
-  def __new__(cls, name, /, **attributes):
-    return type(name, (), {"__init__": lambda self: self.__dict__.update(attributes)})()
 
-
-def tf_table(vocabulary_size, dim, initializer=None, dtype=np.float32, **attributes):
-  """TableConfig: a missing initializer is made in its constructor."""
-  if initializer is None:
-    initializer = Object("TruncatedNormal", mean=0.0, stddev=1 / np.sqrt(dim), seed=None)
-  others = {"optimizer": None, "combiner": "mean", "name": None, "layout": None}
-  return Object(
-    "TableConfig",
-    vocabulary_size=vocabulary_size,
-    dim=dim,
-    initializer=initializer,
-    dtype=Object("DType", as_numpy_dtype=dtype),
-    **others | {"quantization_config": None} | attributes,
-  )
+def tf_table(vocabulary_size, dim, dtype=np.float32, **attributes):
+  """TableConfig, whose constructor makes a missing initializer."""
+  initializer = tf("TruncatedNormal", mean=0.0, stddev=1 / np.sqrt(dim))
+  others = {"initializer": initializer, "optimizer": None, "combiner": "mean", "name": None}
+  sizes = {"vocabulary_size": vocabulary_size, "dim": dim}
+  return tf("TableConfig", dtype=tf("DType", as_numpy_dtype=dtype), **sizes | others | attributes)
 
 
 def tf_feature(table, output_shape=None, **attributes):
   """FeatureConfig: a missing output shape is one of unknown rank, which has no list."""
   rank = None if output_shape is None else len(output_shape)
-  shape = Object("TensorShape", rank=rank, dims=output_shape, as_list=lambda: list(output_shape))
+  shape = tf("TensorShape", rank=rank, as_list=lambda: list(output_shape))
   others = {"max_sequence_length": 0, "validate_weights_and_indices": True, "name": None}
-  return Object("FeatureConfig", table=table, output_shape=shape, **others | attributes)
+  return tf("FeatureConfig", table=table, output_shape=shape, **others | attributes)
 
 
-def tf_optimizer(name, *, learning_rate=0.001, clipvalue=None, **attributes):
+def tf_optimizer(name, *, clipvalue=None, **attributes):
   """An optimizer object: clipping is kept as two attributes."""
-  if not isinstance(clipvalue, tuple):
-    clipvalue = (None, None) if clipvalue is None else (-clipvalue, clipvalue)
-  unset = (
-    "clip_weight_min",
-    "clip_weight_max",
-    "weight_decay_factor",
-    "multiply_weight_decay_factor_by_learning_rate",
-    "slot_variable_creation_fn",
-  )
-  common = dict.fromkeys(unset) | {
-    "learning_rate": learning_rate,
-    "use_gradient_accumulation": True,
-    "clip_gradient_min": clipvalue[0],
-    "clip_gradient_max": clipvalue[1],
-    "low_dimensional_packing_status": False,
-  }
-  return Object(name, **common | attributes)
+  low, high = clipvalue or (None, None)
+  clip = {"clip_gradient_min": low, "clip_gradient_max": high}
+  unset = dict.fromkeys(["clip_weight_min", "weight_decay_factor", "slot_variable_creation_fn"])
+  common = {"learning_rate": 0.001, "use_gradient_accumulation": True}
+  return tf(name, **clip | unset | common | attributes)
 
 
-def imported(initializer=None, optimizer=None, replace=None, **table):
+def imported(replace=None, **table):
   """The table that comes of one of TensorFlow's."""
-  given = {"vocabulary_size": 6, "dim": 4, "name": "t"} | table
-  theirs = tf_table(**given, initializer=initializer, optimizer=optimizer)
+  theirs = tf_table(**{"vocabulary_size": 6, "dim": 4, "name": "t"} | table)
   return embed.from_tpu_embedding(tf_feature(theirs), replace=replace).features.table
 
 
@@ -214,7 +192,7 @@ ADAGRAD_MOMENTUM = {
   "momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.8, "epsilon": 1e-6
 }  # fmt: skip
 ADAM = {"epsilon": 1e-5, "sum_inside_sqrt": False}
-OPTIMIZERS = [  # their class, ours, and arguments of both; of V2 and, by "Parameters", of V1
+OPTIMIZERS = [  # of V2 and, named "Parameters", of V1
   ("SGD", embed.sgd, {}),
   ("Adagrad", embed.adagrad, {"initial_accumulator_value": 0.2}),
   ("AdagradMomentum", embed.adagrad_momentum, ADAGRAD_MOMENTUM),
@@ -222,23 +200,18 @@ OPTIMIZERS = [  # their class, ours, and arguments of both; of V2 and, by "Param
   ("Adam", embed.adam, {"beta_1": 0.8, "beta_2": 0.9, **ADAM}),
   ("StochasticGradientDescentParameters", embed.sgd, {}),
   ("AdagradParameters", embed.adagrad, {"initial_accumulator": 0.2}),
-  ("AdagradMomentumParameters", embed.adagrad_momentum, ADAGRAD_MOMENTUM),
   ("AdamParameters", embed.adam, {"beta1": 0.8, "beta2": 0.9, **ADAM}),
   ("FtrlParameters", embed.ftrl, FTRL),
 ]
-RENAMED = {
-  "AdagradParameters": {"initial_accumulator": "initial_accumulator_value"},
-  "AdamParameters": {"beta1": "beta_1", "beta2": "beta_2"},
-}
+OURS = {"initial_accumulator": "initial_accumulator_value", "beta1": "beta_1", "beta2": "beta_2"}
 
 
 def test_optimizers():
   """Every argument differs from its default."""
   table = tf_feature(tf_table(4, 2, name="t"))
   for name, ours, attributes in OPTIMIZERS:
-    linear = {"initial_linear_value": 0.0} if name == "FtrlParameters" else {}
-    theirs = tf_optimizer(name, learning_rate=0.5, **attributes, **linear)
-    renamed = RENAMED.get(name, {})
+    theirs = tf_optimizer(name, learning_rate=0.5, initial_linear_value=0.0, **attributes)
+    renamed = OURS if name.endswith("Parameters") else {}
     wanted = ours(0.5, **{renamed.get(key, key): value for key, value in attributes.items()})
     assert imported(optimizer=theirs).optimizer == wanted, name
     assert embed.from_tpu_embedding(table, theirs).optimizer == wanted, name
@@ -246,16 +219,14 @@ def test_optimizers():
 
 def test_arguments_of_all_optimizers():
   common = {
-    "clipvalue": 2.0,
+    "clipvalue": (-2.0, None),
     "clip_weight_min": -1.0,
     "clip_weight_max": 3.0,
     "weight_decay_factor": 0.01,
     "multiply_weight_decay_factor_by_learning_rate": True,
   }
-  theirs = tf_optimizer("Adagrad", learning_rate=0.5, initial_accumulator_value=0.1, **common)
-  assert imported(optimizer=theirs).optimizer == embed.adagrad(0.5, **common)
-  open_end = tf_optimizer("SGD", clipvalue=(None, 1.0))
-  assert imported(optimizer=open_end).optimizer.clipvalue == (None, 1.0)
+  theirs = tf_optimizer("SGD", learning_rate=0.5, low_dimensional_packing_status=True, **common)
+  assert imported(optimizer=theirs).optimizer == embed.sgd(0.5, **common)
 
 
 def test_defaults_of_tensorflow_are_ours():
@@ -271,19 +242,19 @@ def test_defaults_of_tensorflow_are_ours():
 
 
 DISTRIBUTIONS = [  # an initializer; the least, the largest, the mean and the deviation of its draws
-  (Object("Zeros"), 0, 0, 0, 0),
-  (Object("Ones"), 1, 1, 1, 0),
-  (Object("Constant", value=2.5), 2.5, 2.5, 2.5, 0),
-  (Object("RandomUniform", minval=-1.0, maxval=3.0), -1, 3, 1, 4 / np.sqrt(12)),
-  (Object("RandomUniform", minval=0.0, maxval=None), 0, 1, 0.5, 1 / np.sqrt(12)),
-  (Object("RandomNormal", mean=2.0, stddev=0.5), -1, 5, 2, 0.5),
-  (Object("TruncatedNormal", mean=2.0, stddev=0.5), 1, 3, 2, 0.8796 * 0.5),
+  (tf("Zeros"), 0, 0, 0, 0),
+  (tf("Ones"), 1, 1, 1, 0),
+  (tf("Constant", value=2.5), 2.5, 2.5, 2.5, 0),
+  (tf("RandomUniform", minval=-1.0, maxval=3.0), -1, 3, 1, 4 / np.sqrt(12)),
+  (tf("RandomUniform", minval=0.0, maxval=None), 0, 1, 0.5, 1 / np.sqrt(12)),
+  (tf("RandomNormal", mean=2.0, stddev=0.5), -1, 5, 2, 0.5),
+  (tf("TruncatedNormal", mean=2.0, stddev=0.5), 1, 3, 2, 0.8796 * 0.5),
 ]
 
 
 def test_distributions():
   assert imported().initializer is None  # the default there is the default here
-  tables = [imported(theirs) for theirs, *_ in DISTRIBUTIONS]
+  tables = [imported(initializer=theirs) for theirs, *_ in DISTRIBUTIONS]
   shape = (5000, tables[0].dim)
   draws = jax.jit(lambda key: [table.initializer(key, shape, jnp.float32) for table in tables])
   pairs = zip(draws(jax.random.key(0)), DISTRIBUTIONS, strict=True)
@@ -321,11 +292,11 @@ def test_what_has_no_counterpart():
     ({"optimizer": tf_optimizer("RMSPropParameters")}, "no counterpart.*embed.from_optax"),
     ({"optimizer": "sgd"}, "The str of table 't' has no counterpart"),
     ({"initializer": rate}, r"initializer of table 't'.*f\(key, shape, dtype\)"),
-    ({"initializer": Object("Constant", value=[1, 2])}, "initializer of table 't'.*load_tables"),
-    ({"initializer": Object("GlorotUniform")}, "initializer of table 't'"),
-    ({"combiner": Object("CustomCombiner")}, "combiner of table 't'.*replace"),
+    ({"initializer": tf("Constant", value=[1, 2])}, "initializer of table 't'.*load_tables"),
+    ({"initializer": tf("GlorotUniform")}, "initializer of table 't'"),
+    ({"combiner": tf("CustomCombiner")}, "combiner of table 't'.*replace"),
     ({"dtype": np.int32}, "`dtype` must be float32"),
-    ({"quantization_config": Object("QuantizationConfig")}, "Rows of table 't' are quantized"),
+    ({"quantization_config": tf("QuantizationConfig")}, "Rows of table 't' are quantized"),
   ]
   refused(cases, lambda table: imported(**table))
 
@@ -334,7 +305,7 @@ def test_replacements():
   theirs = {
     "initializer": rate,
     "optimizer": tf_optimizer("Adam", learning_rate=rate),
-    "combiner": Object("CustomCombiner"),
+    "combiner": tf("CustomCombiner"),
   }
   mine = {"initializer": None, "optimizer": embed.adam(lambda step: 0.1), "combiner": "sum"}
   table = imported(**theirs, replace={"t": mine | {"dtype": jnp.bfloat16}})
@@ -363,11 +334,7 @@ def a_layer(vocabulary_size=5, optimizer=None, name="a/b"):
   return nnx.eval_shape(lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0)))
 
 
-def rows(*shape):
-  return np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
-
-
-ARRAYS = {"a/b": rows(5, 2), "a/b/accumulators": rows(5), "a/parameters": rows(3, 2)}
+ARRAYS = {"a/b": numbers(5, 2), "a/b/accumulators": numbers(5), "a/parameters": numbers(3, 2)}
 
 
 @pytest.mark.programs(60, "the rows of each number of shards have shapes of their own")
@@ -377,14 +344,14 @@ def test_shards_come_back_in_order(strategy):
   for case in conformance.load("sharding")["div_mod"]:
     size = case["vocabulary_size"]
     arrays = {
-      "a/b/parameters": [rows(size, 2)[ids] for ids in case[strategy]],
-      "a/b/accumulators": [rows(size)[ids] for ids in case[strategy]],
-      "a": rows(3, 2),
+      "a/b/parameters": [numbers(size, 2)[ids] for ids in case[strategy]],
+      "a/b/accumulators": [numbers(size)[ids] for ids in case[strategy]],
+      "a": numbers(3, 2),
     }
     found = embed.import_variables(arrays, a_layer(size), partition_strategy=strategy)
-    np.testing.assert_array_equal(found["a/b"]["parameters"], rows(size, 2))
-    np.testing.assert_array_equal(found["a/b"]["accumulators"], rows(size))
-  table = rows(3, 2)
+    np.testing.assert_array_equal(found["a/b"]["parameters"], numbers(size, 2))
+    np.testing.assert_array_equal(found["a/b"]["accumulators"], numbers(size))
+  table = numbers(3, 2)
   padding = np.full((1, 2), -1.0)
   shards = [*table[:, None], padding, padding]  # five hosts, three rows
   arrays = {"a/b": shards, "a": table}
@@ -398,27 +365,21 @@ def test_whole_arrays():
   np.testing.assert_array_equal(found["a/b"]["parameters"], ARRAYS["a/b"])
   np.testing.assert_array_equal(found["a/b"]["accumulators"], ARRAYS["a/b/accumulators"])
   np.testing.assert_array_equal(found["a"]["parameters"], ARRAYS["a/parameters"])
-  rows_alone = {"a/b": ARRAYS["a/b"], "a": ARRAYS["a/parameters"]}
-  for given in (ARRAYS, rows_alone):
-    without = embed.import_variables(given, a_layer(), slots=False)
-    assert [list(without[table]) for table in ("a/b", "a")] == [["parameters"]] * 2
+  without = embed.import_variables(ARRAYS, a_layer(), slots=False)
+  assert [list(without[table]) for table in ("a/b", "a")] == [["parameters"]] * 2
 
 
 def test_arrays_that_do_not_fit():
   cases = [
-    ({"a/b": None}, {}, "Missing: 'a/b/parameters'; unknown, or given twice: none"),
-    ({"a/b/accumulators": None}, {}, "Missing: 'a/b/accumulators'"),
-    ({"a": rows(3, 2)}, {}, "given twice: 'a'"),
-    ({"a/b/momenta": rows(5), "b/x": rows(5)}, {}, "Missing: none.*: 'a/b/momenta', 'b/x'"),
-    ({"a/b": rows(4, 2)}, {}, r"'a/b' has shape \(4, 2\), the layer's has \(5, 2\)"),
-    ({"a/b": [rows(3, 2), rows(3, 2)]}, {}, r"has shape \(3, 2\) on shard 1 of 2; with 'div'"),
-    ({"a/b": []}, {}, "'a/b' has no shards"),
-    ({}, {"partition_strategy": "Div"}, "`partition_strategy` must be 'div' or 'mod'. Got 'Div'"),
+    ({"a/b": None}, "Missing: 'a/b/parameters'; unknown, or given twice: none"),
+    ({"a/b/accumulators": None}, "Missing: 'a/b/accumulators'"),
+    ({"a": numbers(3, 2)}, "given twice: 'a'"),
+    ({"a/b/momenta": numbers(5), "b/x": numbers(5)}, "Missing: none.*: 'a/b/momenta', 'b/x'"),
+    ({"a/b": numbers(4, 2)}, r"'a/b' has shape \(4, 2\), the layer's has \(5, 2\)"),
+    ({"a/b": [numbers(3, 2)] * 2}, r"has shape \(3, 2\) on shard 1 of 2; with 'div'"),
+    ({"a/b": []}, "'a/b' has no shards"),
   ]
-
-  def check(change, arguments, says):
-    arrays = {name: value for name, value in (ARRAYS | change).items() if value is not None}
-    with pytest.raises(ValueError, match=says):
-      embed.import_variables(arrays, a_layer(), **arguments)
-
-  each({case[2]: case for case in cases}, check)
+  given = lambda change: {key: x for key, x in (ARRAYS | change).items() if x is not None}
+  refused(cases, lambda change: embed.import_variables(given(change), a_layer()))
+  with pytest.raises(ValueError, match="`partition_strategy` must be 'div' or 'mod'"):
+    embed.import_variables(ARRAYS, a_layer(), partition_strategy="Div")

@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import sys
-import warnings
 
 STEPS = ("open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir")
 
@@ -27,26 +26,6 @@ def kill_at(step, part=""):
 
   sys.addaudithook(hook)
   return steps
-
-
-def is_killed(work, step):
-  """Runs a function in a fork, killed before a step on files; returns whether it got that far.
-
-  The function may run nothing of JAX.
-  """
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of forks in processes with threads
-    child = os.fork()
-  if not child:
-    try:
-      kill_at(step)
-      work()
-      os._exit(0)
-    finally:
-      os._exit(1)
-  status = os.waitpid(child, 0)[1]
-  assert status in (0, signal.SIGKILL)
-  return status != 0
 
 
 @contextlib.contextmanager

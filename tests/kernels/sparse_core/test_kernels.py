@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu_sc as plsc
 from sparse_cores import emulated
 
 from embed.kernels import sparse_core_pallas as kernels

@@ -74,16 +74,6 @@ def test_which_kernels_step(used, kind):
 
 
 @pytest.mark.weekly
-def test_steps_in_several_chunks_equal_one(used, monkeypatch):
-  given = SETUP.features(embed.adagrad(0.5), 128)
-  at_once = trained(given, storage="sparse_core")
-  monkeypatch.setattr(grads_lib, "CHUNK", 0)
-  monkeypatch.setattr(grads_lib, "_SMALLEST", 24)
-  jax.clear_caches()
-  assert_close(trained(given, storage="sparse_core"), at_once)
-
-
-@pytest.mark.weekly
 @pytest.mark.parametrize("dim", [8, 100])
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
