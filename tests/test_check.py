@@ -77,18 +77,19 @@ def test_what_is_compared():
   table, looked_up = np.array([[2.0], [1.0]]), np.array([True, False])
   rows = SimpleNamespace(ids=np.array([0, check.ROWS]), values=np.ones((2, 1)))
 
-  def errors(activations=3.0, gradients=None, **variables):
+  def errors(activations=3.0, gradients=None, touched=(0,), **variables):
     truth = {"parameters": table, "momenta": table}
     found = ([[3.0]], rows, {"parameters": table, "momenta": table})
-    gradients = {0: np.ones(1)} if gradients is None else gradients
-    return check.compare(found, np.array([[activations]]), gradients, truth | variables, looked_up)
+    gradients = np.ones((2, 1)) if gradients is None else gradients
+    at, expected = np.array(touched), np.array([[activations]])
+    return check.compare(found, expected, gradients, at, truth | variables, looked_up)
 
   assert set(errors().values()) == {0.0}
   assert errors(activations=4.0)["activations"] == 0.25
-  assert errors(gradients={0: np.full(1, 2.0)})["row gradients"] == 0.5
+  assert errors(gradients=np.full((2, 1), 2.0))["row gradients"] == 0.5
   assert errors(momenta=2 * table)["momenta"] == 0.5
-  for gradients in ({}, {0: np.ones(1), 1: np.ones(1)}):
-    assert errors(gradients=gradients) == {"other rows have gradients": math.inf}
+  for touched in ((), (0, 1)):
+    assert errors(touched=touched) == {"other rows have gradients": math.inf}
   assert errors(linears=table) == {"its slots are ['momenta']": math.inf}
   moved = np.array([[2.0], [3.0]])
   assert errors(parameters=moved) == {"a row moved that was not looked up": math.inf}

@@ -5,7 +5,6 @@ Read off the compiled program, so that it holds on any machine and needs no cloc
 
 import jax
 import jax.numpy as jnp
-import layers
 import numpy as np
 import optax
 import pytest
@@ -118,9 +117,3 @@ def test_equal_layers_share_their_programs():
     table = embed.TableConfig(9, 4, optimizer=embed.adagrad(0.1), name="t")
     train_eagerly(embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(seed)))
   assert [f._cache_size() for f in programs] == [n + 1 for n in before]
-
-
-def test_a_copy_of_a_table_is_told():
-  layer = layers.one_table(rows=np.zeros((1 << 17, 32), np.float32))  # 16 MiB
-  with pytest.warns(UserWarning, match=r"16 MiB was copied by a step outside.*embed\.jit_step"):
-    train_eagerly(layer)

@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, after, before)))
   with pytest.raises(ValueError, match=r"The delta has no 'tower'; it has \['model'\]"):
     embed.deltas.apply(trained, 0, tower=Small())
-  with pytest.raises(ValueError, match="A step is an integer"):
+  with pytest.raises(ValueError, match="`at` must be an int"):
     embed.deltas.apply(trained, None, model=Small())
   since = embed.deltas.fingerprint(np.int64(0), model=Small())
   for other in ({"tower": Small()}, {"model": Small(rows=5)}, {"model": Small(mesh=make_mesh())}):

@@ -240,7 +240,8 @@ def test_row_gradients_by_raw_id():
     batch = model.admit(batch)
     _, grads = embed.value_and_grad(lambda m, b: m(b)["id"].sum())(model, batch)
     rows = grads.rows["user"]
-    return model.raw_ids("user", rows.ids), rows.values
+    raw_ids = model.variables["user"]["raw_ids"]
+    return raw_ids.at[rows.ids].get(mode="fill", fill_value=2**32 - 1), rows.values
 
   raw, values = gradients(model, as_raw({"id": np.array([2**40, 7, 7, -1])}))
   high, low = np.asarray(raw, np.uint64).T

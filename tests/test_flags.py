@@ -111,11 +111,6 @@ def test_a_setting_changes_no_eager_lookup():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
 
 
-def test_hijax_variables_are_refused():
-  with nnx.var_defaults(hijax=True), pytest.raises(ValueError, match="FLAX_HIJAX_VARIABLE"):
-    Model()
-
-
 @pytest.mark.ci
 def test_without_jit_a_mesh_is_refused_and_one_device_works():
   model, mesh = Model(), jax.make_mesh((2,), ("data",))

@@ -64,7 +64,8 @@ def test_torchrec():
     f"ebc.embedding_bags.{t}.weight": {f"{t}.momentum1": numbers(n, 1)}
     for t, n in (("a", 5), ("b", 3))
   }
-  read = importers.from_torch(weights, {"state": state})
+  tables = {name: f"ebc.embedding_bags.{name}.weight" for name in "ab"}
+  read = importers.from_torch(weights, {"state": state}, tables=tables)
   np.testing.assert_array_equal(read["a"]["parameters"], numbers(5, 2))
   assert read["b"]["accumulators"].tolist() == [0, 1, 2]
 
@@ -89,29 +90,25 @@ def test_keras(tmp_path):
     importers.from_keras(path, slots={"a": ["accumulators"]})
 
 
+MOVIE = {"movie": "movie.weight"}
+
+
 def test_what_cannot_be_read_is_named():
   ones, tables = np.ones((3, 2)), {name: f"{name}.weight" for name in ("user", "movie")}
   weights = dict.fromkeys(tables.values(), ones)
   adam = {"exp_avg": ones, "exp_avg_sq": ones, "step": 1.0}
   state = lambda of_parameter: {"state": {0: of_parameter}, "param_groups": [{"params": [0]}]}
-  movie_alone, order = state(adam), {"tables": tables, "parameters": ["movie.weight"]}
+  movie_alone = {"movie.weight": ones}
   cases = [
-    ((weights, movie_alone, {"tables": tables}), r"1 parameters, and there are 2 names.*Write"),
-    ((weights, movie_alone, order | {"tables": {"a": "user.weight"}}), "has nothing of 'user"),
-    ((weights, state({"max_exp_avg_sq": ones}), order), "a slot for 'max_exp"),
-    ((weights, state({"exp_avg": np.ones((4, 2))}), order), "and its table"),
-    (({f"{x}.embedding_bags.t.weight": ones for x in "ab"}, None, {}), "a name of its own"),
-    (({"user.weight": ones, "bias": np.ones(2)}, None, {}), "Write tables=.* 'user.weight'"),
-    (({"user": ones}, None, {"tables": {"a": "usr"}}), "no parameter 'usr': 'user'"),
+    ((weights, state(adam), tables), r"1 parameters, and there are 2 names.*Give dict"),
+    ((weights, {"state": {7: adam}}, {"user": "user.weight"}), "has nothing of 'user"),
+    ((movie_alone, state({"max_exp_avg_sq": ones}), MOVIE), "a slot for 'max_exp.*Remove it"),
+    ((movie_alone, state({"exp_avg": np.ones((4, 2))}), MOVIE), "and its table"),
+    (({"user": ones}, None, {"a": "usr"}), "no parameter 'usr': 'user'"),
   ]
-  refused(cases, lambda case: importers.from_torch(*case[:2], **case[2]))
-  read = importers.from_torch(weights, movie_alone, **order)
-  found = {name: list(arrays) for name, arrays in read.items()}
-  adams = ["parameters", "momenta", "velocities", "steps"]
-  assert found == {"user": ["parameters"], "movie": adams}
-  kept = state(adam | {"max_exp_avg_sq": ones})
-  read = importers.from_torch(weights, kept, slots=["momenta"], **order)
-  assert [*read["movie"]] == ["parameters", "momenta"]
+  refused(cases, lambda case: importers.from_torch(*case[:2], tables=case[2]))
+  read = importers.from_torch(movie_alone, state(adam), tables=MOVIE)
+  assert [*read["movie"]] == ["parameters", "momenta", "velocities", "steps"]
 
 
 # --- TPUEmbedding: what stands for TensorFlow -----------------------------------------------------
@@ -282,8 +279,8 @@ def test_what_has_no_counterpart():
       {"optimizer": tf_optimizer("Adam", learning_rate=rate)},
       r"The Adam of table 't' has a learning rate without arg.*learning_rate=f\).*f\(step\)",
     ),
-    ({"optimizer": tf_optimizer("Adagrad", slot_variable_creation_fn=rate)}, "slot_init="),
-    ({"optimizer": tf_optimizer("FtrlParameters", initial_linear_value=0.5)}, "slot_init="),
+    ({"optimizer": tf_optimizer("Adagrad", slot_variable_creation_fn=rate)}, "load_variables"),
+    ({"optimizer": tf_optimizer("FtrlParameters", initial_linear_value=0.5)}, "load_variables"),
     (
       {"optimizer": tf_optimizer("SGD", use_gradient_accumulation=False)},
       r"The SGD of table 't' steps once for each occurrence.*embed\.sgd",

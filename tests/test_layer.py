@@ -66,7 +66,7 @@ def test_bad_activation_gradients():
     ({"f": "ones"}, "non-array"),
     ({}, "None for a zero gradient"),
     ({"g": ones(2, 2)}, "unknown features"),
-    (None, "activation_grads is None"),
+    (None, "No gradient given for 'f'"),
   ]
   cases.refused(refused, apply)
   cases.refused([([ones(2, 2)], "expected a dict")], apply, TypeError)

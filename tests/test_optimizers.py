@@ -111,8 +111,8 @@ def test_equal_hyperparameters_are_equal_optimizers():
   f = lambda g, w, s, lr: (w, s)
   assert hash(embed.custom_optimizer(f, {"a": 0.0})) == hash(embed.custom_optimizer(f, {"a": 0.0}))
   assert embed.adam(0.1).replace(clipvalue=1.0) == embed.adam(0.1, clipvalue=1.0)
-  assert repr(embed.sgd(0.1, clipvalue=1.0)) == (
-    "embed.sgd(learning_rate=0.1, clipvalue=(-1.0, 1.0), slot_init={})"
+  assert (
+    repr(embed.sgd(0.1, clipvalue=1.0)) == "embed.sgd(learning_rate=0.1, clipvalue=(-1.0, 1.0))"
   )
 
 
@@ -197,13 +197,6 @@ def test_frozen_tables_do_not_move_but_show_their_gradients():
   assert list(layer.variables["t"]) == ["parameters"]
 
 
-def test_slots_start_where_slot_init_says():
-  layer = one_table(embed.adagrad(slot_init={"accumulators": jax.nn.initializers.constant(3.0)}))
-  assert (layer.variables["t"]["accumulators"] == 3).all()
-  with pytest.raises(ValueError, match="the slots are"):
-    embed.adagrad(slot_init={"momenta": jax.nn.initializers.zeros})
-
-
 def test_a_schedule_sees_the_step_from_zero():
   layer = one_table(embed.sgd(lambda step: 1.0 + step))
   optimizer = embed.Optimizer(layer, optax.sgd(0.0))
@@ -223,7 +216,6 @@ REFUSED = {  # by optimizer: arguments and values that it does not take
     "weight_decay_factor": ("0.1", -0.1, True),
     "multiply_weight_decay_factor_by_learning_rate": (1,),
     "clip_weight_min": ("1", True),
-    "slot_init": ({"a": 3}, {"momenta": jnp.zeros}),
   },
   "adagrad": {"epsilon": (-1.0, "0"), "initial_accumulator_value": (0.0, -0.1)},
   "rowwise_adagrad": {"initial_accumulator_value": (0.0,)},

@@ -1,6 +1,5 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
-import dataclasses
 import re
 
 import cases
@@ -218,19 +217,6 @@ def test_a_plan_says_what_a_step_does(where, rows):
     assert str(stack.placement.replica_axes) not in gathered
   if cost.exchange == "gather":
     assert gathered
-
-
-def test_a_schedule_that_is_no_key_names_its_table():
-  @dataclasses.dataclass
-  class Warmup:  # has an equality, and so no hash
-    rate: float
-
-    def __call__(self, step):
-      return self.rate
-
-  movie = embed.TableConfig(10, 2, name="movie", optimizer=embed.sgd(Warmup(0.1)))
-  with pytest.raises(ValueError, match=r"'movie'.*lambda step"):
-    embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
 
 
 SIZES = {"x": 21, "y": 9}

@@ -42,7 +42,7 @@ def different_initializers():
     "whole": embed.TableConfig(21, 3, normal, name="whole"),
     "half": embed.TableConfig(16, 24, name="half", dtype=jnp.bfloat16),
   }
-  optimizer = embed.adagrad_momentum(slot_init={"momenta": normal})
+  optimizer = embed.adagrad_momentum()
   return {name: embed.FeatureConfig(table) for name, table in tables.items()}, optimizer
 
 

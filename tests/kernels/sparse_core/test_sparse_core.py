@@ -11,7 +11,6 @@ from stored_tables import TwoTables, fetched, wave
 
 import embed
 from embed import check
-from embed.engine import grads as grads_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels import sparse_core_pallas as kernels
