@@ -39,17 +39,14 @@ SETTINGS = {
   "torch": {
     "sgd": embed.sgd(0.1),
     "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
-    "adagrad_lr_accumulator": embed.adagrad(0.1, 0.1, epsilon=1e-3),
     "sparse_adam": embed.adam(embed.bias_corrected(0.01), epsilon=1e-8, sum_inside_sqrt=False),
     "adam": embed.adam(0.01, **TORCH_ADAM),
-    "adam_tiny": embed.adam(0.01, **TORCH_ADAM | {"epsilon": 1.0}),
     "adamw": embed.adam(0.01, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE),
     "adagrad_l2": with_l2(optax.adagrad(0.1, 0.0, 1e-10)),
     "sgd_l2": with_l2(optax.sgd(0.1)),
     "momentum": embed.from_optax(optax.sgd(0.1, momentum=0.9)),
     "nesterov": embed.from_optax(optax.sgd(0.1, momentum=0.9, nesterov=True)),
     "rmsprop": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-16)),
-    "rmsprop_momentum": embed.from_optax(optax.rmsprop(0.01, decay=0.9, eps=1e-16, momentum=0.9)),
     "max_norm": embed.custom_optimizer(within_norm, learning_rate=0.1),
   },
   "fbgemm": {
@@ -59,8 +56,6 @@ SETTINGS = {
   },
   "torchrec": {
     "rowwise_adagrad": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10),
-    "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
-    "sgd": embed.sgd(0.1),
   },
   "keras": {
     "sgd": embed.sgd(0.1),
@@ -76,7 +71,7 @@ SETTINGS = {
 MOVES_UNTOUCHED = {"keras": ("adam", "ftrl", "momentum", "rmsprop", "lion")}
 # One rule of each form that differs between peers, by ids that not every step looks up.
 FEW = {
-  "torch": ("adagrad", "adagrad_lr_accumulator", "sparse_adam", "adam", "adamw"),
+  "torch": ("adagrad", "sparse_adam", "adam", "adamw"),
   "fbgemm": ("adagrad", "rowwise_adagrad"),
   "torchrec": ("rowwise_adagrad",),
   "keras": ("adagrad",),

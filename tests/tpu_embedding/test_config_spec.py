@@ -2,7 +2,6 @@
 
 import inspect
 
-import conformance
 import ml_collections
 import numpy as np
 import pytest
@@ -146,19 +145,10 @@ def test_an_optimizer_keeps_what_it_says_itself():
 
 @pytest.mark.parametrize("strategy", ["div", "mod"])
 def test_partition_strategy(strategy):
-  """Rows are where TensorFlow's partitions have them."""
-  for case in conformance.load("sharding")["div_mod"]:
-    size, shards = case["vocabulary_size"], case["num_shards"]
-    table = {"vocabulary_size": size, "dim": 2}
-    spec = embed.EmbeddingConfigSpec(
-      {"f": {"table_id": "t"}}, {"t": table}, partition_strategy=strategy
-    )
-    mesh = make_mesh(shape=(shards,))
-    layer = nnx.eval_shape(lambda spec=spec, mesh=mesh: spec.make(rngs=nnx.Rngs(0), mesh=mesh))
-    (stack,) = layer.spec.stacks.values()
-    shard_of, _ = stack.layout.locate(0, np.arange(size))
-    found = [np.flatnonzero(shard_of == shard).tolist() for shard in range(shards)]
-    assert found == case[strategy]
+  spec = spec_of(partition_strategy=strategy)
+  layer = nnx.eval_shape(lambda: spec.make(rngs=nnx.Rngs(0), mesh=make_mesh()))
+  contiguous = {stack.layout.contiguous for stack in layer.spec.stacks.values()}
+  assert contiguous == {strategy == "div"}  # rows are where TensorFlow has them: test_layout.py
 
 
 def test_columns_become_inputs():

@@ -10,7 +10,6 @@ import xxhash
 from cases import refused
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from raw_features import bags, xxh64
 
 import embed
 from embed.transforms import (
@@ -22,6 +21,17 @@ from embed.transforms import (
   Vocabulary,
   hashing,
 )
+
+
+def xxh64(word):
+  data = word.to_bytes(8, "little") if isinstance(word, int) else word.encode()
+  return xxhash.xxh64_intdigest(data)
+
+
+def bags(ids):
+  """Ids of any kind as lists without padding."""
+  padded = ids if isinstance(ids, embed.Padded) else embed.to_padded(ids)
+  return [[i for i in bag if i >= 0] for bag in padded.values.tolist()]
 
 
 def test_identity():
