@@ -106,7 +106,8 @@ class SparseEmbed(nnx.Module):
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
-    plan: an `embed.plan`, in place of everything but `rngs`.
+    plan: an `embed.plan`, in place of `mesh`, `axis` and `sharding`; `features`, of its tables, and
+      `optimizer` may be left out.
 
   Attributes:
     spec: fixed at construction: `features`, the feature config; `tables`, the `TableConfig` of each
@@ -144,12 +145,13 @@ class SparseEmbed(nnx.Module):
       if features is None:
         raise ValueError("SparseEmbed takes a feature config, or a plan.")
       plan = planning.Plan.uniform(features, optimizer, mesh, axis, sharding)
-    elif (features, optimizer, mesh, axis, sharding) != (None, None, None, "data", "mod"):
+    elif (mesh, axis, sharding) != (None, "data", "mod"):
       raise ValueError(
-        "A plan has its features, optimizer, mesh, axes and strategies already. Write "
-        'SparseEmbed(plan=plan, rngs=rngs), and change the plan, as in plan["movie"].strategy = '
-        '"div".'
+        "A plan has its mesh, axes and strategies already: leave mesh, axis and sharding out, or "
+        'change the plan, as in plan["movie"].strategy = "div".'
       )
+    elif features is not None or optimizer is not None:
+      plan = plan.with_features(plan.features if features is None else features, optimizer)
     self.spec = Spec.of(plan)
     self.report = Report(
       {

@@ -176,6 +176,17 @@ class Plan:
       entry.strategy, entry.axis = strategy, axes
     return result
 
+  def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
+    """The same decisions for another feature config of the same tables, without an example."""
+    result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis, self.hbm_bytes)
+    if set(self.entries) != set(result.entries):
+      raise ValueError(
+        f"The plan is for the tables {sorted(self.entries)}, the feature config has "
+        f"{sorted(result.entries)}."
+      )
+    result.entries.update({name: dataclasses.replace(x) for name, x in self.entries.items()})
+    return result
+
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
       raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")
@@ -485,12 +496,7 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-  """Aligns the cells of lines in columns, to the right except for the columns in `left`.
-
-  >>> print(aligned([("table", "rows"), ("movie", "60000")]))
-  table   rows
-  movie  60000
-  """
+  """Aligns the cells of lines in columns, to the right except for the columns in `left`."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
   return "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)

@@ -21,7 +21,7 @@ MODULES = {
 
 # For the library's other files, or for JAX.
 INTERNAL = {
-  "embed.Plan": {"choose_strategies", "stacks", "uniform"},
+  "embed.Plan": {"choose_strategies", "stacks", "uniform", "with_features"},
 }
 
 

@@ -17,20 +17,20 @@ import embed
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-def test_a_plan_has_decided_everything():
+def test_a_plan_takes_features_and_an_optimizer_and_nothing_that_it_decides():
   mesh = meshes.make_mesh("auto")
-  plan = embed.plan({"f": FC()}, mesh, {"f": np.arange(8)}, embed.sgd(0.5))
-  make = lambda **decided: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0), **decided)
-  assert nnx.eval_shape(make).spec.optimizers == {"t": embed.sgd(0.5)}
-  for decided in (
-    {"features": {"f": FC()}},
-    {"optimizer": embed.sgd()},
-    {"sharding": "div"},
-    {"axis": "model"},
-    {"mesh": meshes.make_mesh("explicit")},
-  ):
-    with pytest.raises(ValueError, match="A plan has its features, optimizer, mesh"):
+  plan = embed.plan({"f": FC()}, mesh, {"f": np.arange(8)})
+  make = lambda **given: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0), **given)
+  features = dict.fromkeys("fg", FC())
+  layer = nnx.eval_shape(lambda: make(optimizer=embed.sgd(0.5), features=features))
+  assert layer.spec.optimizers == {"t": embed.sgd(0.5)}
+  assert list(layer.spec.features) == ["f", "g"]
+  for decided in ({"sharding": "div"}, {"axis": "model"}, {"mesh": meshes.make_mesh("explicit")}):
+    with pytest.raises(ValueError, match="A plan has its mesh, axes and strategies already"):
       make(**decided)
+  other = embed.FeatureConfig(embed.TableConfig(4, 2, name="other"))
+  with pytest.raises(ValueError, match=r"the tables \['t'\], the feature config has \['other'\]"):
+    make(features={"f": other})
 
 
 def test_a_split_input_wants_a_mesh():

@@ -68,15 +68,6 @@ def test_rows_are_taken_put_and_summed(chip):
 
 
 @pytest.mark.weekly
-def test_wide_rows_have_shorter_windows():
-  with emulated("TPU_7X"):
-    room = plsc.get_sparse_core_info().vmem_capacity_bytes // 2
-    for dim in (128, 384, 1024, kernels.WIDEST):
-      assert 4 * kernels._window(dim) * dim <= room
-    assert_takes(60, kernels.WIDEST, 40)
-
-
-@pytest.mark.weekly
 @pytest.mark.parametrize("fault", ["a row behind the table", "a row twice"])
 def test_writes_that_must_not_be_are_found(fault, monkeypatch):
   table, ids, new = problem(900, 128, 300)
