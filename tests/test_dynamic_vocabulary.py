@@ -232,23 +232,6 @@ def test_rows_of_a_pending_update_are_not_taken():
     assert sorted(rows.tolist()) == expected
 
 
-def test_row_gradients_by_raw_id():
-  model, _ = make({"id": embed.FeatureConfig(table())})
-
-  @nnx.jit
-  def gradients(model, batch):
-    batch = model.admit(batch)
-    _, grads = embed.value_and_grad(lambda m, b: m(b)["id"].sum())(model, batch)
-    rows = grads.rows["user"]
-    raw_ids = model.variables["user"]["raw_ids"]
-    return raw_ids.at[rows.ids].get(mode="fill", fill_value=2**32 - 1), rows.values
-
-  raw, values = gradients(model, as_raw({"id": np.array([2**40, 7, 7, -1])}))
-  high, low = np.asarray(raw, np.uint64).T
-  found = dict(zip((high * 2**32 + low).tolist(), np.asarray(values)[:, 0].tolist(), strict=True))
-  assert {raw: value for raw, value in found.items() if raw < 2**63} == {2**40: 1.0, 7: 2.0}
-
-
 def test_raw_ids_without_rows_and_ids_that_jax_has_cut_raise():
   model, _ = make({"id": embed.FeatureConfig(table())})
   ids = np.array([3, 2**40])

@@ -1,7 +1,9 @@
 """Exported models: the same bits in a process that has only JAX, for any batch."""
 
 import collections
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kills import full_disk
 
 import embed
 
@@ -249,6 +250,17 @@ def save(path, factor, size=4):
   """Saves an export that answers `factor`."""
   tables = {"file": np.full((size, 1), factor, np.float32)}  # numpy.savez would refuse this name
   embed.export(lambda tables, ids: tables["file"][ids], tables, np.array([0])).save(path)
+
+
+@contextlib.contextmanager
+def full_disk(size):
+  """Writing a byte after the first `size` bytes of a file raises OSError."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):

@@ -3,13 +3,11 @@
 import re
 
 import cases
-import harness
 import jax
-import meshes
 import numpy as np
 import pytest
 from flax import nnx
-from meshes import make_mesh, make_world
+from meshes import make_mesh
 
 import embed
 from embed import inputs
@@ -217,40 +215,3 @@ def test_a_plan_says_what_a_step_does(where, rows):
     assert str(stack.placement.replica_axes) not in gathered
   if cost.exchange == "gather":
     assert gathered
-
-
-SIZES = {"x": 21, "y": 9}
-
-
-def pair_batch(seed):
-  draw = np.random.default_rng(seed)
-  ids = {name: draw.integers(-1, size, 12).astype(np.int32) for name, size in SIZES.items()}
-  return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
-
-
-@pytest.mark.ci
-def test_stacks_cannot_be_seen():
-  """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
-
-  def world(stacked):
-    # A schedule is itself and no other: two of them are two optimizers.
-    rates = [lambda step: 0.5, lambda step: 0.5]
-    tables = [
-      embed.TableConfig(size, 3, name=name, optimizer=embed.adagrad(rates[0 if stacked else i]))
-      for i, (name, size) in enumerate(SIZES.items())
-    ]
-    features = {table.name: embed.FeatureConfig(table) for table in tables}
-    found = make_world(features, rows=True, mesh=make_mesh())
-    assert len(found.model.embed.spec.stacks) == (1 if stacked else 2)
-    return found
-
-  apart, together = world(False), world(True)
-  meshes.assert_equal(
-    jax.device_get(together.model.embed.variables), jax.device_get(apart.model.embed.variables)
-  )
-  batches = [pair_batch(seed) for seed in range(2)]
-  meshes.assert_same_outcomes(together.run(batches), apart.run(batches), SIZES)
-  trees = [embed.checkpoint.to_tree(model=world.model) for world in (together, apart)]
-  assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
-  assert sorted(trees[0]["model"]["tables"]) == ["embed/x", "embed/y"]
-  assert harness.variables(together.model, "x")["accumulators"].shape == (21, 3)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ways
 from flax import nnx
 from meshes import assert_close, assert_equal, make_mesh
 from stored_tables import TwoTables, fetched
@@ -13,12 +12,6 @@ import embed
 
 V = 61  # no multiple of the rows of a line
 SETUP = TwoTables(V)
-
-
-@pytest.fixture(autouse=True)
-def as_on_tpus():
-  with ways.stored("lines"):
-    yield
 
 
 def numbered(layer, first):

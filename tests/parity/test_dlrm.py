@@ -62,8 +62,9 @@ def imported():
   model = Dlrm(nnx.Rngs(0))
   state = {i: {"sum": theirs()[f"sum/{i}"]} for i in range(2)}
   optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.05}]}
-  of_tables = [name for name in weights if "embedding_bags" in name]
-  variables = embed.importers.from_torch(weights, optimizer, parameters=of_tables)
+  tables = {name.split(".")[-2]: name for name in weights if "embedding_bags" in name}
+  of_tables = {name: weights[name] for name in tables.values()}
+  variables = embed.importers.from_torch(of_tables, optimizer, tables=tables)
   assert {name: list(x) for name, x in variables.items()} == {
     name: ["parameters", "accumulators"] for name in TABLES
   }

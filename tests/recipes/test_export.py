@@ -193,7 +193,7 @@ print("steps", next(steps))
 @pytest.mark.weekly
 def test_a_kill_leaves_the_earlier_export_or_the_new_one(clicks, other, tmp_path):
   out = tmp_path / "served"
-  environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+  environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'recipes' / 'support'}"}
 
   def export_by_command(step):
     arguments = [str(step), str(other), f"--out={out}", "--platforms=cpu"]

@@ -36,7 +36,7 @@ from jax._src.pallas import core as pallas_core
 from jax._src.pallas import mpmd
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic import primitives as tpu_primitives
-from jax._src.pallas.mosaic import sc_core, sc_primitives, tpu_info
+from jax._src.pallas.mosaic import sc_core, tpu_info
 from jax._src.state import discharge, indexing
 
 
@@ -189,14 +189,7 @@ discharge.register_partial_discharge_rule(tpu_primitives.dma_start_p)(_copy)
 discharge.register_partial_discharge_rule(tpu_primitives.dma_wait_p)(_waited)
 
 
-# --- single elements, and memory that is allocated inside -----------------------------------------
-
-
-@discharge.register_discharge_rule(sc_primitives.gather_p)
-def _load_gather(in_avals, out_avals, *args, tree):
-  ref, transforms, indices, mask = tree.unflatten(args)
-  x = discharge.transform_array(ref, transforms)[tuple(indices)]
-  return [None] * len(args), x if mask is None else jnp.where(mask, x, 0)
+# --- memory that is allocated inside ------------------------------------------------------------
 
 
 def _scoped(should, in_avals, out_avals, *args, jaxpr, collective_axes, ref_transforms):

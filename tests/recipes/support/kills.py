@@ -1,8 +1,6 @@
-"""Processes that are killed, and disks that are full, while files are written."""
+"""Processes that are killed while files are written."""
 
-import contextlib
 import os
-import resource
 import signal
 import sys
 
@@ -26,14 +24,3 @@ def kill_at(step, part=""):
 
   sys.addaudithook(hook)
   return steps
-
-
-@contextlib.contextmanager
-def full_disk(size):
-  """Writing a byte after the first `size` bytes of a file raises OSError."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
