@@ -226,7 +226,7 @@ class Placement:
 
   def stored_spec(self, ndim: int) -> P:
     """The spec of a table `[rows, columns]`, or of a slot of one value per row."""
-    return P(*(self.row_axes or None, None)[:ndim])
+    return P(*(self.row_axes, None)[:ndim]) if self.row_axes else P()
 
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)

@@ -42,7 +42,7 @@ def view(stack: StackSpec, table: str, ndim: int) -> View:
     return View("rows", P(*(axes, None)[:ndim]), axes)
   if axes and ndim == 2 and stack.dim % shards == 0:
     return View("columns", P(None, axes), axes)
-  return View("whole", P(*(None, None)[:ndim]), axes)
+  return View("whole", P(), axes)
 
 
 def read_view(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:

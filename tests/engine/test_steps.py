@@ -270,8 +270,7 @@ def test_steps_by_each_way(way, place):
   made = world(PLACES[place])
   before = {kind: initial(kind) for kind in kinds}
   outcomes = made.run([for_all(kinds, step) for step in range(3)])
-  if place != "replicated":  # where a step puts its results is where it wants them
-    assert made.step._cache_size() == 1
+  assert made.step._cache_size() == 1  # a step puts its results where it wants them
   if "capacity" in PLACES[place].settings:
     assert outcomes[-1].report["exchange_rounds"] > 1
   for step, (found, wanted) in enumerate(zip(outcomes, expected(kinds), strict=True)):
