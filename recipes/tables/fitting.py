@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from embed.transforms import hashing
+import xxhash
 
 from ..errors import UserError
 from . import spec
@@ -161,7 +160,8 @@ class _Fit:
     ).to_arrow_table()
     if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
       # The rows for unknown values learn from rare ones that are drawn into them.
-      hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
+      digest = lambda value: xxhash.xxh64_intdigest(value, _DRAWN_SEED)
+      hashed = np.array(list(map(digest, kept["value"].to_pylist())), np.uint64) / 2.0**64
       kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
     known = self._base.vocabulary(names[0]) if is_growing else ()
     values = tuple(dict.fromkeys([*known, *kept["value"].to_pylist()]))
