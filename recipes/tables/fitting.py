@@ -160,7 +160,7 @@ class _Fit:
     ).to_arrow_table()
     if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
       # The rows for unknown values learn from rare ones that are drawn into them.
-      digest = lambda value: xxhash.xxh64_intdigest(value, _DRAWN_SEED)
+      digest = lambda value: xxhash.xxh64_intdigest(value.encode(), _DRAWN_SEED)
       hashed = np.array(list(map(digest, kept["value"].to_pylist())), np.uint64) / 2.0**64
       kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
     known = self._base.vocabulary(names[0]) if is_growing else ()
