@@ -85,7 +85,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
       if vocabulary is not None and not admission.fits(vocabulary, saved["raw_ids"]):
         raise ValueError(
           f"{name}/tables/{key} was saved with another bucket_width. Make its DynamicVocabulary as "
-          "it was, or move the rows by `rows_by_raw_id` and `load_rows`."
+          "it was."
         )
       of_table = {slot: saved[slot] for slot in layer.variable_shapes[table]}
       arrays.setdefault(layer, {})[table] = of_table
