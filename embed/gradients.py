@@ -1,5 +1,6 @@
 """`Grads`: dense gradients and row gradients together, to read, clip, accumulate and scale."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import errors, nnx
 
 from embed.engine import mesh, update
 from embed.engine.grads import ActivationGrads, DistinctRows
@@ -115,7 +117,7 @@ class Rows(Mapping[str, RowGrads]):
     self.grads = {key: tuple(grads[key]) for key in sorted(grads)}
     self.stacks = {key: stacks[key] for key in sorted(stacks)}
     self.one = one
-    self._sums: dict[Owner, DistinctRows] = {}
+    self._sums: nnx.Variable[dict[Owner, DistinctRows]] = nnx.Variable({})
 
   def tree_flatten(self):
     return (self.one, *self.grads.values()), tuple(self.stacks.items())
@@ -125,7 +127,7 @@ class Rows(Mapping[str, RowGrads]):
     self, stacks = object.__new__(cls), dict(static)
     one, *grads = leaves
     self.grads, self.stacks = dict(zip(stacks, grads, strict=True)), stacks
-    self.one, self._sums = one, {}
+    self.one, self._sums = one, nnx.Variable({})
     return self
 
   def checked(self) -> "Rows":
@@ -179,9 +181,12 @@ class Rows(Mapping[str, RowGrads]):
 
   def _sum(self, owner: Owner) -> DistinctRows:
     """The summed gradients of a stack's rows, on the devices that store them."""
-    if owner not in self._sums:
-      self._sums[owner] = _sum_rows(self.stacks[owner], self.grads[owner])
-    return self._sums[owner]
+    sums = self._sums.get_value()
+    if owner not in sums:
+      sums = {**sums, owner: _sum_rows(self.stacks[owner], self.grads[owner])}
+      with contextlib.suppress(errors.TraceContextError):  # a sum of an inner trace ends with it
+        self._sums.set_value(sums)
+    return sums[owner]
 
   def summed(self) -> "Rows":
     """Sums the gradients of each row, on the devices that store the rows."""
@@ -305,11 +310,11 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
       f"clip_by_global_norm takes embed.Grads, got {type(grads)}. Write `loss, grads = "
       "embed.value_and_grad(loss_fn)(model, ...)`, then clip `grads`."
     )
-  if isinstance(max_norm, (int, float)) and not max_norm > 0:
+  if not is_traced(max_norm) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
   rows = grads.rows
   if isinstance(rows, Rows) and all(s.placement.is_local for s in rows.stacks.values()):
-    rows = rows.summed()  # once, for the norm and for the result
+    rows = rows.summed()  # once, for the norm and the step; a mesh's sums would be too large
   norm = global_norm(Grads(grads.dense, rows))
   is_clipped = ~(norm <= max_norm)  # True for NaN
   factor = jnp.where(is_clipped, max_norm / jnp.where(is_clipped, norm, 1.0), 1.0)

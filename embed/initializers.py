@@ -26,9 +26,8 @@ class RowWise:
     return id(self.initializer)
 
   def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
-    """Draws a whole table `[V, D]`, or a slot `[V]` of one value per row."""
-    rows = _rows(self, key, (shape[0], shape[1] if len(shape) > 1 else 1), jnp.dtype(dtype))
-    return rows.reshape(shape)
+    """Draws a whole table `[V, D]`."""
+    return _rows(self, key, shape, jnp.dtype(dtype))
 
   def rows(
     self, keys: jax.Array, tables: jax.Array, ids: jax.Array, dim: int, dtype: Any

@@ -128,7 +128,7 @@ class SparseEmbed(nnx.Module):
   (100, 4)
   """
 
-  tape: Tape | None  # inside of a loss that `value_and_grad` differentiates; None: constant
+  tape: Tape | None  # set inside of a loss that `value_and_grad` differentiates; None: constant
 
   def __init__(
     self,
@@ -241,7 +241,7 @@ class SparseEmbed(nnx.Module):
       (rows,) = self._tap([rows], LookupRecord((every,), (table_name,)))
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
-    if not shape or len(shape) not in (1, query.ndim):
+    if not shape or shape[:-1] not in ((), query.shape[:-1]):
       raise ValueError(
         f"attend: candidates must be [K], or [..., K] beside the query {query.shape}. "
         f"Got shape {shape}."
@@ -644,6 +644,7 @@ def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[Stac
         f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number of the "
         "step: pass step=..., or set stochastic_rounding=False in its TableConfig."
       )
+    stored_arrays(layer, stack)
     found.append(stack)
   return found
 

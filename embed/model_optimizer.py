@@ -45,7 +45,7 @@ class Optimizer(nnx.Module):
 
   @jax.named_scope("update")
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
-    """Updates dense parameters and tables once, in place, or raises before anything has changed.
+    """Updates dense parameters and tables once, or raises before anything has changed.
 
     Args:
       model: the module given at construction.

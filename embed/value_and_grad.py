@@ -8,7 +8,7 @@ finds the lookups.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,25 +66,25 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         "Another argument of the loss holds a SparseEmbed of the model, whose row gradients from "
         "there would be lost. Use the one inside the model."
       )
-    outer = {layer: getattr(layer, "tape", None) for layer in layers.values()}
+    before = {layer: getattr(layer, "tape", _ABSENT) for layer in (*layers.values(), *others)}
+    outer = {layer: tape for layer, tape in before.items() if isinstance(tape, Tape)}
     token = LOSSES.set((*LOSSES.get(), 0))
     try:
       with changing("embed.value_and_grad"):
-        for layer in others:
-          layer.tape = None  # constant
-        for path, found in _find_lookups(loss, model, layers, nodes).items():
+        # A loss around this one sees the second pass alone.
+        _set_tapes(dict.fromkeys(layers.values(), _ABSENT) | dict.fromkeys(others))
+        found = _find_lookups(loss, model, nodes)
+        _set_tapes({layer: outer.get(layer) for layer in others})  # constant here
+        for path, lookups in found.items():
           layer = layers[path]
-          layer.tape = Tape(_zeros(layer, found), outer[layer])
+          layer.tape = Tape(_zeros(layer, lookups), outer.get(layer))
       wrt = nnx.DiffState(0, nnx.Any(nnx.Param, Tap))
       value, grads = nnx.value_and_grad(loss, argnums=wrt, has_aux=has_aux)(model, nodes)
       taps, dense = nnx.split_state(grads, Tap, ...)
       rows, is_whole = _rows(model, layers, taps)
     finally:
       LOSSES.reset(token)
-      for layer in others:
-        if hasattr(layer, "tape"):
-          del layer.tape
-      _set_tapes(outer)
+      _set_tapes(before)
     value, dense, rows = _checked(is_whole, value, dense, rows)
     return value, Grads(dense, rows)
 
@@ -112,20 +112,21 @@ def _with_nodes_alone(
   return loss, [leaves[i] for i in at]
 
 
-def _set_tapes(tapes: dict[SparseEmbed, Tape | None]) -> None:
+_ABSENT = object()  # in place of a tape: outside of a loss, or in a layer that it does not get
+
+
+def _set_tapes(tapes: Mapping[SparseEmbed, Any]) -> None:
   for layer, tape in tapes.items():
-    if tape is not None:
+    if hasattr(layer, "tape"):
+      del layer.tape  # Flax lets no attribute change from None to a module
+    if tape is not _ABSENT:
       layer.tape = tape
-    elif hasattr(layer, "tape"):
-      del layer.tape
 
 
 Lookups = list[tuple[Any, Any]]  # the tap, and the record and mark, of each
 
 
-def _find_lookups(
-  loss: Callable[..., Any], model: Any, layers: dict[str, SparseEmbed], nodes: Any
-) -> dict[str, Lookups]:
+def _find_lookups(loss: Callable[..., Any], model: Any, nodes: Any) -> dict[str, Lookups]:
   """The lookups of each layer as shapes, by path."""
 
   def lookups(model, nodes):
@@ -135,9 +136,6 @@ def _find_lookups(
     loss(model, nodes)
     return {path: _tape(layer).read() for path, layer in copies.items()}
 
-  # A loss around this one sees its second pass alone.
-  kept = {layer: getattr(layer, "tape", None) for layer in layers.values()}
-  _set_tapes(dict.fromkeys(kept))
   try:
     return nnx.eval_shape(lookups, model, nodes)
   except TypeError as error:
@@ -147,8 +145,6 @@ def _find_lookups(
         "branches of nnx.cond, or outside of it; and outside of scans and loops."
       )
     raise
-  finally:
-    _set_tapes(kept)
 
 
 def _tape(layer: SparseEmbed) -> Tape:

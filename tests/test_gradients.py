@@ -105,6 +105,15 @@ def test_unused_entries_count_nowhere():
   assert np.asarray(layer.tables["t"])[:, 0].tolist() == [0, 0, 0, -1.5, -2.0, 0, 0, 0, 0, 0]
 
 
+def test_a_sum_inside_of_jit_does_not_outlive_it():
+  """Gradients from outside of a jitted function are read inside of it, then outside."""
+  layer = layers.one_table()
+  grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([3, 3])).sum()))(layer)[1]
+  norm = lambda: grads.rows["t"].squared_norm()
+  inside = jax.jit(norm)()
+  np.testing.assert_allclose([inside, norm(), jax.jit(norm)()], 4 * layers.D, rtol=1e-6)
+
+
 def test_an_infinite_norm_clips_nothing_and_replaced_rows_are_not_accumulated():
   layer = layers.one_table()
   grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([3])).sum()))(layer)[1]

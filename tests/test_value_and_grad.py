@@ -266,3 +266,23 @@ def test_a_model_that_jit_closes_over_cannot_change():
       jax.eval_shape(change, ids)
   np.testing.assert_array_equal(jax.jit(lambda ids: layer(ids))(ids), layers.ROWS[ids])
   np.testing.assert_array_equal(layer.tables["t"], layers.ROWS)
+
+
+def test_a_loss_inside_a_loss_leaves_the_outer_one_its_layers():
+  """The inner loss takes a layer of the outer model, or one that is constant in both."""
+  a, b, fixed = (layers.one_table() for _ in range(3))
+  ids = np.array([1, 2])
+
+  def inner(b, other):
+    return (b(ids) * other(ids)).sum()
+
+  def outer(model, fixed):
+    value = sum(embed.value_and_grad(inner)(model[1], other)[0] for other in (model[0], fixed))
+    return value + (model[0](ids) * fixed(ids)).sum()
+
+  model = nnx.List([a, b])
+  _, grads = nnx.jit(embed.value_and_grad(outer))(model, fixed)
+  wanted = 2 * layers.ROWS[[1, 2]]  # b + fixed, and a + fixed; all are equal
+  for rows in grads.rows.values():
+    order = np.argsort(rows.ids)[:2]
+    np.testing.assert_allclose(np.asarray(rows.values)[order], wanted, rtol=1e-6)

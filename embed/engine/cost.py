@@ -51,8 +51,8 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
   share = lambda x: -(-x // placement.devices)
   ids, activations, ragged_ids, ragged_activations = [0] * len(stack.tables), 0, 0, 0
   for bag, table in zip(bags, tables, strict=True):
-    batch = bag.batch or (1,)
-    batch = (batch[0] + -batch[0] % placement.devices, *batch[1:])
+    first, *rest = bag.batch
+    batch = (first + -first % placement.devices, *rest)
     if bag.is_ragged:
       ragged_ids += math.prod(bag.ids.shape)
       ragged_activations += math.prod(batch)

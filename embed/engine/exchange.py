@@ -217,9 +217,7 @@ def pad_to_devices(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
   """Cuts off the padding of the batch."""
-  if batch:
-    return placement.split_batch(act, batch[0])
-  return placement.split_batch(act, 1)[0] if act.ndim > 1 else act  # one bag, padded
+  return placement.split_batch(act, batch[0])
 
 
 def _route_spec(stack: StackSpec) -> Any:
@@ -348,6 +346,7 @@ def for_each_round(
   narrow = [x for x in grads if isinstance(x, DistinctRows)]
   summed = [dataclasses.replace(x, values=x.values.astype(jnp.float32)) for x in narrow]
   calls = [x for x in grads if isinstance(x, ActivationGrads)]
+  assert not (summed and calls), "`gradients.accumulate` makes them alike"
   if not calls:
     return body(carry, summed[0] if len(summed) == 1 else [x.as_grad_rows() for x in summed])
   routed = [call for call in calls if call.record.route is not None]
@@ -476,7 +475,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 
 
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
-  """Keeps the gradients whose keys lie in [low, high)."""
+  """Keeps the gradients whose keys lie in [low, limit)."""
   me, size = device_index(stack.placement.row_axes), stack.layout.shard_rows
   key = make_key(jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout)
   keep = (part.ids < size) & (key >= low[me]) & (key < limit[me])

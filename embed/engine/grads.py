@@ -149,12 +149,12 @@ def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, j
   return where, unique, count
 
 
-def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
+def _rank(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Numbers the chosen positions 0, 1, ... in some order, and how many they are.
 
   A running sum down the columns of a grid adds whole rows, eight times as fast as `cumsum` here.
   """
-  n = chosen.shape[0]
+  n, rows = chosen.shape[0], 64
   columns = -(-n // rows)
   grid = jnp.pad(chosen.astype(jnp.int32), (0, rows * columns - n)).reshape(rows, columns)
   totals, before = lax.scan(lambda t, row: (t + row, t), jnp.zeros(columns, jnp.int32), grid)
@@ -211,9 +211,9 @@ def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
 # --- one sum for each row -------------------------------------------------------------------------
 
 
-def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
+def cumsum(x: jax.Array) -> jax.Array:
   """Cumulative sum in two levels: XLA:TPU compiles a flat one of a million for half a minute."""
-  n = x.shape[0]
+  n, block = x.shape[0], 512
   blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
   within = jnp.cumsum(blocks, axis=1)
   before = jnp.cumsum(within[:, -1]) - within[:, -1]

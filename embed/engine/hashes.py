@@ -1,4 +1,4 @@
-"""The one hash of integers: for buckets of raw ids, the noise of rounding, and fingerprints."""
+"""A hash of integers on devices: for buckets of raw ids, the noise of rounding, and fingerprints."""
 
 import jax
 import jax.numpy as jnp

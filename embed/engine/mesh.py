@@ -241,11 +241,7 @@ class Placement:
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
   def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
-    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`.
-
-    An array of one axis is of a single example.
-    """
-    x = x[None] if x.ndim == 1 else x
+    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`."""
     missing = -x.shape[0] % self.devices
     if not missing:
       return x
@@ -274,7 +270,7 @@ class Placement:
 
   def typed(self, act: jax.Array) -> jax.Array:
     """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
-    if self.mesh is None or is_explicit(act) or not act.ndim:
+    if self.mesh is None or is_explicit(act):
       return act
     return _move(act, NamedSharding(self._explicit_mesh(), self._batch_spec(act.shape[0])))
 

@@ -74,7 +74,7 @@ def step_rows(
     optimizer: the table's.
     g: float32 `[..., D]`, the rows' gradients, summed.
     w: float32 `[..., D]`, the rows.
-    slots: float32 `[..., D]` or `[...]` each.
+    slots: `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
   """
   assert optimizer.equation is not None
@@ -151,6 +151,7 @@ def step(
 
 def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
   """The sum of the squares of the summed rows."""
+  grads, specs, sums_tables = _split(stack, grads)
 
   def per_device(*grads):
     def body(total, received):
@@ -160,7 +161,6 @@ def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
     names = stack.placement.row_axes
     return jax.lax.psum(total, names) if names else total
 
-  grads, specs, sums_tables = _split(stack, grads)
   return stack.placement.run(per_device, specs, P())(*grads) if grads else jnp.zeros(())
 
 
