@@ -149,7 +149,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One comparison: the largest difference over the largest value, infinite if there is none."""
+  """A comparison: `error` is the largest difference over the largest value, infinite on failure."""
 
   what: str
   where: str
@@ -251,7 +251,7 @@ def _eighths(draw: np.random.Generator, shape: tuple[int, ...], most: int = 8) -
 
 
 def _draw_ids(draw: np.random.Generator) -> np.ndarray:
-  """Draws ids `[BATCH, VALENCY]` of Zipf's law, with padding, an empty bag and unused rows."""
+  """Draws Zipf-distributed ids `[BATCH, VALENCY]`, with padding, an empty bag and unused rows."""
   ids = np.minimum(draw.zipf(1.3, (BATCH, VALENCY)) - 1, ROWS - 3)
   ids[draw.random(ids.shape) < 0.25] = -1
   ids[0] = -1

@@ -237,12 +237,12 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes arrays by name, for `numpy.load`; the file appears when all of it is on the disk.
+  """Writes arrays by name, for `numpy.load`; the file appears once all of it is on disk.
 
-  One process at a time writes a file. What a kill leaves, `<name>.part`, the next call overwrites.
+  One process may write at a time. If killed, it leaves `<name>.part`; the next call overwrites it.
 
   Raises:
-    OSError: naming the file, which then stays as it was.
+    OSError: naming the file, which is left unchanged.
   """
   part = path.with_name(f"{path.name}.part")
   try:

@@ -211,7 +211,7 @@ def _fingerprints(layer: Any, slots: bool) -> tuple[list[changes_lib.Lanes], dic
 
 
 def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
-  """Rows of each table of a layer whose fingerprints differ."""
+  """Rows whose fingerprints differ, for each table of a layer."""
   rows: dict[str, TableRows] = {}
   for stack, before, after in zip(layer.spec.stacks.values(), old, new, strict=True):
     mask, count = changes_lib.changed(stack, before, after)

@@ -33,7 +33,7 @@ class Vocabulary(nnx.Variable):
 
 
 class Admissions(nnx.Variable):
-  """The counts of `SparseEmbed.admit` for a table, and the key of its initial rows."""
+  """The counts of `SparseEmbed.admit` for a table, and the random key for its initial rows."""
 
 
 def make_variables(
@@ -63,7 +63,7 @@ class DynamicTable:
 
   @property
   def state(self) -> dict[str, Any]:
-    """The state of `engine.admission`, and the key of initial rows."""
+    """The state of `engine.admission`, and the random key for initial rows."""
     return {**self.held["owners"].get_value(), **self.held["admissions"].get_value()}
 
   def _set(self, state: Mapping[str, Any]) -> None:

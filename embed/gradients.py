@@ -25,8 +25,8 @@ from embed.engine.xla import is_traced
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`. A pytree.
 
-  `grads.rows[key]` makes it. Rows are summed over duplicates, features, calls and devices: each id
-  occurs once, in no particular order. On a mesh, each entry is on the devices that store its row.
+  `grads.rows[key]` returns it. Gradients are summed over duplicates, features, calls and devices:
+  each id occurs once, in any order. On a mesh, each entry is on the devices that store its row.
 
   Attributes:
     ids: int32 `[N]`; unused entries have the id `vocabulary_size`, and value 0.
@@ -194,7 +194,7 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(summed, self.stacks, self.one)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
-    """Applies `f` to the values of each table; `f` sees entries of other tables as unused."""
+    """Applies `f` to the values of each table, with zeros in the entries of other tables."""
     mapped = {
       key: [_map_distinct(self._sum(key), self.stacks[key], f)] if grads else ()
       for key, grads in self.grads.items()
@@ -249,10 +249,9 @@ _squared_norm = _compiled(update.squared_norm)
 class Grads:
   """Gradients of a model, from `embed.value_and_grad` and for `embed.Optimizer.update`. A pytree.
 
-  Use `map`, `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which change
-  the gradients of rows and never their ids. The update refuses gradients whose ids arithmetic on
-  the leaves has changed, such as `jax.tree.map(jnp.add, g1, g2)`; in a jitted function, they are
-  NaN.
+  Use `map`, `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which never
+  change the ids of rows. Arithmetic on the leaves, such as `jax.tree.map(jnp.add, g1, g2)`, does:
+  the update refuses such gradients; in a jitted function, they become NaN.
 
   Attributes:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.

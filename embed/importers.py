@@ -45,8 +45,8 @@ def from_torch(
   """Reads tables of torch or TorchRec, and the state of Adagrad or Adam.
 
   Args:
-    state_dict: tensors or arrays by name, `[V, D]` each, such as `model.state_dict()`. With a state
-      of torch's optimizer `dict(model.named_parameters())`, which has the optimizer's order.
+    state_dict: tensors or arrays by name, `[V, D]` each, such as `model.state_dict()`. With torch's
+      optimizer state, give `dict(model.named_parameters())`, which has the optimizer's order.
     optimizer_state: `optimizer.state_dict()` of torch, or of TorchRec, which is keyed by name.
     tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`.
 
@@ -120,16 +120,16 @@ def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
 def from_keras(
   path: str | os.PathLike[str], *, slots: Mapping[str, Sequence[str]] | None = None
 ) -> Variables:
-  """Reads the embedding layers of a `.weights.h5` of Keras, also of keras-rs.
+  """Reads the embedding layers of a `.weights.h5` file of Keras or keras-rs.
 
   Args:
-    path: of a file by `model.save_weights`.
+    path: a file written by `model.save_weights`.
     slots: `{table: names of its slots}` in the order in which the optimizer keeps them, such as
       `("accumulators",)` for Adagrad and `("momenta", "velocities")` for Adam. By default none is
       read.
 
   Returns:
-    The tables by the names of their layers, in keras-rs of each `TableConfig`.
+    The tables by the names of their layers; for keras-rs, by the names of its `TableConfig`s.
 
   Raises:
     ValueError: if there is no such table, or if arrays of its shape cannot be told apart: the file

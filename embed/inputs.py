@@ -1,8 +1,8 @@
 """The kinds of input and their checks on the host.
 
-Every input becomes `engine.bags.Bags`: int32 ids; an id that is no row of the table is padding. JAX
-reads `table[-1]` as the last row, so the engine checks ids by `engine.bags.is_row`, or indexes with
-`wrap_negative_indices=False`.
+Every input becomes `engine.bags.Bags` of int32 ids; ids that are not rows of the table are padding.
+JAX reads `table[-1]` as the last row, so the engine checks ids with `engine.bags.is_row` or indexes
+with `wrap_negative_indices=False`.
 """
 
 import dataclasses
@@ -175,7 +175,7 @@ def _row_ids(value: Any, where: str, feature: config_lib.FeatureConfig) -> Any:
 
 
 def _take_apart(where: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
-  """Returns the arrays of an input; checks types, dtypes and shapes, and reads no value."""
+  """Returns the arrays of an input; checks types, dtypes and shapes without reading values."""
   is_weighted, is_bags = w is not None, isinstance(x, KINDS)
   _require(
     where,
@@ -269,7 +269,7 @@ def _check_one_id_each(indices: np.ndarray, where: str) -> None:
 def _check_values(
   where: str, feature: config_lib.FeatureConfig, x: Any, parts: Parts, form: Form
 ) -> None:
-  """Checks that read values, in NumPy."""
+  """Runs the checks that read values, in NumPy."""
   ids, size = np.asarray(parts.ids), feature.table.vocabulary_size
   if parts.kind == "ragged":
     _check_row_splits(np.asarray(parts.layout), ids.shape[0], where)

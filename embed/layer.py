@@ -1,4 +1,4 @@
-"""`SparseEmbed`: features over shared tables, as a Flax NNX module."""
+"""`SparseEmbed`: lookups of features in shared tables, as a Flax NNX module."""
 
 import contextlib
 import dataclasses
@@ -93,12 +93,12 @@ class Residual:
 
 
 class SparseEmbed(nnx.Module):
-  """Embedding lookups of many features over shared tables, with an optimizer for each table.
+  """Embedding lookups of many features in shared tables, with an optimizer for each table.
 
   Args:
     features: a `FeatureConfig`, or any nesting of dicts, lists, tuples and named tuples of them.
     optimizer: the optimizer of tables that have none of their own, such as `embed.adagrad(0.05)`.
-      None leaves those tables without slots: they can be looked up, and training them raises.
+      None leaves those tables without slots: they can be looked up, but training them raises.
     rngs: draws one key per table, from its stream `params`.
     mesh: the devices that tables are spread over. None is the mesh of `jax.set_mesh`, or one device
       if there is none. Inputs may have any sharding; activations come out split over the batch.
@@ -106,8 +106,8 @@ class SparseEmbed(nnx.Module):
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
-    plan: an `embed.plan`, in place of `mesh`, `axis` and `sharding`; `features`, of its tables, and
-      `optimizer` may be left out.
+    plan: from `embed.plan`, in place of `mesh`, `axis` and `sharding`. `optimizer` and `features`
+      may then be left out; `features` must have the plan's tables.
 
   Attributes:
     spec: fixed at construction: `features`, the feature config; `tables`, the `TableConfig` of each
@@ -115,8 +115,8 @@ class SparseEmbed(nnx.Module):
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
 
   Raises:
-    ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
-      or an initializer that returns another shape.
+    ValueError: for two tables with the same name, an unsupported optimizer, an unknown axis or
+      sharding, or an initializer that returns the wrong shape.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
   >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
@@ -200,7 +200,7 @@ class SparseEmbed(nnx.Module):
     return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
-    """Looks up a batch as `__call__` does, and keeps what `apply_gradients` needs.
+    """Looks up a batch as `__call__` does, and also returns what `apply_gradients` needs.
 
     For custom training loops: differentiate the loss with respect to the activations, then pass
     their gradients to `apply_gradients`.
@@ -334,7 +334,7 @@ class SparseEmbed(nnx.Module):
   # --- raw ids -----------------------------------------------------------------------------------
 
   def admit(self, features: Any, *, ahead: bool = False) -> Any:
-    """Gives the raw ids of a batch rows, in tables with a `DynamicVocabulary`.
+    """Assigns rows to the raw ids of a batch, in tables with a `DynamicVocabulary`.
 
     For training, before the loss. An id without a row may take the row of another one, as the
     policy says; the row and its slots then start from initial values, which depend on the seed, the
@@ -343,16 +343,16 @@ class SparseEmbed(nnx.Module):
 
     Args:
       features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
-        NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be among
-        them and stay as they are.
-      ahead: whether an update of the batch before is still to come; its rows are not taken either.
+        NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be
+        included, and are returned unchanged.
+      ahead: whether the previous batch's update is still to come; its rows are not taken either.
 
     Returns:
       The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1,
       which is padding.
 
     Raises:
-      ValueError: naming the feature, for ids that are no raw ids, or 64-bit ids that have been cut.
+      ValueError: naming the feature, for ids that are not raw ids, or 64-bit ids cut to 32 bits.
     """
     return self._with_rows(features, lambda table, inputs: table.admit(inputs, bool(ahead)))
 
@@ -429,7 +429,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """Rows and slots, by table name a dict of arrays by "parameters" or the name of a slot.
+    """Rows and slots: for each table name, a dict of arrays by "parameters" or slot name.
 
     "parameters" is `[vocabulary_size, dim]`; slots are `[vocabulary_size, dim]` or
     `[vocabulary_size]`, and the docstrings of the optimizers name them. The remarks on the arrays
@@ -493,7 +493,7 @@ class SparseEmbed(nnx.Module):
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path."""
+  """Every `SparseEmbed` of a model by path, such as "a/b"; a shared layer has the first one."""
   layers: dict[str, SparseEmbed] = {}
   for path, layer in layers_of(model):
     name = "/".join(map(str, path))
@@ -568,7 +568,7 @@ def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def before_update(layer: SparseEmbed, outputs: Any) -> Any:
-  """Returns arrays computed from a layer's tables, after which its next update comes.
+  """Returns arrays computed from a layer's tables; the layer's next update runs after them.
 
   `dropped_ids` is the token that orders them; see `engine.xla`.
   """
@@ -652,7 +652,7 @@ def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[Stac
 def step_stacks(
   layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
 ) -> None:
-  """Steps each stack once by its gradients; where something is missing, none."""
+  """Steps each stack once by its gradients; steps none if something is missing."""
   for stack in moving(layer, grads, step):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = stored_arrays(layer, stack)
@@ -703,7 +703,7 @@ def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
 
 
 def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-  """The shapes of `read_variables`."""
+  """The shapes of the arrays that `read_variables` returns, as `jax.ShapeDtypeStruct`s."""
 
   def of(name, stack):
     shapes = stored_tables.shapes(stack, _arrays(layer, stack), name)

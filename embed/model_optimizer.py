@@ -80,7 +80,7 @@ class Optimizer(nnx.Module):
 
 
 def _by_stack(layer: SparseEmbed, path: Any, rows: Mapping[str, RowGrads]) -> Mapping[str, Any]:
-  """A layer's gradients by stack, without stacks that have no ids and no optimizer."""
+  """A layer's gradients by stack, except for stacks with neither ids nor an optimizer."""
   stacks = {Owner(path, name): stack for name, stack in layer.spec.stacks.items()}
   if isinstance(rows, Rows) and stacks.items() <= rows.stacks.items():
     grads = {owner.name: rows.grads[owner] for owner in stacks}

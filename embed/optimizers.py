@@ -63,19 +63,19 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RowOptimizer:
-  """A table's optimizer, made by `embed.sgd`, `embed.custom_optimizer` and the others.
+  """A table's optimizer, made by `embed.sgd`, `embed.custom_optimizer` or another such function.
 
-  Optimizers are compared by value, pickle and hold no state: one may serve many tables. Every row
-  that was looked up in a step is stepped once, in this order: gradients summed over the row's
-  occurrences, clipped to `clipvalue`; weight decay; `equation`; the row clipped to
-  `clip_weight_min` and `clip_weight_max`. All in float32, for tables of any dtype.
+  Optimizers compare by value, can be pickled and hold no state, so one may serve many tables. Each
+  row that was looked up is stepped once: its gradients are summed over all occurrences and clipped
+  to `clipvalue`, weight decay and then `equation` are applied, and the row is clipped to
+  `clip_weight_min` and `clip_weight_max`. All of this is in float32, for tables of any dtype.
 
   Attributes:
-    name: of the function that made it, such as "adagrad".
+    name: the name of the function that made it, such as "adagrad".
     arguments: every argument of that function, by name. Each is an attribute too.
     equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
       None for `embed.frozen`.
-    slots: `f(dim) -> {name: embed.Slot}`, the state that it keeps per row.
+    slots: `f(dim) -> {name: embed.Slot}`, the state kept per row.
     linear: True if the step of a sum of gradients is the sum of the steps.
   """
 
@@ -133,7 +133,7 @@ def _make(name: str, arguments: Mapping[str, Any]) -> RowOptimizer:
 
 
 def _slots(slots: Mapping[str, Slot | float]) -> dict[str, Slot]:
-  """Slots by name, from slots and initial values."""
+  """Slots by name; an initial value becomes a `Slot`."""
   for name, slot in slots.items():
     is_slot = isinstance(slot, Slot) or _is_number(slot)
     check(f"slots[{name!r}]", slot, is_slot, "a number or an embed.Slot")
@@ -257,12 +257,12 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
   Every optimizer takes `learning_rate` and, by keyword, `**common`, each None by default:
 
   Args:
-    learning_rate: a number, or a schedule of the 0-based step (optax schedules are such).
-    clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
-      `(min, max)` with None for open.
-    weight_decay_factor: `w -= factor * w` of touched rows, before the update.
-    multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
-    clip_weight_min, clip_weight_max: touched rows are clipped to them after the update.
+    learning_rate: a number, or a schedule of the 0-based step, such as an optax schedule.
+    clipvalue: clips the summed gradient elementwise, before slots are updated: `c` clips it to
+      `[-c, c]`, `(min, max)` to that range, where None is no bound.
+    weight_decay_factor: decays touched rows by `w -= factor * w`, before the update.
+    multiply_weight_decay_factor_by_learning_rate: decays by `factor * lr` instead.
+    clip_weight_min, clip_weight_max: bounds that touched rows are clipped to after the update.
 
   Raises:
     ValueError: naming the argument that is wrong, and what it must be.
@@ -301,7 +301,7 @@ def adagrad(
 
 
 def _divisor(arguments: Mapping[str, Any]) -> tuple[float, float]:
-  """Returns the initial accumulator and epsilon of Adagrad; one of them is positive."""
+  """Returns Adagrad's initial accumulator value and epsilon; checks that one is positive."""
   initial, epsilon = arguments["initial_accumulator_value"], arguments["epsilon"]
   expected = "positive, or 0 with a positive `epsilon`: a gradient of 0 would divide 0 by 0"
   check("initial_accumulator_value", initial, initial + epsilon > 0, expected)
@@ -484,7 +484,7 @@ def bias_corrected(
 ) -> Schedule:
   """The schedule that gives Adam its bias correction: `lr * sqrt(1 - beta_2^t) / (1 - beta_1^t)`.
 
-  `t` is the global step plus 1, whenever a row was last looked up. The betas are Adam's, and
+  `t` is the global step plus 1, no matter when a row was last looked up. The betas are Adam's, and
   `learning_rate` is as in `embed.sgd`.
 
   >>> optimizer = embed.adam(embed.bias_corrected(0.1))
@@ -520,7 +520,7 @@ def frozen() -> RowOptimizer:
 def _meets_others(
   step: Callable[..., tuple[jax.Array, Any]], state_of: Callable[[jax.Array], Any], dim: int
 ) -> bool:
-  """True if a row steps otherwise beside another row, also one without finite gradients."""
+  """True if another row, possibly with non-finite gradients, changes the step of a row."""
 
   def run(rows, gradients):
     state = state_of(rows)

@@ -36,7 +36,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
   Returns:
     `f(model, *args, **kwargs)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that
     the loss makes to the model's state (batch statistics, random counters, `report`) are kept. The
-    loss is NaN if a lookup has run another number of times than it was traced.
+    loss is NaN if a lookup has run a different number of times than it was traced.
 
   Raises:
     ValueError: when called, if the gradient of a lookup would be lost: under `jax.jit`, `vmap` or a

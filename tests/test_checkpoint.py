@@ -184,12 +184,10 @@ def managed(tmp_path_factory):
   with ocp.CheckpointManager(root / "plain") as manager:
     for step, tree in zip((9, 10), trees, strict=True):
       manager.save(step, args=ocp.args.StandardSave(tree))
-  items = {"model": ocp.args.StandardSave(trees[1]), "about": ocp.args.JsonSave({})}
-  two = items | {"about": ocp.args.StandardSave({"x": np.zeros(2)})}
-  for name, kinds in (("beside", items), ("several", two)):
-    with ocp.CheckpointManager(root / name) as manager:
-      manager.save(3, args=ocp.args.Composite(**kinds))
-  (root / "empty").mkdir()
+  items = {"model": trees[1], "about": {"x": np.zeros(2)}}
+  with ocp.CheckpointManager(root / "several") as manager:
+    saved = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+    manager.save(3, args=ocp.args.Composite(**saved))
   return root, np.asarray(tables[1].tables["movie"])
 
 

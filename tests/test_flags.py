@@ -99,19 +99,6 @@ def test_a_setting_changes_no_step(place):
 
 
 @pytest.mark.ci
-def test_a_setting_changes_no_eager_lookup():
-  ids = jnp.asarray(np.abs(IDS))
-  ragged = embed.Ragged(ids.reshape(-1), jnp.arange(0, BAGS * 3 + 1, 3), max_valency=3)
-  inputs = [batch_of(), {"bag": ragged}, {"one": ids}]
-  look_up = lambda: [Model().embed(batch) for batch in inputs]
-  expected = look_up()
-  for flag in ("enable_x64", "debug_nans"):  # a guard refuses all constants
-    with WHILE_RUNNING[flag]():
-      actual = look_up()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
-
-
-@pytest.mark.ci
 def test_one_device_works_without_jit():
   model = Model()
   expected = model.embed(batch_of())

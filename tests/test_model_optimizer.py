@@ -68,6 +68,7 @@ def test_a_bound_step_is_the_step_and_sees_what_is_loaded():
   assert float(step()) == losses[0]
 
 
+@pytest.mark.programs(25, "an eager gradient, with a layer and its clones")
 def test_a_clone_whose_rows_a_step_deleted_is_told():
   model = layers.one_table(rows=np.zeros((8, 2), np.float32))
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
@@ -81,6 +82,11 @@ def test_a_clone_whose_rows_a_step_deleted_is_told():
   for use in (lambda: look_up(shared), lambda: shared.tables, again):
     with pytest.raises(ValueError, match="arrays=True"):
       use()
+  grads = embed.value_and_grad(lambda m: look_up(m).sum())(model)[1]
+  before = int(optimizer.step[...])
+  with pytest.raises(ValueError, match="arrays=True"):
+    optimizer.update(shared, grads)
+  assert int(optimizer.step[...]) == before
 
 
 @pytest.mark.ci

@@ -232,14 +232,14 @@ def _find(
 
 
 def _global_rows(vocabulary: DynamicVocabulary, axes: Names, buckets: Any, found: _Found):
-  """The rows of the hits of a device, -1 for all others."""
+  """The global rows of the ids that this device found, -1 for all other ids."""
   first = device_index(axes) * buckets.shape[0]
   rows = (found.bucket + first) * vocabulary.bucket_width + found.lane
   return jnp.where(found.is_hit, rows, -1)
 
 
 def _merged(x: jax.Array, axes: Names) -> jax.Array:
-  """The largest of each device's values: one device knows a row, the others have -1."""
+  """The elementwise maximum over devices: the device with an id's bucket has its row, others -1."""
   return lax.pmax(x, axes) if axes else x
 
 

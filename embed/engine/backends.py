@@ -14,7 +14,7 @@ BACK_ENDS: dict[str, "BackEnd"] = {}
 
 
 class BackEnd(Protocol):
-  """Compiled lookups and steps of the rows on a device, for the tables that it takes."""
+  """Compiled code that looks up and steps rows on a device, for the tables that it supports."""
 
   def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
     """Does as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""

@@ -69,8 +69,8 @@ class Bags:
   def normalized(self, combiner: str, vocabulary_size: int) -> "Bags":
     """Folds the combiner into the weights: an activation is then the sum of gain * row.
 
-    "mean" divides by the sum of the weights, "sqrtn" by the root of the sum of their squares, and a
-    gain is 0 where that is 0. No gradient reaches the weights.
+    "mean" divides by the sum of the weights, "sqrtn" by the square root of the sum of their
+    squares. Where the divisor is 0, gains are 0. No gradient reaches the weights.
     """
     weights = None if self.gains is None else jax.lax.stop_gradient(self.gains)
     if combiner == "sum" or (weights is None and not self.is_ragged and self.ids.shape[-1] == 1):
@@ -88,7 +88,7 @@ class Bags:
     return dataclasses.replace(self, gains=w * inverse_norm(total, combiner))
 
   def _largest(self, sizes: jax.Array) -> jax.Array:
-    """The largest of each bag, for each id."""
+    """The largest of the sizes in each id's bag."""
     if self.segments is None:
       return jnp.max(sizes, axis=-1, keepdims=True, initial=0)
     none = jnp.zeros(math.prod(self.batch), jnp.float32)
@@ -137,17 +137,17 @@ class LookupRecord:
 
 
 def scaled(weights: jax.Array, largest: jax.Array) -> jax.Array:
-  """Multiplies weights by a power of two, so that the sums of their squares are floats.
+  """Multiplies weights by a power of two, so that sums of their squares do not over- or underflow.
 
-  It changes no bit of a normalized weight, and is 1 if the largest is between 2**-48 and 2**48. The
-  weights are multiplied before one is chosen: XLA would take the square of a factor out of a sum.
+  The factor changes no bit of a normalized weight, and is 1 if `largest` is from 2**-48 to 2**48.
+  Both products are computed before one is chosen: XLA would move a factor's square out of the sum.
   """
   up, down = weights * jnp.float32(2.0**96), weights * jnp.float32(2.0**-96)
   return jnp.where(largest < 2.0**-48, up, jnp.where(largest > 2.0**48, down, weights))
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
-  """1 / total, or 1 / sqrt(total) for "sqrtn"; 0 where that is 0."""
+  """1 / total, or 1 / sqrt(total) for "sqrtn"; 0 where `total` is 0."""
   # Guarded inside: 1 / 0 under a `where` outside would still make NaN of a gradient.
   safe = jnp.where(total == 0, 1, total)
   return jnp.where(total == 0, 0, 1 / (safe if combiner == "mean" else jnp.sqrt(safe)))
@@ -263,8 +263,8 @@ def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   return Bags(ids, weights, segments, form.shape), dropped
 
 
-# Of each of N flat values: the flat index of its bag, int32, the number of bags for a value outside
-# of all; its position in the bag, int32; whether it is inside; and whether it is padding behind the
+# For each of N flat values: the flat index of its bag, int32, or the number of bags if it is in
+# none; its position in the bag, int32; whether it is inside; and whether it is padding after the
 # last bag.
 _Positions = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -293,7 +293,7 @@ def _sparse_positions(parts: Parts) -> _Positions:
 
 
 def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
-  """Flat ids and weights in positions `[bags, length]`, and how many ids found theirs."""
+  """The number of ids that have a position, and ids and weights laid out as `[bags, length]`."""
   bag, column = where
   bags, length = shape
   fits = is_row(ids, size) & (column < length) & (column >= 0)

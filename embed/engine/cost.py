@@ -18,13 +18,13 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """Ids and activations that a device requests.
+  """The numbers of ids and activations that a device requests.
 
   Attributes:
-    ids: of each table of the stack, of bags with positions.
-    activations: of all tables, of bags with positions.
-    ragged_ids: of all tables, of ragged bags, which are whole on every device.
-    ragged_activations: of the whole batch.
+    ids: the ids of bags with positions, for each table of the stack.
+    activations: the activations of bags with positions, for all tables together.
+    ragged_ids: the ids of ragged bags, which are whole on every device, for all tables together.
+    ragged_activations: the activations of ragged bags in the whole batch.
   """
 
   ids: tuple[int, ...]
@@ -34,11 +34,11 @@ class BatchDemand:
 
 
 class Exchange(NamedTuple):
-  """A way of ids, rows and gradients between devices.
+  """A method of moving ids, rows and gradients between devices.
 
   `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (gathers
-  nothing and adds up whole replicated tables in an update) or "none". `capacity` is the rows that a
-  pair of devices exchanges in a round of an all-to-all.
+  nothing and adds up whole replicated tables in an update) or "none". `capacity` is the number of
+  rows that a pair of devices exchanges in a round of an all-to-all.
   """
 
   kind: str
@@ -83,10 +83,10 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
 
 
 def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
-  """The rows for a pair of devices that a round has room for.
+  """The number of rows that a round has room for, per pair of devices.
 
-  Six standard deviations above the mean of ids that fall on shards at random, in eights. A table
-  cannot be asked for more rows than it has, since a repeated id is sent once.
+  Six standard deviations above the mean for ids spread over shards at random, in multiples of 8. A
+  table cannot be asked for more rows than it has, since a repeated id is sent once.
   """
   layout = stack.layout
   distinct = sum(map(min, demand.ids, layout.sizes))

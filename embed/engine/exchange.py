@@ -228,7 +228,7 @@ def _route_spec(stack: StackSpec) -> Any:
 def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None.
 
-  One device has no capacity: only `_local` and the combination do anything there.
+  On a single device `capacity` is None, and only `_local` and `combine` have anything to do.
   """
   placement = stack.placement
   table = rows_lib.as_rows(stack, table)
@@ -303,13 +303,13 @@ def _look_up_routed(
 
 @jax.named_scope("exchange")
 def _scatter(act: jax.Array, placement: Placement) -> jax.Array:
-  """Adds up the shards' sums `[shards * batch, D]`, to each its own part."""
+  """Adds up the shards' sums `[shards * batch, D]`; each shard gets its own part."""
   return lax.psum_scatter(act, placement.row_axes, tiled=True) if placement.row_axes else act
 
 
 @jax.named_scope("exchange")
 def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
-  """The shards' sums of ragged bags of the whole batch, to this device's part of it."""
+  """Adds up the shards' sums of ragged bags of the whole batch; returns this device's part."""
   placement = stack.placement
   if placement.devices == 1:
     return act
@@ -475,7 +475,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 
 
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
-  """Keeps the gradients whose keys lie in [low, limit)."""
+  """Keeps the gradients whose keys lie in [low, limit); the others become padding."""
   me, size = device_index(stack.placement.row_axes), stack.layout.shard_rows
   key = make_key(jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout)
   keep = (part.ids < size) & (key >= low[me]) & (key < limit[me])

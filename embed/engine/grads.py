@@ -86,7 +86,7 @@ def flat_ids(parts: Sequence[GradRows], size: int) -> jax.Array:
 
 
 def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
-  """The same gradients for other rows, of flat ids `[N]`."""
+  """The same gradients with their ids replaced by the flat ids `[N]`."""
   sizes = [part.ids.size for part in parts]
   ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
   return [
@@ -112,11 +112,11 @@ CACHED = 1 << 15  # elements stepped at a time: with slots and temporaries, the 
 
 
 def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Does as `distinct_by_sort`, for CPU, in no particular order.
+  """Does the same as `distinct_by_sort`, for CPU, with the ids in no particular order.
 
-  Every occurrence writes its position to a cell and reads back who won it: it is settled if the
-  winner has the same id. A loser tries again with another hash. Each round settles an id at least,
-  so that it ends, and is exact, for any ids; two rounds are usual.
+  Every occurrence writes its position to a cell and reads the cell back: it is settled if the
+  winner has the same id, and else tries again with another hash. Each round settles at least one
+  id, so the loop ends, and the result is exact, for any ids; two rounds are usual.
   """
   n = ids.shape[0]
   bits = max(4, (4 * n - 1).bit_length())
@@ -150,7 +150,7 @@ def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, j
 
 
 def _rank(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Numbers the chosen positions 0, 1, ... in some order, and how many they are.
+  """Numbers the chosen positions 0, 1, ... in some order; also returns how many there are.
 
   A running sum down the columns of a grid adds whole rows, eight times as fast as `cumsum` here.
   """

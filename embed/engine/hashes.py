@@ -1,4 +1,4 @@
-"""A hash of integers on devices: for buckets of raw ids, the noise of rounding, and fingerprints."""
+"""A hash of integers on devices, for buckets of raw ids, noise of rounding, and fingerprints."""
 
 import jax
 import jax.numpy as jnp

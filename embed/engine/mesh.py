@@ -35,7 +35,7 @@ def all_gather(tree: Any, axes: Names) -> Any:
 
 
 def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
-  """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
+  """Sends each device its entry of `[n, ...]`; returns the entries that they sent to this one."""
   if not axes:
     return x
   with jax.named_scope("exchange"):
@@ -71,7 +71,7 @@ def _retyped(mesh: Any, types: tuple[AxisType, ...]) -> Any:
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-  """The sharding in the type of an array, or a struct of one, on a mesh with Explicit axes."""
+  """The sharding in the type of an array or `ShapeDtypeStruct`; None without Explicit axes."""
   if isinstance(x, jax.ShapeDtypeStruct):
     where, is_concrete = x.sharding, False
   else:
@@ -117,8 +117,8 @@ def without_types(tree: Any) -> Any:
 def settled(tree: Any) -> Any:
   """Waits for arrays on several CPU devices, and returns them.
 
-  XLA:CPU has one pool of threads for all devices of a process: of programs that communicate and are
-  started one after another, as eager code does, none may have threads enough to end.
+  XLA:CPU has one thread pool for all devices of a process. If programs that communicate are started
+  one after another, as in eager code, it may be that none has enough threads to finish.
   """
   for x in jax.tree.leaves(tree):
     if isinstance(x, jax.Array) and not is_traced(x):
@@ -171,17 +171,17 @@ class Placement:
 
   @functools.cached_property
   def shards(self) -> int:
-    """The parts that rows are split into."""
+    """The number of parts that rows are split into."""
     return self._number(self.row_axes)
 
   @functools.cached_property
   def replicas(self) -> int:
-    """The devices with the same storage."""
+    """The number of devices with the same storage."""
     return self._number(self.replica_axes)
 
   @functools.cached_property
   def devices(self) -> int:
-    """The parts that the batch is split into."""
+    """The number of parts that the batch is split into."""
     return self._number(self.axes)
 
   @functools.cached_property
@@ -241,7 +241,7 @@ class Placement:
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
   def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
-    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`."""
+    """Pads an array `[batch, ...]` with `value`, to a batch that the number of devices divides."""
     missing = -x.shape[0] % self.devices
     if not missing:
       return x
@@ -277,9 +277,9 @@ class Placement:
   # --- running functions -------------------------------------------------------------------------
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes.
+    """Makes `f` run per device, on arrays placed by `in_specs`, a tree of specs or tree prefix.
 
-    If any of them has a sharding in its type, so do the results.
+    If any of the arrays has a sharding in its type, so do the results.
     """
     if self.mesh is None:
       return f

@@ -87,7 +87,7 @@ class Lines:
     return rows[:, : self.width]
 
   def put(self, ids: jax.Array, rows: jax.Array) -> "Lines":
-    """Replaces the rows at distinct ids by `[N, D]`; ids outside are skipped."""
+    """Replaces the rows at distinct `ids` with `rows` `[N, D]`; skips ids outside the table."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
     lines = lax.scatter(
       self.array, self._starts(ids), self._filled(rows), numbers, unique_indices=True, mode="drop"
@@ -135,12 +135,12 @@ def as_stored(stack: StackSpec, rows: Any) -> Any:
 
 
 def unpacked(rows: Rows) -> jax.Array:
-  """Rows as an array, for what reads all of them."""
+  """Rows as an array, for code that reads all of them."""
   return unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Tells whether the functions below alone can read and write rows."""
+  """Tells whether rows can be read and written only by the functions below."""
   return stack.back_end is not None or isinstance(table, Lines)
 
 
@@ -175,7 +175,7 @@ def read(arrays: Arrays, at: jax.Array) -> Arrays:
 
 
 def write(arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
-  """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
+  """A table and its slots with new rows at the distinct ids `at`; ids out of range are skipped."""
 
   def put(x, rows):
     if isinstance(x, Lines):

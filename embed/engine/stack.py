@@ -1,7 +1,7 @@
-"""A stack: tables of one width, dtype and optimizer that share one array, and where its rows are.
+"""Stacks: tables of one width, dtype and optimizer that share an array, and the layout of its rows.
 
-A stack may be cut into shards. Shard s holds, one table after another, the rows of each table that
-it owns: arithmetic on numbers, without any array of rows.
+A stack may be split into shards. A shard stores the rows that it owns, one table after another.
+The position of a row is computed by arithmetic, without any index array.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The place of the rows of some tables in shards.
+  """The positions of the rows of some tables in shards.
 
-  A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them;
-  where a table's rows do not divide, the last of its local rows on some shards hold nothing.
+  A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them. If a
+  table's rows do not divide evenly, the last of its local rows on some shards are unused.
 
   Args:
     sizes: the number of rows of each table.
-    shards: their number.
+    shards: the number of shards.
     contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
       first `size % shards` shards having one row more than the others.
     unit: the first local row of each table, and the number of local rows, are multiples of it.
@@ -66,9 +66,9 @@ class Layout:
     return shard * few + shard.__array_namespace__().minimum(shard, more)
 
   def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
-    """The shard and the local row of each id; shard 0 and local row `shard_rows` for ids outside.
+    """The shard and local row of each id; shard 0 and `shard_rows` for ids outside the table.
 
-    They have the ids' dtype. NumPy arrays stay such.
+    Both have the dtype of `ids`, and are NumPy arrays if `ids` is one.
     """
     xp = ids.__array_namespace__()
     size, offset = self.sizes[table], self.offsets[table]
@@ -86,7 +86,7 @@ class Layout:
     return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.shard_rows)
 
   def ids(self, table: int, shard: jax.Array | int, local_rows: jax.Array) -> jax.Array:
-    """The id of each local row of a shard; the table's size where there is none of it."""
+    """The id of each local row of a shard; the table's size for local rows without one."""
     size, height = self.sizes[table], self.heights[table]
     shard = jnp.asarray(shard, jnp.int32)
     row = local_rows - self.offsets[table]
@@ -108,8 +108,8 @@ class Layout:
 
 # --- packing -------------------------------------------------------------------------------------
 
-# A TPU keeps the columns of an array in tiles of 128. A table of fewer is either filled up to 128
-# in memory, or laid out by columns, in which case XLA copies all of it into another layout at every
+# A TPU stores the columns of an array in tiles of 128. A narrower table is either padded to 128
+# columns in memory, or stored by columns, and then XLA copies all of it into another layout in each
 # step that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is in line
 # `r // rows_per_line`, and no step copies it.
 

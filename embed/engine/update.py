@@ -135,7 +135,7 @@ StackGrads = ActivationGrads | DistinctRows
 def step(
   stack: StackSpec, arrays: Arrays, grads: Sequence[StackGrads], scalars: StepScalars
 ) -> Arrays:
-  """Steps a stack's optimizer once; rows that were not looked up keep their bits."""
+  """Steps a stack's optimizer once; rows that were not looked up stay bit-identical."""
   grads, specs, sums_tables = _split(stack, grads)
 
   def per_device(arrays, scalars, *grads):
@@ -336,9 +336,9 @@ def step_table(
 def step_in_chunks(
   stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
 ) -> Arrays:
-  """Steps the distinct rows `at` of a table and its slots; out of range steps nothing.
+  """Steps the distinct rows `at` of a table and its slots; skips ids out of range.
 
-  In chunks, so that rows, slots and their new values are little beside the gradients.
+  Works in chunks, so that old and new rows and slots take little memory next to the gradients.
   """
   return grads_lib.in_chunks(
     functools.partial(_step_part, stack, row_step), arrays, stack.dim, at, g
@@ -452,9 +452,9 @@ def step_distinct(
 def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) -> Arrays:
   """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
 
-  Alone, XLA:CPU compiles a gather to one scalar load per element; multiplied by something, to
-  vector loads, four times as fast. Where a read has two uses, as in Adagrad, it leaves the gather
-  alone; what is inside a conditional it does not see.
+  XLA:CPU compiles a gather alone to one scalar load per element; a gather multiplied by something
+  becomes vector loads, four times as fast. If a read has two uses, as in Adagrad, XLA leaves the
+  gather alone, but it does not see into a conditional.
   """
   valid = at < size
   safe = jnp.minimum(at, size - 1)
@@ -488,7 +488,7 @@ def rounding_key(*numbers: jax.Array | int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-  """Rounds float32 `x` to one of the two bfloat16 next to it, the farther one the less likely.
+  """Rounds float32 `x` at random to an adjacent bfloat16; the closer one is more likely.
 
   `bits` are random uint32. Values that bfloat16 holds, zeros, infinities and NaN do not change.
   """

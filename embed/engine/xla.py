@@ -1,4 +1,4 @@
-"""Order for XLA: what says that a table is updated after it was read.
+"""Ordering for XLA: a data dependency that makes a table's update come after its reads.
 
 XLA updates an array in place if all reads of it provably come before the update, and otherwise
 copies the array at every step. Where a gradient does not depend on what was looked up, as in the

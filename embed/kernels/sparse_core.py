@@ -1,10 +1,10 @@
 """The SparseCores of TPUs as a back end: they read and write rows, and sum bags of float32 rows.
 
-What is computed between a read and a write, as every optimizer's equation, is XLA's.
+XLA computes everything between a read and a write, such as the optimizer's equation.
 
-No TPU has run the kernels: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
-emulation. Hence they are off, unless a table's `TablePlan.storage` is "sparse_core". For tests,
-`SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that can.
+The kernels have not run on a TPU: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
+emulation. They are therefore off unless a table's `TablePlan.storage` is "sparse_core". For tests,
+`SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that they support.
 """
 
 import sys
@@ -29,7 +29,7 @@ KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that
 def unsupported_reason(
   kind: str, width: int = 128, dtype: np.dtype | type = np.float32
 ) -> str | None:
-  """Says why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
+  """Returns why SparseCores of a device kind cannot handle rows of `width` columns, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
   if not compat.has_sparse_core_indices():

@@ -154,7 +154,7 @@ def _per_shard(
 
 
 def _of_this_process(x: jax.Array) -> np.ndarray:
-  """The shards of an array that this process saves: of copies, one process saves the first."""
+  """The shards of an array that this process saves, joined; of copies, only the first is saved."""
   shards = [np.asarray(x.data) for x in x.addressable_shards if x.replica_id == 0]
   return np.concatenate([np.zeros((0, *x.shape[1:]), x.dtype), *shards])
 

@@ -46,7 +46,7 @@ def view(stack: StackSpec, table: str, ndim: int) -> View:
 
 
 def read_view(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
-  """A device's part of the view, from the rows of the table that it stores."""
+  """A device's part of the view, computed from the table rows that each device stores."""
   if not view.row_axes:
     return block[: layout.sizes[table]]
   n, height = layout.shards, layout.heights[table]
@@ -131,7 +131,7 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P) -> jax.Array
 
 
 def _mesh_of_devices(placement: Placement) -> Any:
-  """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
+  """The mesh outside of jitted functions; a layer made inside one has only an abstract mesh."""
   mesh = current_mesh() if isinstance(placement.mesh, AbstractMesh) else placement.active_mesh
   if mesh is None:
     raise ValueError(
@@ -148,7 +148,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def converts(x: Any, dtype: Any) -> bool:
-  """True if the values of an array are numbers of a dtype, but for their rounding."""
+  """True if the values of an array can be converted to a dtype, up to rounding."""
   given = dtype_of(x)
   if jnp.issubdtype(given, jnp.complexfloating):
     return jnp.issubdtype(dtype, jnp.complexfloating)
@@ -208,7 +208,7 @@ def read(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
 
 @jax.named_scope("lookup")
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
-  """A table on every device, for scores against all of its rows."""
+  """A whole table, copied to every device, to score queries against all of its rows."""
   rows = settled(read(stack, stored, table))
   return settled(stack.placement.put(rows, P()))
 
@@ -238,8 +238,8 @@ def shapes(stack: StackSpec, arrays: Arrays, table: str) -> dict[str, jax.ShapeD
 
 # --- all tables -----------------------------------------------------------------------------------
 
-# In one program: of many that communicate, started one after another, XLA:CPU may run so many at a
-# time that none has threads enough to end.
+# In one program: if many that communicate are started one after another, XLA:CPU may run so many at
+# a time that none has enough threads to finish.
 
 
 def read_all(stacks: Sequence[StackSpec], arrays: Sequence[Arrays]) -> dict[str, Arrays]:

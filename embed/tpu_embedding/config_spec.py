@@ -48,7 +48,7 @@ class EmbeddingConfigSpec:
       `learning_rate_fn`, a function of the step, instead of the optimizer's own rate. TensorFlow's
       `hot_id_replication` and `layout` have no effect: they place rows on TPUs.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
-      `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
+      `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can only be looked up.
     clipping_limit: the `clipvalue` of each optimizer that has none: every table's summed row
       gradient is clipped to `[-c, c]`, elementwise. (TensorFlow stores it and never reads it.)
     gradient_multiplier_fn: must be None; multiply gradients in the training step, with `Grads.map`.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import layers
 import numpy as np
 import pytest
-from flax import nnx
 
 import embed
 from embed.engine import update
@@ -84,12 +83,3 @@ def test_steps_below_the_resolution_count():
   # Below 1 the spacing is half as wide; a walk of variance under 100 * (1/64) * (63/64) ulp^2.
   deviation = ULP * np.sqrt(100 / 64 / rows.size)
   assert abs(rows.mean() - (1 - 100 * ULP / 64)) < 4 * deviation
-
-
-def test_the_step_is_asked_for_where_rows_are_rounded():
-  ids, g = np.array([1, 2]), np.ones((2, 8), np.float32)
-  apply = lambda optimizer, number: layers.step(ones(optimizer), ids, g, number)
-  with pytest.raises(ValueError, match="step="):
-    nnx.eval_shape(lambda: apply(embed.sgd(0.1), None))
-  nnx.eval_shape(lambda: apply(embed.sgd(0.1), 0))
-  nnx.eval_shape(lambda: apply(embed.frozen(), None))
