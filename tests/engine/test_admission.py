@@ -99,10 +99,6 @@ def test_a_drifting_stream(policy):
   check(of_policy(policy), stream(15), every=5)
 
 
-def test_rows_of_the_batch_before_are_kept_for_its_update():
-  check(of_policy("lru"), stream(15), keeps_previous=True)
-
-
 @pytest.mark.ci
 def test_on_a_mesh():
   mesh = jax.make_mesh((8,), ("data",))
