@@ -230,9 +230,9 @@ def speed() -> str:
 def step() -> str:
   measured = result("step.json")
   header = (
-    "", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`", "dense gradients in JAX"
+    "", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`"
   )  # fmt: skip
-  contenders = ("ours", "fbgemm", "torch", "dense jax")
+  contenders = ("ours", "fbgemm", "torch")
   rows = [[name, *row_of_times(of, contenders)] for name, of in measured["results"].items()]
   steps = [of for name, of in measured["results"].items() if name != "lookup"]
   longer = [round(100 * (of["ours, whole model"]["ratio_to_ours"] - 1)) for of in steps]

@@ -1,7 +1,7 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
 
-The public API is `__all__`, with `__all__` of the four modules in it, `checkpoint`, `deltas`,
-`importers` and `transforms`. Everything else may change from one version to the next.
+The public API is `__all__`, here and in the modules `checkpoint`, `deltas`, `importers` and
+`transforms`. Everything else may change from one version to the next.
 """
 
 from embed import checkpoint, deltas, importers, transforms

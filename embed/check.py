@@ -1,20 +1,20 @@
-"""`python -m embed check`: compares lookups, row gradients and optimizers with NumPy, here.
+"""`python -m embed check`: compares lookups, row gradients and optimizers with NumPy.
 
-Three training steps of a table for each optimizer, by another combiner and kind of input each, on
-one device and on all local devices by each strategy. Activations, row gradients, rows and slots are
-compared after each step.
+Each case, a combination of optimizer, combiner and kind of input, trains a table for three steps,
+on one device and on all local devices with each strategy. Activations, row gradients, rows and
+slots are compared after each step.
 
-Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
-order: only divisions, roots and powers are rounded. An error is the largest difference in an array
-over the largest value in it, and may be
+Initial rows, weights and cotangents are multiples of 1/8, so that their products and sums are exact
+in any order: only divisions, roots and powers are rounded. The error of an array is its largest
+difference divided by its largest value. The tolerances are:
 
 - 2^-16 in float32. A division or a root has an error of 2^-24 to 2^-22, on accelerators too; three
-  steps have about ten of them, and subtract their results. A wrong constant or order has a larger
-  error.
-- 2^-7 in bfloat16, which keeps 8 bits: each rounding has an error of up to 2^-9.
+  steps have about ten of them, and subtract their results. A wrong constant or a wrong order of
+  operations gives a larger error.
+- 2^-7 in bfloat16, which has 8 significant bits: each rounding has an error of up to 2^-9.
 
-`SPARSE_EMBED_PACKED=1` in the environment packs all tables that can be, and with
-`SPARSE_EMBED_SPARSE_CORES=1` SparseCores read and write their rows.
+In the environment, `SPARSE_EMBED_PACKED=1` packs every table that can be packed, and
+`SPARSE_EMBED_SPARSE_CORES=1` lets SparseCores read and write the rows.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ from embed.optimizers import OPTIMIZERS
 from embed.planning import Plan
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-7}
-ROWS = 37  # a prime number: no number of devices divides it
-DIM = 16  # the fewest columns that SparseCores sum
+ROWS = 37  # a prime, so that it does not divide evenly by a number of devices
+DIM = 16  # the fewest columns that SparseCores can sum
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 
-# --- the truth, in float64 -----------------------------------------------------------------------
+# --- the reference, in float64 -------------------------------------------------------------------
 
 
 def gains(combiner: str, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-  """Weights `[B, L]` after the combiner, 0 for padding."""
+  """Weights `[B, L]` normalized by the combiner, 0 for padding."""
   weights = np.where(ids >= 0, weights, 0.0)
   if combiner == "sum":
     return weights
@@ -105,7 +105,7 @@ def adam(w, g, lr, m, v):
 
 
 class Case(NamedTuple):
-  """A table: its optimizer, with arguments that show every term, and how it is looked up."""
+  """A table to check: its optimizer, with arguments that exercise every term, and its inputs."""
 
   optimizer: str
   step: Callable[..., tuple[np.ndarray, ...]]  # (w, g, lr, *slots) -> (w, *slots), of rows
@@ -163,7 +163,7 @@ class Result:
 
 
 def main() -> int:
-  """Prints a line for each check; returns the exit status, 1 if any of them fails."""
+  """Prints a line for each check; returns the exit status, 1 if any check fails."""
   print(header(), flush=True)
   start, results = time.time(), []
   for result in run():
@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def header() -> str:
-  """The head of a report: versions, backend and devices."""
+  """The header of the report: versions, backend and devices."""
   packages = ("jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
   devices = jax.local_devices()
@@ -201,7 +201,7 @@ def header() -> str:
 
 
 def run() -> Iterator[Result]:
-  """Checks all cases in all places; an error there is a failed result, with a note."""
+  """Checks all cases in all places; an exception becomes a failed result with a note."""
   for where, place in places().items():
     try:
       for result in check(place):
@@ -213,7 +213,7 @@ def run() -> Iterator[Result]:
 
 
 class Place(NamedTuple):
-  """The mesh and strategy of a layer, and the columns of its tables."""
+  """The mesh and strategy of a layer, and the number of columns of its tables."""
 
   mesh: Any = None
   strategy: str = "mod"
@@ -221,10 +221,10 @@ class Place(NamedTuple):
 
 
 def places() -> dict[str, Place]:
-  """One device, and all local ones by each strategy."""
+  """Places by name: one device, and all local devices with each strategy."""
   by_name = {"one device": Place()}
   if backends.is_on(sparse_core.SWITCH, default=False):
-    by_name["one device, 128 columns"] = Place(dim=128)  # a kernel of its own
+    by_name["one device, 128 columns"] = Place(dim=128)  # has its own kernel
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
@@ -234,7 +234,7 @@ def places() -> dict[str, Place]:
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-  """The largest difference over the largest value; infinite for other shapes and for NaN."""
+  """The largest difference over the largest value; infinite if shapes differ, and for NaN."""
   actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
   if actual.shape != expected.shape:
     return math.inf
@@ -259,21 +259,21 @@ def _draw_ids(draw: np.random.Generator) -> np.ndarray:
 
 
 def as_kind(kind: str, ids: np.ndarray, values: np.ndarray) -> Any:
-  """Lays out ids, or their weights, `[BATCH, VALENCY]` as a kind of input."""
+  """Lays out ids or weights `[BATCH, VALENCY]` as the given kind of input."""
   if kind == "padded":
     return embed.Padded(values)
   if kind == "dense":
     return values[:, 1]
-  if kind == "sparse":  # padding included, for the same shapes in each step
+  if kind == "sparse":  # with padding, so that shapes are the same in each step
     return embed.Sparse(np.argwhere(np.ones_like(ids)).astype(np.int32), values.ravel(), ids.shape)
-  lengths = VALENCY - np.argmax(ids[:, ::-1] >= 0, axis=1)  # padding inside of a bag stays
+  lengths = VALENCY - np.argmax(ids[:, ::-1] >= 0, axis=1)  # padding inside a bag stays
   is_used, splits = np.arange(VALENCY) < lengths[:, None], np.cumsum([0, *lengths], dtype=np.int32)
-  values = np.append(values[is_used], values[~is_used])  # behind the last split: padding
+  values = np.append(values[is_used], values[~is_used])  # after the last split: padding
   return embed.Ragged(values, splits, VALENCY if kind == "max_valency" else None)
 
 
 class Batch(NamedTuple):
-  """The inputs of a case in a step: as a layer takes them, and as the truth does."""
+  """The inputs of a case in one step, in the forms that the layer and the reference take."""
 
   inputs: Any
   weights: Any
@@ -295,7 +295,7 @@ class Batch(NamedTuple):
 
 
 def check(place: Place) -> Iterator[Result]:
-  """Trains a layer that has a table for each case, and compares each of them."""
+  """Trains a layer with a table for each case, and compares each table with the reference."""
   draw, dim, rates = np.random.default_rng(0), place.dim, np.array(RATES, np.float32)
   features: dict[str, Any] = {}
   expected: dict[str, dict[str, np.ndarray]] = {}
@@ -359,10 +359,10 @@ def compare(
   variables: Mapping[str, np.ndarray],
   looked_up: np.ndarray,
 ) -> dict[str, float]:
-  """The errors of what a step has made of a table, by what is compared.
+  """The errors of a table after a step, by the name of the compared quantity.
 
-  `found` are activations, `RowGrads` and variables; `touched` are the rows that have gradients, and
-  `looked_up` marks those that any step has looked up: the others must keep their bits.
+  `found` holds activations, `RowGrads` and variables; `touched` lists the rows that have gradients;
+  `looked_up` marks the rows that any step has looked up: all others must not change at all.
   """
   ids, values = np.asarray(found[1].ids), np.asarray(found[1].values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]

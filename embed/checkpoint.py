@@ -2,7 +2,7 @@
 
 A checkpoint is a tree of plain arrays, for Orbax or any other store of arrays. Tables and slots are
 at `tables/<module path>/<table>/<slot>`, without padding; all other arrays of the model and the
-optimizer are at their paths.
+optimizer are at `state/<path>`.
 """
 
 import os
@@ -30,23 +30,23 @@ Tree = dict[str, Any]
 def to_tree(**nodes: Any) -> Tree:
   """Returns the state of models and optimizers as nested dicts of arrays.
 
-  They are the models' own arrays: save or copy them before a step that donates the model. On a
-  mesh, tables are split over its devices where their rows or columns divide, and whole on each
-  device elsewhere. Random keys are converted to their data.
+  The arrays are the models' own: save or copy them before a step that donates the model. On a
+  mesh, a table is split over the devices if its rows or columns divide evenly, and is whole on each
+  device otherwise. Random keys are converted to key data.
 
   Args:
     **nodes: `nnx` modules and optimizers, by their names in the tree.
 
   Returns:
-    A dict by name, of dicts with two keys. "state" holds arrays by path, "tables" holds
-    `{"<module path>/<table>": {"parameters": array, slot: array}}`, rows in order.
+    A dict by name of dicts with two keys: "state" holds arrays by path, and "tables" holds
+    `{"<module path>/<table>": {"parameters": array, slot: array}}`, with rows in order.
   """
   tables = lambda node: _by_key(node, lambda layer: layer.variables)
   return {name: {"state": dense_arrays(x), "tables": tables(x)} for name, x in nodes.items()}
 
 
 def like(**nodes: Any) -> Tree:
-  """Returns the tree of `to_tree` as `jax.ShapeDtypeStruct`, for a store to restore into.
+  """Returns the tree of `to_tree` with `jax.ShapeDtypeStruct` leaves, as the target of a restore.
 
   Args:
     **nodes: as in `to_tree`. Models may be made under `nnx.eval_shape`, which allocates nothing.
@@ -58,7 +58,7 @@ def like(**nodes: Any) -> Tree:
 
 
 def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> Tree:
-  """The values that a function returns for the tables of each layer, by key in a checkpoint."""
+  """The values that a function returns for the tables of each layer, by checkpoint key."""
   values = {id(layer): by_table(layer) for layer in sparse_embeds(node).values()}
   return {key: values[id(layer)][name] for key, (layer, name) in row_keys(node).items()}
 
@@ -66,16 +66,16 @@ def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> 
 def from_tree(tree: Tree, **nodes: Any) -> None:
   """Puts a tree made by `to_tree` into models and optimizers of the same configuration.
 
-  The mesh may be another one, or none. A table without an optimizer, or with `embed.frozen()`,
-  takes the rows and ignores slots, so that a model for serving restores a trained one.
+  The mesh may be a different one, or none. A table without an optimizer, or with `embed.frozen()`,
+  takes the rows and ignores slots, so that a serving model can restore a training checkpoint.
 
   Args:
-    tree: from `to_tree`, or NumPy or JAX arrays in the same structure. They are copied.
+    tree: from `to_tree`, or NumPy or JAX arrays in the same structure. The arrays are copied.
     **nodes: the modules and optimizers to change, by their names in the tree.
 
   Raises:
     ValueError: before anything is changed, as in `check`, and for a table whose
-      `DynamicVocabulary` was saved with another bucket width.
+      `DynamicVocabulary` was saved with a different bucket width.
   """
   check(tree, **nodes)
   arrays: dict[SparseEmbed, Tree] = {}
@@ -90,7 +90,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
       of_table = {slot: saved[slot] for slot in layer.variable_shapes[table]}
       arrays.setdefault(layer, {})[table] = of_table
   for name, node in nodes.items():
-    load_dense_arrays(tree[name]["state"], node)  # first: it has the numbers of batches
+    load_dense_arrays(tree[name]["state"], node)  # first: it holds the batch counts
   for layer, tables in arrays.items():
     layer.load_variables(tables)
 
@@ -98,7 +98,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
 def check(tree: Tree, **nodes: Any) -> None:
   """Checks that a tree, or the metadata of a stored one, fits models and optimizers.
 
-  `restore` calls it before it reads anything.
+  `restore` calls this before it reads any array.
 
   Args:
     tree: as in `from_tree`; its leaves may be anything with a shape, such as the metadata
@@ -106,7 +106,7 @@ def check(tree: Tree, **nodes: Any) -> None:
     **nodes: as in `from_tree`.
 
   Raises:
-    ValueError: naming each array that is missing, unknown, of another shape or of no real numbers.
+    ValueError: naming up to 10 arrays that are missing, unknown, deleted, misshapen or not real.
   """
   if found := problems(tree, nodes):
     raise ValueError(
@@ -135,7 +135,7 @@ def problems(tree: Tree, nodes: Mapping[str, Any]) -> list[str]:
       elif isinstance(saved[path], jax.Array) and saved[path].is_deleted():
         found.append(f"{where} was deleted by a step that donated its model: copy the tree before")
     for path in saved:
-      is_slot = path.removeprefix("tables/").rpartition("/")[0] in untrained  # of a served model
+      is_slot = path.removeprefix("tables/").rpartition("/")[0] in untrained  # ignored for serving
       if path not in expected and not is_slot:
         found.append(f"{name}/{path} is not in the model")
   return found
@@ -147,7 +147,7 @@ def _flat(tree: Tree) -> dict[str, Any]:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-  shape = getattr(x, "shape", None)  # None in the metadata of what is no array
+  shape = getattr(x, "shape", None)  # None in the metadata of a leaf that is not an array
   return np.shape(x) if shape is None else tuple(shape)
 
 
@@ -159,7 +159,7 @@ def is_key(x: Any) -> bool:
 
 
 def dense_arrays(node: Any) -> dict[str, Any]:
-  """The arrays outside tables by path, random keys as their data."""
+  """The arrays outside tables, by path; random keys as key data."""
 
   def data(x):
     if not is_key(x):
@@ -171,7 +171,7 @@ def dense_arrays(node: Any) -> dict[str, Any]:
 
 
 def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
-  """Replaces the arrays outside tables by `dense_arrays` of a node of the same configuration."""
+  """Replaces the arrays outside tables with `dense_arrays` of a node of the same configuration."""
   dense, treedef = _dense(node)
 
   def restored(path, old):
@@ -184,7 +184,7 @@ def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
 
 
 def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
-  """The arrays outside tables by path, and the treedef that makes a state of them."""
+  """The arrays outside tables by path, and the treedef that turns them into a state."""
   state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable, Vocabulary)))
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   arrays: dict[str, jax.Array] = {}
@@ -203,16 +203,16 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
 
 
 def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
-  """Reads a tree of `to_tree` that Orbax saved into models and optimizers.
+  """Restores models and optimizers from a tree of `to_tree` that Orbax saved.
 
   Each device reads its own part. Slots are not read for a model without optimizers.
 
   Args:
-    folder: where Orbax saved the tree; of a `CheckpointManager`, `<step>/default` in its folder.
+    folder: where Orbax saved the tree; for a `CheckpointManager`, `<step>/default` in its folder.
     **nodes: as in `from_tree`.
 
   Raises:
-    FileNotFoundError: if the folder holds no tree; the message lists those below it.
+    FileNotFoundError: if the folder holds no tree; the message lists the trees below it.
     ValueError: as in `from_tree`.
   """
   import orbax.checkpoint as ocp  # an extra: the library runs without it
@@ -224,7 +224,7 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
       f"{path} holds no tree that Orbax has saved. Give its folder: {', '.join(below) or 'none'}."
     )
   with ocp.PyTreeCheckpointer() as reader:
-    # Of the tree alone: the checkpointer's would warn of the file that a step's folder has instead.
+    # The tree's own metadata: the checkpointer's would warn of a file that only step folders have.
     check(ocp.PyTreeCheckpointHandler().metadata(path).tree, **nodes)
     expected = like(**nodes)
     restore_args = ocp.checkpoint_utils.construct_restore_args(expected)

@@ -16,13 +16,13 @@ import numpy as np
 
 COMBINERS = ("mean", "sum", "sqrtn")
 EVICTIONS = ("lru", "lfu")
-MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32 and `vocabulary_size` itself can mark padding
+MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32, and `vocabulary_size` itself can mark padding
 
 _logger = logging.getLogger("embed")
 
 
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-  """Returns the int of a value with `__index__`, such as a NumPy integer."""
+  """Returns a value with `__index__`, such as a NumPy integer, as an int; checks its bounds."""
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -36,15 +36,15 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
 
 
 def check(name: str, value: Any, is_valid: bool, expected: str) -> None:
-  """Raises ValueError that names an argument, unless its value is valid."""
+  """Raises a ValueError that names an argument unless its value is valid."""
   if not is_valid:
     raise ValueError(f"Argument `{name}` must be {expected}. Got {value!r}.")
 
 
 def setting(name: str, value: Any) -> Any:
-  """Returns the Python number of a NumPy or JAX scalar, and anything else as it is.
+  """Converts a NumPy or JAX scalar to a Python number; returns other settings as they are.
 
-  Settings are compared and hashed by value, which arrays are not.
+  Settings are compared and hashed by value, which arrays cannot be.
 
   >>> setting("upper", np.float32(0.5))
   0.5
@@ -56,7 +56,7 @@ def setting(name: str, value: Any) -> Any:
   if not hasattr(value, "item"):
     return value
   if not np.ndim(value):
-    with contextlib.suppress(TypeError):  # of a traced value
+    with contextlib.suppress(TypeError):  # from a traced value
       return value.item()
   raise ValueError(
     f"{name} must be one number that is known when the config is made. Got {value!r}. "
@@ -66,24 +66,24 @@ def setting(name: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicVocabulary:
-  """A vocabulary that is learned while training: raw 64-bit ids share a fixed number of rows.
+  """A vocabulary learned during training: a fixed number of rows, given to raw 64-bit ids.
 
-  Give it to `TableConfig` in place of a size. The ids of the table's features are then raw ids, see
-  `embed.raw_ids`, and `SparseEmbed.admit` or `translate` gives them rows before a lookup. Rows lie
-  in buckets of `bucket_width`; a raw id hashes to one bucket, and a newcomer takes the row there
-  that the policy values least. Two raw ids never share a row. What happens is the same on every
-  mesh, and follows from the batches alone.
+  Pass it to `TableConfig` in place of a size. The ids of the table's features are then raw ids (see
+  `embed.raw_ids`), and `SparseEmbed.admit` or `translate` maps them to rows before a lookup. Rows
+  lie in buckets of `bucket_width`; a raw id hashes to one bucket, and a new one takes the row there
+  that the policy values least. Two raw ids never share a row. The result is the same on every mesh,
+  and depends on the batches alone.
 
-  Keys and scores take 12 bytes a row, 16 with "lfu". On a mesh they are split over the devices that
-  split the rows if the number of buckets divides by them; otherwise every device has them all.
+  Raw ids and scores take 12 bytes per row, 16 with "lfu". On a mesh, they are split as the rows are
+  if the number of buckets divides evenly; otherwise every device holds them all.
 
   Args:
     capacity: the number of rows, a multiple of `bucket_width`.
-    eviction: "lru" takes the row whose last use is longest ago, "lfu" the one used least often.
-    half_life: the number of batches after which the counts of "lfu" halve. None never forgets.
+    eviction: "lru" evicts the least recently used row of a bucket, "lfu" the least frequently used.
+    half_life: the number of batches after which the counts of "lfu" halve. None never halves them.
     time_to_live: rows unused for this many batches are freed. None keeps rows until they are
       needed.
-    bucket_width: the rows of a bucket. More come closer to the exact policy, and cost more.
+    bucket_width: rows per bucket, at most 256. Wider buckets follow the policy better, at a cost.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -131,23 +131,23 @@ class TableConfig:
   optimizer.
 
   Args:
-    vocabulary_size: the number of rows, V. Ids are 0 .. V - 1. Or a `DynamicVocabulary`, for raw
-      ids; then V is its capacity, and `vocabulary` holds it.
+    vocabulary_size: the number of rows, V, for ids 0 .. V - 1. Or a `DynamicVocabulary`, for raw
+      ids: V is then its capacity, and the attribute `vocabulary` holds the object.
     dim: the length of a row, D.
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`; wrap it
-      in `embed.row_wise` for a large table. None draws each row from a normal distribution of
+      in `embed.row_wise` for a large table. None draws each row from a normal distribution with
       standard deviation `1 / sqrt(dim)`, truncated at two standard deviations.
     optimizer: the table's optimizer, such as `embed.adagrad(0.05)`. None takes the default of
       `SparseEmbed`.
     combiner: turns a bag into one vector: "mean" (divides by the sum of weights), "sum" or "sqrtn"
       (divides by the root of the sum of squared weights).
-    name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, i being the
-      table's position in the order of first use among the features.
-    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. On CPU, XLA
+    name: the key in `tables`, `variables` and checkpoints. None gives `table_{i}`, where i is the
+      table's position in the order in which features first use tables.
+    dtype: the dtype of the rows, float32 or bfloat16; sums and slots are float32. On CPU, XLA
       updates a bfloat16 table through a float32 copy of it.
-    stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, correct on
-      average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). By
-      rounding, a row may exceed `clip_weight_max`.
+    stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, without bias.
+      Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). Rounding may
+      take a row past `clip_weight_max`.
 
   >>> movie = embed.TableConfig(
   ...   vocabulary_size=60_000, dim=64, optimizer=embed.adagrad(0.05), name="movie")

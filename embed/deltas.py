@@ -1,9 +1,9 @@
-"""Deltas: the rows that have changed since an earlier state, to save and to send alone.
+"""Deltas: the rows that have changed since an earlier state, to be saved or sent on their own.
 
-A training step touches few rows of a large table. `fingerprint` remembers 64 bits of each row and
-its slots, on the devices; `changes` compares them with the model some steps later, and returns a
-`Delta`: the rows that differ, by their ids, and everything outside tables whole. A full checkpoint
-and the deltas after it make up the later state to the bit, on any mesh.
+A training step touches few rows of a large table. `fingerprint` keeps a 64-bit hash of each row and
+its slots, on the devices; `changes` compares these with the model some steps later, and returns a
+`Delta`: the rows that differ, by their ids, and all arrays outside tables. A full checkpoint and
+the deltas after it reproduce the later state bit for bit, on any mesh.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ Digests = Mapping[str, Mapping[str, str]]
 
 
 class Owners(NamedTuple):
-  """Rows of a table with a `DynamicVocabulary` that have changed hands.
+  """The changed owners of the rows of a table with a `DynamicVocabulary`.
 
   Attributes:
     evicted: uint32 `[E, 2]`, the raw ids that had a row before and have none now.
     changed: the rows whose owner or scores differ: "raw_ids", "last_used" and, with "lfu", "uses",
-      as `SparseEmbed.variables` has them.
+      as in `SparseEmbed.variables`.
   """
 
   evicted: np.ndarray
@@ -72,12 +72,12 @@ class Delta:
       also has "raw_ids" `[K, 2]`. K is 0 if no row has changed.
     state: `{node: {path: array}}`: all arrays outside tables, whole.
     owners: `{node: {"<module path>/<table>": Owners}}`, for tables with a `DynamicVocabulary`.
-    before: `{node: {"<module path>/<table>": digest}}` at `since`: 16 hexadecimal digits over the
-      rows of a table without slots, the same on every mesh.
+    before: `{node: {"<module path>/<table>": digest}}` at `since`: a hash of a table's rows without
+      their slots, in 16 hexadecimal digits, the same on every mesh.
     after: the digests at `step`.
 
-  In a run of several processes, `changes` returns each of them the rows of its own shards, and
-  `state` and `owners` to process 0; `read` returns everything to all.
+  In a run of several processes, `changes` gives each process the rows of its own shards, and
+  process 0 `state` and `owners` as well; `read` returns everything in every process.
   """
 
   since: int
@@ -90,7 +90,7 @@ class Delta:
 
   @property
   def num_rows(self) -> int:
-    """The number of changed rows, of all tables."""
+    """The number of changed rows in all tables."""
     return sum(len(rows.ids) for tables in self.tables.values() for rows in tables.values())
 
   @property
@@ -105,13 +105,13 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
-  """The result of `fingerprint`: 64 bits for each row, on the devices, the start of a later delta.
+  """The result of `fingerprint`: 64 bits for each row, on the devices, to base a later delta on.
 
   Attributes:
-    step: of the state.
-    digests: as `Delta.before`.
-    lanes, layouts, owners: internal, by node: the fingerprints and the places of stored rows, and
-      the owners of the rows of dynamic tables.
+    step: the step of the state.
+    digests: as in `Delta.before`.
+    lanes, layouts, owners: internal, by node: the fingerprints of the stored rows, the layouts of
+      the stacks, and the owners of the rows of dynamic tables.
   """
 
   step: int
@@ -122,14 +122,14 @@ class Fingerprints:
 
 
 def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
-  """Remembers a state, for `changes` to find out later which rows have changed.
+  """Fingerprints a state, so that `changes` can find later which rows have changed.
 
-  Takes one reading of all tables, and 8 bytes of device memory for each row; of a table with a
-  `DynamicVocabulary` a copy of its raw ids and scores as well.
+  Reads all tables once, and takes 8 bytes of device memory for each row; for a table with a
+  `DynamicVocabulary`, it also keeps a copy of the raw ids and scores.
 
   Args:
-    step: the number of the state, an integer of Python, NumPy or JAX.
-    **nodes: `nnx` modules and optimizers, by the names of `embed.checkpoint.to_tree`.
+    step: the step of the state, a Python, NumPy or JAX integer.
+    **nodes: `nnx` modules and optimizers, by name as in `embed.checkpoint.to_tree`.
   """
   step = integer("step", step, 0)
   lanes: dict[str, dict[str, list[changes_lib.Lanes]]] = {}
@@ -149,14 +149,14 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
 def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fingerprints]:
   """Compares a state with an earlier one; returns the delta and the new fingerprints.
 
-  Rows and slots are compared by their bits, through fingerprints: a changed row is missed with a
-  probability of 2**-64. All processes call it. Keep the old fingerprints until the delta is
-  stored: without it, the next delta has to begin where this one began.
+  Rows and slots are compared bit for bit, through fingerprints: a changed row is missed with a
+  probability of 2**-64. All processes must call it. Keep the old fingerprints until the delta is
+  stored: if it is lost, the next delta has to begin where this one began.
 
   Args:
     since: fingerprints of the earlier state, on the same mesh.
-    step: the number of this state.
-    **nodes: as for `fingerprint`; optimizers too.
+    step: the step of this state.
+    **nodes: as for `fingerprint`, including the optimizers.
   """
   for name, node in nodes.items():
     if since.layouts.get(name) != _layouts(node):
@@ -201,7 +201,7 @@ def _layouts(node: Any) -> dict[str, list[Layout]]:
 
 
 def _fingerprints(layer: Any, slots: bool) -> tuple[list[changes_lib.Lanes], dict[str, str]]:
-  """Fingerprints of the stored rows, with their slots or without, and digests by table."""
+  """Fingerprints of the stored rows, with or without their slots, and digests by table."""
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if not slots:
@@ -220,7 +220,7 @@ def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
 
 
 def _on_host(tree: Any) -> Any:
-  """Copies of whole arrays; all processes call it."""
+  """NumPy copies of whole arrays; all processes must call it."""
 
   def copy(x):
     x = jnp.asarray(x)
@@ -235,23 +235,23 @@ def _on_host(tree: Any) -> Any:
 
 
 def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
-  """Puts a delta into models and optimizers, and returns their new step.
+  """Applies a delta to models and optimizers, and returns their new step.
 
-  The mesh may be another one than the delta's. A table without an optimizer, or with
-  `embed.frozen()`, takes the rows and ignores slots, so that a server follows a training run.
+  The mesh may differ from the delta's. A table without an optimizer, or with `embed.frozen()`,
+  takes the rows and ignores slots, so that a server can follow a training run.
 
   All new arrays are computed, as copies, before the first is set, so that an error leaves the nodes
-  as they were. Other threads may predict meanwhile, by functions under `nnx.jit(graph=False)`.
-  Apply between calls of `nnx.jit` and `embed.jit_step`, which return the model: they would undo the
-  delta.
+  as they were. Meanwhile, other threads may predict with functions under `nnx.jit(graph=False)`. Do
+  not apply a delta during a call of any other function under `nnx.jit` or `embed.jit_step`: at its
+  end, the call writes the model back, which would undo the delta.
 
   Args:
-    delta: from `read`, or of a run of one process.
+    delta: from `read`, or from `changes` in a run of one process.
     at: the step of the state that the nodes hold.
     **nodes: some or all of the nodes of the delta.
 
   Raises:
-    ValueError: before anything is changed: if the delta does not begin at that step, holds other
+    ValueError: before anything is changed, if the delta does not begin at that step, holds other
       tables or arrays, or was made against other rows. The message names them.
   """
   if delta.since != (at := integer("at", at, 0)):
@@ -261,7 +261,7 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
     )
   for name, node in nodes.items():
     _check_fits(delta, name, node)
-  copies = nnx.clone(nodes)  # their Variables are new, and share the arrays
+  copies = nnx.clone(nodes)  # new Variables that share the arrays
   for name, node in copies.items():
     checkpoint.load_dense_arrays(delta.state[name], node)
     for key, (layer, table) in row_keys(node).items():
@@ -293,7 +293,7 @@ def _put(layer: Any, table: str, rows: TableRows, owners: Owners | None) -> None
 
 
 def _check_fits(delta: Delta, name: str, node: Any) -> None:
-  """Raises ValueError unless a node has the arrays of a delta, and the rows before it."""
+  """Raises ValueError unless a node has a delta's arrays, and the rows that it was made against."""
   if name not in delta.tables:
     raise ValueError(f"The delta has no {name!r}; it has {sorted(delta.tables)}.")
   tables, owners = delta.tables[name], delta.owners[name]
@@ -334,20 +334,20 @@ def _check_fits(delta: Delta, name: str, node: Any) -> None:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# The archive has a CRC for each array, which NumPy checks. bfloat16 and other types that
-# .npy does not know are stored as unsigned integers of their bits; the header has their names.
+# The archive has a CRC for each array, which is checked on reading. bfloat16 and other dtypes that
+# .npy does not know are stored as unsigned integers of the same bits; the header names them.
 
 
 def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
-  """Writes a delta as `rows-<process>-of-<processes>.npz`, a file for each process.
+  """Writes a delta as `rows-<process>-of-<processes>.npz`, one file per process.
 
-  A file appears when all of it is on the disk, in place of an earlier one; files of another number
-  of processes are removed. Arrays are called `tables/<node>/<key>/ids`,
+  A file appears once all of it is on disk, and replaces an earlier one; files for another number
+  of processes are removed. Arrays are named `tables/<node>/<key>/ids`,
   `tables/<node>/<key>/values/parameters` (or a slot) and `state/<node>/<path>`; "header" is JSON as
   bytes.
 
   Args:
-    folder: one folder per delta, made where it is missing. All processes name the same one.
+    folder: one folder per delta, created if missing. All processes must pass the same one.
     delta: from `changes`.
 
   Raises:
@@ -377,15 +377,15 @@ def _name(index: int, count: int) -> str:
 
 
 def read(folder: str | os.PathLike[str], /) -> Delta:
-  """Reads the delta that all processes have written to a folder by `write`.
+  """Reads the delta that all processes have written to a folder with `write`.
 
   Args:
     folder: as for `write`.
 
   Raises:
     FileNotFoundError: if the file of a process is missing. The message names it.
-    ValueError: if a file is damaged, or none of `write`, or if there are files of two deltas. The
-      message names them.
+    ValueError: if a file is damaged or was not made by `write`, or if the files are of two deltas.
+      The message names them.
   """
   folder = pathlib.Path(folder)
   found = {match[0]: int(match[2]) for x in folder.glob("*") if (match := _FILE.fullmatch(x.name))}
@@ -394,7 +394,9 @@ def read(folder: str | os.PathLike[str], /) -> Delta:
   count = max(found.values())
   paths = [folder / _name(index, count) for index in range(count)]
   if missing := [path for path in paths if path.name not in found]:
-    raise FileNotFoundError(f"{missing[0]} is missing, the rows of a process in the delta.")
+    raise FileNotFoundError(
+      f"{missing[0]} is missing: it holds the rows of a process in the delta."
+    )
   parts = [_read_file(path) for path in paths]
   made = lambda part: [getattr(part, key) for key in _DESCRIBED]
   others = [folder / name for name in found if folder / name not in paths]
@@ -419,7 +421,7 @@ def read(folder: str | os.PathLike[str], /) -> Delta:
 
 def _read_file(path: pathlib.Path) -> Delta:
   try:
-    # NumPy does not close a file that is no archive.
+    # NumPy does not close a file that is not an archive.
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
       arrays = {name: file[name] for name in file.files}
     header = json.loads(arrays.pop(_HEADER).tobytes())
@@ -435,9 +437,9 @@ def _read_file(path: pathlib.Path) -> Delta:
     }
     described = {key: header[key] for key in _DESCRIBED}
     return Delta(tables=tables, state=tree["state"], owners=owners, **described)
-  # NumPy, zipfile, zlib and json raise errors of many kinds, most without the file's name.
+  # NumPy, zipfile, zlib and json raise many kinds of errors, most without the file's name.
   except Exception as error:
     if isinstance(error, OSError) and error.filename is not None:
       raise
     reason = str(error).partition("\n")[0]
-    raise ValueError(f"{path} is damaged, or no file of a delta ({reason}).") from error
+    raise ValueError(f"{path} is damaged, or not a file of a delta ({reason}).") from error

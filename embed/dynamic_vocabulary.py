@@ -27,7 +27,7 @@ from embed.variables import changing
 class Vocabulary(nnx.Variable):
   """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
 
-  An `nnx.Variable` type, for filters. It holds the storage by buckets; `SparseEmbed.variables` has
+  An `nnx.Variable` type, for filters. It stores the owners by bucket; `SparseEmbed.variables` has
   the raw ids by row.
   """
 
@@ -48,7 +48,7 @@ def make_variables(
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTable:
-  """A dynamic table of a layer; `SparseEmbed` documents the methods that it has too."""
+  """A dynamic table of a layer; `SparseEmbed` documents the methods of the same names."""
 
   name: str
   config: TableConfig
@@ -96,7 +96,7 @@ class DynamicTable:
   def _with_rows(
     self, inputs: Sequence[RawInput], rows_of: Callable[[jax.Array], jax.Array]
   ) -> dict[Path, Any]:
-    """Inputs by path with `rows_of(raw ids [N, 2])`, int32 `[N]`, in place of their raw ids."""
+    """Inputs by path, with the int32 rows `[N]` that `rows_of` gives for raw ids `[N, 2]`."""
     placement = self.stack.placement
     parts = [
       (x.ids, mesh_lib.check_inputs(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs
@@ -117,7 +117,7 @@ class DynamicTable:
     return {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, by_input, strict=True)}
 
   def report(self) -> dict[str, jax.Array]:
-    """An entry of `SparseEmbed.vocabulary_report`."""
+    """The table's entry in `SparseEmbed.vocabulary_report`."""
     state = self.state
     counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
     totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
@@ -127,17 +127,17 @@ class DynamicTable:
     return counts
 
   def owners(self) -> dict[str, Any]:
-    """The owners of the rows, arrays by name as in `admission.read_owners`."""
+    """The owners of the rows: arrays by name, as `admission.read_owners` returns them."""
     static, buckets = (self.vocabulary, self.stack.placement), self.state["buckets"]
     arrays = mesh_lib.settled(admission.read_owners(*static, buckets))
     return {name: arrays[name] for name in admission.owner_names(self.vocabulary)}  # sorted by jit
 
   def set_owners(self, arrays: Mapping[str, Any]) -> None:
-    """Replaces the owners of all rows, by arrays in the form of `owners`."""
+    """Replaces the owners of all rows with arrays in the form that `owners` returns."""
     self._set(_state_of(self.vocabulary, self.stack.placement, arrays))
 
   def store_apart(self) -> None:
-    """Stores the owners as on one device."""
+    """Stores the owners as a layer on one device does."""
     on_host = lambda tree: jax.tree.map(np.asarray, tree)
     owners = _state_of(self.vocabulary, mesh_lib.LOCAL, on_host(self.owners()))
     self.held["owners"] = Vocabulary(owners)
@@ -147,7 +147,7 @@ class DynamicTable:
 def _state_of(
   vocabulary: DynamicVocabulary, placement: mesh_lib.Placement, owners: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The part of a state that holds owners, from arrays by row."""
+  """The part of a state that holds the owners, made from arrays by row."""
   spec = admission.owners_spec(vocabulary, placement)
 
   def place(x):
@@ -161,7 +161,7 @@ def _state_of(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _admit(stack, table, maker, vocabulary, keeps_previous, state, arrays, ids):
-  """The rows of raw ids, the new state, and the stack's arrays with the rows of new owners."""
+  """The rows of raw ids, the new state, and the stack's arrays with initial rows for new owners."""
   key = state["key"]
   of_engine = {name: x for name, x in state.items() if name != "key"}
   admitted, new = admission.admit(vocabulary, stack.placement, of_engine, ids, keeps_previous)

@@ -29,19 +29,19 @@ class Exported(NamedTuple):
 
   Attributes:
     program: a `jax.export.Exported`; `serialize()` returns its bytes.
-    arrays: the arrays of the model that the program reads, NumPy by name. Tables are
-      `<module path>/<table>`, whole and in row order; other arrays have their paths, such as
-      `head/kernel`. Bfloat16 is stored as uint16, which every NumPy has; the program converts it.
+    arrays: the arrays of the model that the program reads, NumPy by name. Tables are named
+      `<module path>/<table>`, whole and in row order; other arrays are named by path, such as
+      `head/kernel`. bfloat16 is stored as uint16, since NumPy lacks it; the program converts it.
   """
 
   program: jax.export.Exported
   arrays: dict[str, np.ndarray]
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes arrays and program to one `.npz`, which replaces an earlier one at one instant.
+    """Writes the arrays and the program to one `.npz` file; replaces an earlier one atomically.
 
-    Its folder is made where it is missing; one process at a time writes a file. An `OSError` names
-    the file, which then stays as it was.
+    The folder is created if missing. Only one process may write a file at a time. An `OSError`
+    names the file, which then stays as it was.
     """
     program = np.frombuffer(self.program.serialize(), np.uint8)
     checkpoint.write_npz(pathlib.Path(path), {_PROGRAM: program, **self.arrays})
@@ -57,27 +57,27 @@ def export(
   """Exports a function of a model, as StableHLO, for processes that have only JAX.
 
   Arrays that the function does not read, such as optimizer slots, are left out. A model on a mesh
-  is exported with whole tables, for one device. Call `model.eval()` first if its layers have it.
+  is exported with whole tables, for one device. Call `model.eval()` first if its layers support it.
 
   Inputs and outputs of the program are dicts, lists and tuples of arrays: `Padded` becomes its
   `values`, `Ragged` becomes `{"values": ..., "row_splits": ...}`, `Sparse` becomes
   `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are taken from the example),
-  and a named tuple becomes a dict. Ids are int32: JAX silently cuts wider ones, and ids out of
-  range are dropped.
+  and a named tuple becomes a dict. Ids are int32: JAX silently truncates wider ones, and ids out
+  of range are dropped.
 
   Args:
     function: `f(model, *args)`, traceable.
     model: an `nnx.Module`, or a dict of arrays.
-    *args: examples of the inputs, arrays or `jax.ShapeDtypeStruct`, as `function` takes them. Their
+    *args: example inputs as `function` takes them, arrays or `jax.ShapeDtypeStruct`. Their
       dimensions may come from `jax.export.symbolic_shape`.
-    any_batch: lets the first dimension of all arrays, the same for all, vary. The `values` of a
+    any_batch: lets the first dimension, the same for all arrays, vary. The `values` of a
       `Ragged` keep their length, as a buffer that a batch need not fill.
-    platforms: the platforms to compile for, of "cpu", "cuda", "rocm" and "tpu"; None is the current
-      one.
+    platforms: the platforms to compile for, among "cpu", "cuda", "rocm" and "tpu"; None means the
+      current one.
 
   Raises:
-    ValueError: for an input or output that has no such form, a `Sparse` with `any_batch`, a
-      function that draws random numbers, a mesh that is set, and arrays that are not all on this
+    ValueError: for an input or output of any other form, a `Sparse` with `any_batch`, a function
+      that draws random numbers, a mesh set by `jax.set_mesh`, or arrays that are not all on this
       host.
   """
   if sharding.current_mesh() is not None:
@@ -85,7 +85,7 @@ def export(
   copy = nnx.merge(*nnx.split(model))
   for layer in sparse_embeds(copy).values():
     store_apart(layer)
-  # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
+  # The report stays a constant: nothing is counted, and no update has to wait for a lookup.
   graphdef, *states = nnx.split(copy, Report, ...)
   reports, state = states
   leaves, treedef = jax.tree.flatten(state)
@@ -125,7 +125,7 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 # `jax.export` drops unused arguments itself (`module_kept_var_idx`), but keeps all of them where a
 # dimension is symbolic.
 def _used_inputs(jaxpr: Any, used_outputs: Sequence[bool]) -> list[bool]:
-  """True for each input of a jaxpr that the used outputs depend on; enters jitted functions."""
+  """A bool for each input of a jaxpr: True if used outputs depend on it. Enters inner jits."""
   live = {id(x) for x, is_used in zip(jaxpr.outvars, used_outputs, strict=True) if is_used}
   for equation in reversed(jaxpr.eqns):
     outputs = [id(x) in live for x in equation.outvars]
@@ -154,7 +154,7 @@ def _names(model: Any, state: Any) -> list[str]:
 
 
 def _stored(x: Any) -> Any:
-  """A leaf as a NumPy array, of a dtype that every NumPy has."""
+  """A leaf as a NumPy array, of a dtype that NumPy itself has."""
   if checkpoint.is_key(x):
     return x  # `export` refuses programs that read keys
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -167,7 +167,7 @@ def _stored(x: Any) -> Any:
 
 
 def _read(arrays: Mapping[str, Any], name: str, leaf: Any) -> Any:
-  """A leaf of the model from the program's arrays, which lack those that it does not read."""
+  """A leaf of the model: from the program's arrays, or as it is if the program does not read it."""
   if name not in arrays:
     return leaf
   x = arrays[name]
@@ -179,7 +179,7 @@ def _is_input(x: Any) -> bool:
 
 
 def _parts(x: Any) -> dict[str, Any]:
-  """The arrays of a Padded, Ragged or Sparse."""
+  """The arrays of a `Padded`, `Ragged` or `Sparse`."""
   fields = [f.name for f in dataclasses.fields(x) if not f.metadata.get("static")]
   return {name: getattr(x, name) for name in fields}
 

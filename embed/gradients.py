@@ -42,12 +42,12 @@ class RowGrads:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
-    """The same rows with `f(values)`, `[N, D]` to `[N, D]`."""
+    """The same rows with values `f(values)`, where `f` maps `[N, D]` to `[N, D]`."""
     is_used = self.ids < self.stack.size(self.table)
     return dataclasses.replace(self, values=jnp.where(is_used[:, None], f(self.values), 0))
 
   def squared_norm(self) -> jax.Array:
-    """The sum of the squares of the rows, a float32 scalar."""
+    """The sum of the squared values, a float32 scalar."""
     return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
 
 
@@ -57,7 +57,7 @@ def by_stack(
   """The `RowGrads` of some tables as gradients of their stacks, by stack name.
 
   Raises:
-    ValueError: if they are of other tables, or if arithmetic has changed their ids.
+    ValueError: if they belong to other tables, or if arithmetic has changed their ids.
   """
   grads: dict[str, list[StackGrads]] = {}
   for name, stack in stack_of.items():
@@ -69,7 +69,7 @@ def by_stack(
           "embed.value_and_grad of this model."
         )
       if of_table.ids.dtype != np.int32:
-        raise ValueError(f"The row gradients of table {name!r} are no gradients: {ARITHMETIC}")
+        raise ValueError(f"The row gradients of table {name!r} are not gradients: {ARITHMETIC}")
       if of_table.ids.size:
         of_stack.append(_from_table_rows(stack, of_table.ids, of_table.values, name))
   return grads
@@ -79,7 +79,7 @@ def by_stack(
 
 
 class Owner(NamedTuple):
-  """A stack or a table of a model: the path of its module, "a/b", and its own name."""
+  """A stack or a table of a model: the path of its module, such as "a/b", and its own name."""
 
   path: str
   name: str
@@ -140,7 +140,7 @@ class Rows(Mapping[str, RowGrads]):
     ids = [bag.ids for x in self._calls() for bag in x.record.bags]
     is_changed = not is_traced(self.one) and np.asarray(self.one) != 1
     if is_changed or not all(map(is_integer, [self.one, *ids])):
-      raise ValueError(f"These are no gradients: {ARITHMETIC}")
+      raise ValueError(f"These are not gradients: {ARITHMETIC}")
     return self.scale(jnp.where(self.one == 1, 1.0, jnp.nan)) if is_traced(self.one) else self
 
   @property
@@ -184,7 +184,7 @@ class Rows(Mapping[str, RowGrads]):
     sums = self._sums.get_value()
     if owner not in sums:
       sums = {**sums, owner: _sum_rows(self.stacks[owner], self.grads[owner])}
-      with contextlib.suppress(errors.TraceContextError):  # a sum of an inner trace ends with it
+      with contextlib.suppress(errors.TraceContextError):  # in an inner trace, the sum ends with it
         self._sums.set_value(sums)
     return sums[owner]
 
@@ -202,7 +202,7 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(mapped, self.stacks, self.one)
 
   def squared_norm(self) -> jax.Array:
-    """The sum of the squares of all rows that train."""
+    """The sum of the squared values of all rows that are trained."""
     trained = {key: stack for key, stack in self.stacks.items() if not _is_frozen(stack)}
     norms = [_squared_norm(stack, self.grads[key]) for key, stack in trained.items()]
     return sum(norms, jnp.zeros(()))
@@ -275,7 +275,7 @@ class Grads:
 
 
 def global_norm(grads: Grads) -> jax.Array:
-  """The norm of all gradients together, a float32 scalar.
+  """The L2 norm of all gradients together, a float32 scalar.
 
   It is `sqrt(sum of g²)` over all dense gradients and all rows, where rows are summed over
   duplicates before they are squared. Dense gradients of the tables would have the same norm. Rows
@@ -294,14 +294,14 @@ def global_norm(grads: Grads) -> jax.Array:
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   """Scales all gradients by `min(1, max_norm / global_norm(grads))`, as optax does for dense ones.
 
-  NaN in any of them makes all of them NaN.
+  A NaN in any gradient makes all gradients NaN.
 
   Args:
     grads: from `embed.value_and_grad`.
     max_norm: a positive number, or a traced scalar.
 
   Raises:
-    TypeError: if `grads` are no `embed.Grads`.
+    TypeError: if `grads` is not an `embed.Grads`.
     ValueError: if `max_norm` is a number that is not positive.
   """
   if not isinstance(grads, Grads):
@@ -326,8 +326,8 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
 def accumulate(grads: Sequence[Grads]) -> Grads:
   """Adds up the gradients of microbatches: the gradient of the sum of their losses.
 
-  For the mean of n losses, write `.map(lambda g: g / n)`. An optimizer steps once from the result,
-  as from one large batch.
+  For the mean of n losses, write `.map(lambda g: g / n)`. An optimizer takes one step with the
+  result, as with one large batch.
 
   Raises:
     ValueError: for an empty list, gradients of different models, or entries of `rows` that were

@@ -1,7 +1,7 @@
-"""Tables and optimizer states of other libraries.
+"""Importers for tables, optimizer states and configs of other libraries.
 
-Each `from_` reader returns `{table: {"parameters": array, slot: array}}` in NumPy, rows in order,
-under the names of this library: `layer.load_variables` checks names and shapes, and takes it. The
+`from_torch` and `from_keras` return `{table: {"parameters": array, slot: array}}` in NumPy, rows in
+order, with the slot names of this library, for `layer.load_variables`, which checks them. The
 libraries that wrote the files are not imported; `.weights.h5` needs h5py (the extra `importers`).
 """
 
@@ -51,7 +51,7 @@ def from_torch(
     tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`.
 
   Raises:
-    ValueError: for a table that is not there, or state without a table or a slot here.
+    ValueError: for a missing table, or for optimizer state that fits no table or slot here.
   """
   variables: Variables = {}
   has_state = False
@@ -95,7 +95,7 @@ def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
   for name, x in state.items():
     slot = slot_of.get(name)
     if x is None or (name == "step" and "exp_avg" not in state):
-      continue  # Adagrad's, which does not use it
+      continue  # Adagrad stores a step that it does not use
     if slot is None:
       raise ValueError(
         f"from_torch: no optimizer here has a slot for {name!r}. Remove it from the state."
@@ -108,7 +108,7 @@ def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
         f"from_torch: the state {name!r} has the shape {array.shape}, and its table {shape}. Give "
         "dict(model.named_parameters()), which has the optimizer's order."
       )
-    elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value a row
+    elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value per row
       array = array[:, 0]
     found[slot] = array
   return found
@@ -125,8 +125,8 @@ def from_keras(
   Args:
     path: a file written by `model.save_weights`.
     slots: `{table: names of its slots}` in the order in which the optimizer keeps them, such as
-      `("accumulators",)` for Adagrad and `("momenta", "velocities")` for Adam. By default none is
-      read.
+      `("accumulators",)` for Adagrad and `("momenta", "velocities")` for Adam. By default, no slots
+      are read.
 
   Returns:
     The tables by the names of their layers; for keras-rs, by the names of its `TableConfig`s.
@@ -195,7 +195,7 @@ class Imported(NamedTuple):
   """The result of `from_tpu_embedding`: the first two arguments of `SparseEmbed`.
 
   Attributes:
-    features: TensorFlow's containers, holding `embed.FeatureConfig`.
+    features: the nesting of the TensorFlow config, with `embed.FeatureConfig` in it.
     optimizer: an `embed.RowOptimizer`, or None.
   """
 
@@ -213,14 +213,14 @@ def from_tpu_embedding(
 
   Shared tables stay shared; names and structure are kept. Options that TPUEmbeddingV2 ignores, such
   as clipping, take effect here. Initial values have the same distribution as in TensorFlow, which
-  draws them per host, but are other numbers.
+  draws them per host, but the numbers differ.
 
   Args:
     feature_config: any nesting of `tf.tpu.experimental.embedding.FeatureConfig`.
     optimizer: one of `tf.tpu.experimental.embedding`, or one of the `*Parameters` of
       `tf.compat.v1.tpu.experimental`. An `embed.RowOptimizer` is kept.
-    replace: by the name of a TensorFlow table, arguments of `embed.TableConfig` that replace its
-      own, for those without a counterpart here.
+    replace: `{TensorFlow table name: arguments}`: arguments of `embed.TableConfig` in place of the
+      table's own, for settings without a counterpart here.
 
   Returns:
     An `embed.Imported`, for `embed.SparseEmbed(*imported, rngs=rngs)`.
@@ -295,7 +295,7 @@ def _table(theirs: Any, replacements: dict[str, Any]) -> config_lib.TableConfig:
 
 
 def _initializer(theirs: Any, where: str, instead: str) -> Callable[..., Any] | None:
-  """Converts a table's initializer of TensorFlow or Keras; None is the same default as here."""
+  """Converts a table's TensorFlow or Keras initializer; returns None for the default of both."""
   dim, initializer = theirs.dim, theirs.initializer
   kind = type(initializer).__name__
   if initializer is None:
@@ -399,12 +399,12 @@ def import_variables(
 
   Args:
     arrays: the rows of each table, named `table` or `table/parameters`, and of its slots, named
-      `table/slot`. Each is one array with the rows in order, or a list with the array of each
-      shard; `numpy.array_split(array, n)` cuts an array that is n shards one after the other.
+      `table/slot`. Each is one array with the rows in order, or a list of arrays, one per shard;
+      `numpy.array_split(array, n)` splits an array of n concatenated shards.
     layer: the `SparseEmbed` to load; it determines tables, slots and shapes.
-    partition_strategy: the rows of a shard. "div": consecutive rows, one more on each of the first
-      `V % n` shards. "mod": row r is on shard `r % n`. Rows of padding are cut; TensorFlow adds
-      them if there are fewer rows than shards, and with "mod" at the end of any shard.
+    partition_strategy: the rows of each of n shards. "div": consecutive rows, one more on each of
+      the first `V % n` shards. "mod": row r is on shard `r % n`. Padding rows are dropped;
+      TensorFlow adds them if there are fewer rows than shards, and with "mod" to any shard's end.
     slots: whether to convert slots.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Initial values of tables, drawn row by row, so that a shard can make its own rows alone."""
+"""Initial values of tables, drawn row by row, so that each shard draws only its own rows."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ _THREEFRY = "threefry2x32"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWise:
-  """Draws each row from its own key; equal to another one of the very same function."""
+  """Draws each row from its own key; two are equal if they wrap the same function object."""
 
   initializer: Callable[..., Any]
 
@@ -32,9 +32,9 @@ class RowWise:
   def rows(
     self, keys: jax.Array, tables: jax.Array, ids: jax.Array, dim: int, dtype: Any
   ) -> jax.Array:
-    """Draws rows `[N, dim]` of tables with random keys `[T]`.
+    """Draws rows `[N, dim]` of T tables from the tables' random keys `[T]`.
 
-    Each row has its table, int32 `[N]`, and its id, int32 `[N]`, or raw id, uint32 `[N, 2]`.
+    Each row has a table, int32 `[N]`, and an id, int32 `[N]`, or a raw id, uint32 `[N, 2]`.
     """
     keys = threefry(keys)
 
@@ -52,7 +52,7 @@ class RowWise:
 
 
 def threefry(keys: jax.Array) -> jax.Array:
-  """Returns keys `[T]` that draw each row alone; "rbg" draws many from the first one's key."""
+  """Converts keys `[T]` to threefry; under vmap, "rbg" would draw all rows from the first key."""
   if jax.random.key_impl(keys) == _THREEFRY:
     return keys
   seeds = [jax.random.bits(keys[i], (2,), jnp.uint32) for i in range(keys.shape[0])]
@@ -62,13 +62,13 @@ def threefry(keys: jax.Array) -> jax.Array:
 def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Makes an initializer draw every row from a key of its own.
 
-  The key of a row is folded from the table's and the row's number, so that each device makes the
-  rows that it owns and no others, and a mesh changes the last bits of a value at most. Any other
-  initializer is called once with the whole table's shape, on every host.
+  A row's key is the table's key with the row's id folded in, so that each device draws only the
+  rows that it stores, and a mesh changes at most the last bits of a value. Any other initializer
+  is called once with the whole table's shape, on every host.
 
   Args:
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
-      `(1, dim)`. One that looks at the number of rows would see 1.
+      `(1, dim)`. One that depends on the number of rows would see 1.
 
   >>> small = embed.row_wise(jax.nn.initializers.normal(0.01))
   >>> movie = embed.TableConfig(100, 4, initializer=small, name="movie")
@@ -84,9 +84,9 @@ def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax
 
 
 truncated_normal_rows = RowWise(_truncated_normal)
-"""The default: a normal of standard deviation `1 / sqrt(dim)` cut at two of them, row by row.
+"""The default, row by row: a normal of standard deviation s = `1 / sqrt(dim)`, truncated at 2 s.
 
-No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt(dim).
+As in TensorFlow, truncation is not corrected for: the standard deviation of the samples is 0.88 s.
 """
 
 
@@ -97,15 +97,15 @@ def fill(
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   at_a_time: int = ROWS_AT_A_TIME,
 ) -> jax.Array:
-  """Writes the drawn rows from `start` to `end` of `[M, D]`.
+  """Fills rows `start` to `end - 1` of `[M, D]` with drawn values.
 
-  `draw(indices)` returns values `[N, D]` and which are drawn, bool `[N]` or `[N, D]`, for
-  `at_a_time` rows: the random bits of a whole table would be as large as the table.
+  `draw(indices)` returns values `[N, D]` and a mask of the drawn ones, bool `[N]` or `[N, D]`, for
+  `at_a_time` rows at most: the random bits of a whole table would be as large as the table.
   """
   chunk = min(end - start, at_a_time)
 
   def step(i, rows):
-    # The last chunk overlaps the one before, whose values come out the same.
+    # The last chunk may overlap the one before; the rows in both come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
     values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
     old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)

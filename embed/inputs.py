@@ -58,8 +58,8 @@ class Ragged:
     values: integers `[N]` (floats for weights). Values from `row_splits[-1]` on are padding, so
       that N can be a fixed buffer size.
     row_splits: integers `[batch + 1]` from 0, never decreasing.
-    max_valency: the length of the longest possible bag. With it the ids are laid out as `Padded`;
-      without it bags are combined by segments and may have any length.
+    max_valency: the length of the longest possible bag. With it, ids are laid out as in `Padded`;
+      without it, bags are combined by segments and may have any length.
 
   >>> bags = embed.Ragged(values=[3, 7, 5], row_splits=[0, 2, 2, 3])  # [3, 7], [] and [5]
   >>> embed.to_padded(bags).values.tolist()
@@ -117,7 +117,7 @@ def _kind(value: Any) -> str:
 
 
 # --- checks --------------------------------------------------------------------------------------
-# `where` begins an error: "Feature 'user': ".
+# `where` begins an error message, such as "Feature 'user': ".
 
 
 def _require(where: str, *checks: tuple[Any, str]) -> None:
@@ -163,7 +163,7 @@ def _integers(value: Any, where: str, what: str = "ids") -> Any:
 
 
 def _row_ids(value: Any, where: str, feature: config_lib.FeatureConfig) -> Any:
-  """Returns integers; int32 for a table whose raw ids must have been given rows."""
+  """Returns integer ids; for a table with a `DynamicVocabulary`, int32 rows instead of raw ids."""
   array = _integers(value, where)
   is_row = feature.table.vocabulary is None or array.dtype == np.int32 or not array.size
   text = (
@@ -194,7 +194,7 @@ def _take_apart(where: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -
   weights = _as_array(w.values, where) if is_weighted else None
   if weights is not None:
     is_number = jnp.issubdtype(weights.dtype, jnp.floating) or weights.dtype.kind in "iu"
-    text = f"weights must be floats {ids.shape}, as the ids. Got {weights.dtype} {weights.shape}."
+    text = f"weights must be floats {ids.shape}, like the ids. Got {weights.dtype} {weights.shape}."
     _require(where, (is_number and weights.shape == ids.shape, text))
   if isinstance(x, Padded):
     _require(where, (ids.ndim > 1, f"embed.Padded takes [batch, ..., L]. Got shape {ids.shape}."))
@@ -282,7 +282,7 @@ def _check_values(
       )
     ids = ids[: splits[-1]]
   if parts.kind == "sparse":
-    kept = ids >= 0  # padding has no index
+    kept = ids >= 0  # padding may have any index
     indices = np.asarray(parts.layout)[kept]
     _check_indices(indices, x.dense_shape, where)
     if form.length:  # ids beyond the table are dropped and occupy no position
@@ -298,7 +298,7 @@ def _check_values(
 
 
 def _check_weights(where: str, combiner: str, x: Any, w: Any, parts: Parts) -> None:
-  """Checks that weights are finite and laid out as their ids."""
+  """Checks that weights are laid out as their ids, and are finite where the combiner divides."""
   divides = combiner in ("mean", "sqrtn")
   if divides and _is_concrete(w) and np.isinf(np.asarray(parts.weights)).any():
     raise ValueError(f"{where}infinite weights. The combiner {combiner!r} divides by their sum.")
@@ -306,7 +306,7 @@ def _check_weights(where: str, combiner: str, x: Any, w: Any, parts: Parts) -> N
     layout = "row_splits" if parts.kind == "ragged" else "indices"
     theirs, own = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
     is_same = theirs.size == own.size and (theirs.reshape(own.shape) == own).all()
-    _require(where, (is_same, f"the weights have other {layout} than the ids."))
+    _require(where, (is_same, f"the weights have different {layout} from the ids."))
 
 
 class Input(NamedTuple):
@@ -358,9 +358,9 @@ def check(
 def to_bags(
   inputs: Sequence[Input], combiner: str | None, arrays: Sequence[Parts]
 ) -> tuple[tuple[Bags, ...], jax.Array]:
-  """Returns the bags of inputs, given as these arrays, and the number of dropped ids.
+  """Returns the bags of `inputs`, with ids from `arrays`, and the number of dropped ids.
 
-  Bags are normalized by the combiner, or by each table's own if it is None.
+  Bags are normalized by `combiner`, or by each table's own combiner if it is None.
   """
   bags, dropped = [], []
   for x, parts in zip(inputs, arrays, strict=True):
@@ -398,10 +398,10 @@ _NO_ID = np.uint32(2**32 - 1)  # both halves of padding
 
 
 def raw_ids(values: Any) -> Any:
-  """Converts raw 64-bit ids to pairs of uint32, on the host: the form that devices have.
+  """Converts raw 64-bit ids to pairs of uint32, on the host: the form that devices take.
 
-  JAX cuts 64-bit integers to their low halves, so convert a batch before it enters a jitted
-  function. `SparseEmbed.admit` and `translate` do so themselves in eager calls.
+  JAX truncates 64-bit integers to their low halves, so convert a batch before it enters a jitted
+  function. In eager calls, `SparseEmbed.admit` and `translate` convert it themselves.
 
   Args:
     values: the ids of one feature: a NumPy array or nested lists of integers, or `Padded`, `Ragged`
@@ -412,7 +412,7 @@ def raw_ids(values: Any) -> Any:
 
   Raises:
     ValueError: for other negative integers (give signed hashes as `x.view(np.uint64)`), for values
-      that are no integers, and for jax.Arrays.
+      that are not integers, and for JAX arrays.
 
   >>> embed.raw_ids(np.array([7, 2**40 + 3, -1])).tolist()
   [[0, 7], [256, 3], [4294967295, 4294967295]]
@@ -445,7 +445,7 @@ def raw_ids(values: Any) -> Any:
 class RawInput(NamedTuple):
   """The raw ids of one feature, checked: uint32 `[..., 2]`, and an input of stand-ins for them.
 
-  The stand-ins are int32, -1 for padding and else 0, in the kind of the input and of its shape.
+  The stand-ins are int32, -1 for padding and 0 otherwise, with the kind and shape of the input.
   """
 
   ids: Any
@@ -453,9 +453,9 @@ class RawInput(NamedTuple):
   stand_in: Input
 
   def used(self) -> jax.Array:
-    """Returns the raw ids `[N, 2]`, with padding in place of those that a lookup does not read.
+    """Returns the raw ids `[N, 2]`, with padding in place of ids that a lookup does not read.
 
-    They are behind the last bag of a `Ragged`, or behind the end of a sequence.
+    Examples are ids after the last bag of a `Ragged`, or past the end of a sequence.
     """
     ids, (parts, form) = jnp.asarray(self.ids).reshape(-1, 2), self.stand_in[3:]
     if parts.kind in ("dense", "padded") and not form.length:
@@ -494,7 +494,7 @@ def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) ->
 
 
 def with_stand_ins(config: Any, features: Any) -> Any:
-  """Returns a batch with int32 rows in place of raw ids: 0, and -1 for padding."""
+  """Returns a batch with int32 stand-ins for raw ids: -1 for padding, and 0 otherwise."""
 
   def replaced(feature, path, x):
     ids = _values(x)
@@ -523,15 +523,15 @@ def to_padded(
   """Lays bags out as `Padded`, in NumPy, for input pipelines.
 
   Args:
-    bags: a `Ragged`, a `Sparse` (the place in the bag is the column index), or a list of lists:
-      int ids give int32 (int64 where they need it) padded with -1, floats give float32 padded
+    bags: a `Ragged`, a `Sparse` (the position in the bag is the column), or a list of lists:
+      int ids give int32 (int64 where needed) padded with -1, and floats give float32 padded
       with 0 (as weights).
-    max_valency: L of the result; None takes the longest bag. A fixed one keeps shapes, and so the
-      compiled step, the same from batch to batch.
+    max_valency: L of the result; None takes the longest bag, or the last dimension of a `Sparse`. A
+      fixed L keeps shapes, and so the compiled step, the same from batch to batch.
     truncate: whether longer bags are cut to their first `max_valency` ids; otherwise they raise.
 
   Returns:
-    `Padded` with values `[batch, L]` (for a `Sparse` of higher rank `[..., L]`).
+    `Padded` with values `[batch, L]` (`[..., L]` for a `Sparse` of higher rank).
 
   >>> embed.to_padded([[3, 7], [5]]).values.tolist()
   [[3, 7], [5, -1]]
@@ -542,7 +542,7 @@ def to_padded(
   if isinstance(bags, Sparse):
     values, shape = _flat(np.asarray(_as_array(bags.values, where))), bags.dense_shape[:-1]
     indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
-    if values.dtype.kind != "f":  # of weights, none is padding
+    if values.dtype.kind != "f":  # weights have no padding
       values, indices = values[values >= 0], indices[values >= 0]
     _check_indices(indices, bags.dense_shape, where)
     _check_one_id_each(indices, where)
@@ -584,7 +584,7 @@ def _joined(bags: Iterable[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
         "bag."
       )
   full = [array for array in arrays if len(array)]
-  if any(array.dtype == np.uint64 for array in full):  # NumPy makes floats of them beside int64
+  if any(array.dtype == np.uint64 for array in full):  # NumPy promotes them to floats beside int64
     full = list(map(_flat, full))
   values = _flat(np.concatenate(full)) if full else np.zeros(0, np.int32)
   return values, np.array([len(array) for array in arrays], np.int64)

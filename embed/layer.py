@@ -43,9 +43,9 @@ from embed.variables import (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Spec:
-  """Static facts of a `SparseEmbed`: layers with equal ones share their compiled programs.
+  """The static part of a `SparseEmbed`: layers with equal specs share their compiled programs.
 
-  `SparseEmbed` explains `features`, `tables` and `optimizers`; the rest is internal: the stacks by
+  `SparseEmbed` documents `features`, `tables` and `optimizers`; the rest is internal: the stacks by
   name, the table of each feature, and the stack of each table.
   """
 
@@ -58,14 +58,14 @@ class Spec:
 
   @classmethod
   def of(cls, plan: planning.Plan) -> "Spec":
-    """Takes over the decisions of a plan."""
+    """Makes a spec from the decisions of a plan."""
     names, stacks = {id(table): name for name, table in plan.tables.items()}, plan.stacks()
     flat = structure.flatten_features(plan.features)
     table_of = {path: names[id(feature.table)] for path, feature in flat}
     stack_of = {table: stack for stack in stacks.values() for table in stack.tables}
     return cls(plan.features, plan.tables, plan.optimizers, stacks, table_of, stack_of)
 
-  def __eq__(self, other: object) -> bool:  # compiled functions ask at every call: mostly of itself
+  def __eq__(self, other: object) -> bool:  # compared at every compiled call, mostly with itself
     return self is other or (isinstance(other, Spec) and vars(self) == vars(other))
 
   def __hash__(self) -> int:
@@ -74,14 +74,14 @@ class Spec:
   def __repr__(self) -> str:  # in every printed model
     return f"Spec(tables={list(self.tables)})"
 
-  def __deepcopy__(self, memo) -> "Spec":  # copied configs would be others
+  def __deepcopy__(self, memo) -> "Spec":  # copied configs would be unequal
     return self
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Residual:
-  """Ids that `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree.
+  """The ids that `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree.
 
   It may hold arrays of the batch and, on a mesh, the route of the exchange.
   """
@@ -102,7 +102,7 @@ class SparseEmbed(nnx.Module):
     rngs: draws one key per table, from its stream `params`.
     mesh: the devices that tables are spread over. None is the mesh of `jax.set_mesh`, or one device
       if there is none. Inputs may have any sharding; activations come out split over the batch.
-      Outside of `jax.set_mesh` the axes of the mesh count as Auto axes, so that the compiler shards
+      Outside `jax.set_mesh`, the axes of the mesh count as Auto axes, so that the compiler shards
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: "mod" (row r on shard r % n), "div" (consecutive rows) or "replicated".
@@ -128,7 +128,7 @@ class SparseEmbed(nnx.Module):
   (100, 4)
   """
 
-  tape: Tape | None  # set inside of a loss that `value_and_grad` differentiates; None: constant
+  tape: Tape | None  # set inside a loss that `value_and_grad` differentiates; None: constant
 
   def __init__(
     self,
@@ -180,7 +180,7 @@ class SparseEmbed(nnx.Module):
   # --- lookup ------------------------------------------------------------------------------------
 
   def __call__(self, features: Any, weights: Any = None) -> Any:
-    """Looks up a batch, in the structure of its features.
+    """Looks up a batch and returns activations in the structure of its features.
 
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is a
@@ -193,9 +193,9 @@ class SparseEmbed(nnx.Module):
       `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
 
     Raises:
-      ValueError: as `embed.validate`, in eager calls. Under jit, ids out of range are dropped and
-        counted in `report`; types, dtypes and shapes are always checked.
-      TypeError: as `embed.validate`.
+      ValueError: as in `embed.validate`, in eager calls. Under jit, ids out of range are dropped
+        and counted in `report`; types, dtypes and shapes are always checked.
+      TypeError: as in `embed.validate`.
     """
     return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
@@ -213,8 +213,8 @@ class SparseEmbed(nnx.Module):
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores queries against rows: the table serves as an output layer (tied weights).
 
-    Inside `embed.value_and_grad` gradients reach the query, and the rows of the
-    candidates or of the whole table.
+    Inside `embed.value_and_grad`, gradients reach the query and the rows of the candidates, or of
+    the whole table.
 
     Args:
       query: floats `[..., dim]`.
@@ -226,7 +226,7 @@ class SparseEmbed(nnx.Module):
       The dot products, `[..., K]` or `[..., vocabulary_size]`.
 
     Raises:
-      ValueError: for an unknown table, a query of another size, or ids out of range (eagerly).
+      ValueError: for an unknown table, a query of another size, or ids out of range in eager calls.
     """
     table = table_config(self, table_name)
     if query.shape[-1] != table.dim:
@@ -281,7 +281,7 @@ class SparseEmbed(nnx.Module):
     tables: tuple[str, ...],
     combiner: str | None = None,
   ) -> tuple[Sequence[jax.Array], LookupRecord, jax.Array]:
-    """Tapped activations of the features of a stack, what was looked up, and the dropped ids."""
+    """Tapped activations of a stack's features, the lookup's record, and the dropped ids' count."""
     placement = stack.placement
     arrays = [mesh_lib.check_inputs(placement, x.name, x.parts) for x in inputs]
     bags, dropped = placement.prepare(functools.partial(to_bags, inputs, combiner), arrays)
@@ -293,7 +293,7 @@ class SparseEmbed(nnx.Module):
     return self._tap(acts, record), record, dropped
 
   def _tap(self, activations: Sequence[jax.Array], record: LookupRecord) -> Sequence[jax.Array]:
-    """Activations with taps, inside of a loss that `value_and_grad` differentiates."""
+    """Adds taps to activations, inside a loss that `value_and_grad` differentiates."""
     if not LOSSES.get():
       return activations
     if not hasattr(self, "tape"):
@@ -336,37 +336,37 @@ class SparseEmbed(nnx.Module):
   def admit(self, features: Any, *, ahead: bool = False) -> Any:
     """Assigns rows to the raw ids of a batch, in tables with a `DynamicVocabulary`.
 
-    For training, before the loss. An id without a row may take the row of another one, as the
-    policy says; the row and its slots then start from initial values, which depend on the seed, the
-    table and the raw id alone. One call is one batch: rows that it uses are not taken during the
-    call.
+    Call it in training, before the loss. An id without a row may take the row of another id, as the
+    eviction policy decides; the row and its slots then start from initial values, which depend on
+    the seed, the table and the raw id alone. One call is one batch: rows that the batch uses are
+    not taken during the call.
 
     Args:
       features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
-        NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be
+        NumPy or lists, or uint32 pairs (see `embed.raw_ids`). Features of other tables may be
         included, and are returned unchanged.
       ahead: whether the previous batch's update is still to come; its rows are not taken either.
 
     Returns:
-      The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1,
+      The batch with int32 rows in place of raw ids, for lookups. An id that got no row becomes -1,
       which is padding.
 
     Raises:
-      ValueError: naming the feature, for ids that are not raw ids, or 64-bit ids cut to 32 bits.
+      ValueError: naming the feature, for ids that are not raw ids, or were truncated to 32 bits.
     """
     return self._with_rows(features, lambda table, inputs: table.admit(inputs, bool(ahead)))
 
   def translate(self, features: Any) -> Any:
-    """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
+    """Finds the rows of a batch's raw ids without changing anything, for evaluation and serving.
 
-    Takes and returns what `admit` does. An id without a row is -1, which gives zeros.
+    Takes and returns what `admit` does. An id without a row becomes -1, which gives zeros.
     """
     return self._with_rows(features, DynamicTable.translate)
 
   def _with_rows(
     self, features: Any, find: Callable[[DynamicTable, Sequence[RawInput]], Mapping[Path, Any]]
   ) -> Any:
-    """A batch with the inputs that `find` returns for dynamic tables, and all others."""
+    """A batch with the inputs that `find` returns for dynamic tables, and all others unchanged."""
     flat: dict[Path, Any] = {}
     raw: dict[str, list[RawInput]] = {}
     for path, feature, x, _ in matched(self.spec.features, features):
@@ -380,13 +380,13 @@ class SparseEmbed(nnx.Module):
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
-    """Counts of `admit`, by table with a `DynamicVocabulary`: scalars, also under jit.
+    """Counts from `admit` for each table with a `DynamicVocabulary`: scalars, also under jit.
 
-    - `ids`, `hits`, `turned_away`: occurrences in the last batch, of all ids, of those that had a
-      row before, and of those that got none.
+    - `ids`, `hits`, `turned_away`: in the last batch, the occurrences of all ids, of ids that
+      already had a row, and of ids that got none.
     - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
     - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
-    - `total_ids` and so on: float32, the first five since the start, counted exactly.
+    - `total_ids` and so on: the five counts since the start, exact until rounded to float32.
     """
     return {name: dynamic_table(self, name).report() for name in self.vocabularies}
 
@@ -399,13 +399,13 @@ class SparseEmbed(nnx.Module):
       activation_grads: gradients in the structure of the activations. None for a feature is a zero
         gradient for the rows that it looked up, and momentum still moves those rows.
       residual: the residual of the `lookup` that made the activations.
-      step: the 0-based step for learning rate schedules, a Python int or traced.
+      step: the 0-based step, a Python int or traced, for schedules and stochastic rounding.
 
     Raises:
       ValueError: for a feature that was looked up and has no entry, a gradient of another shape or
-        kind, a table without optimizer, or a missing `step` where a schedule or stochastic rounding
-        needs it.
-      TypeError: if the kind of a container differs.
+        kind, a table without an optimizer, or a missing `step` where a schedule or stochastic
+        rounding needs it.
+      TypeError: if a container is of another kind than in the config.
     """
     if not isinstance(residual, Residual):
       raise ValueError(
@@ -423,7 +423,7 @@ class SparseEmbed(nnx.Module):
 
     The arrays may be the module's own, and a step that donates the module deletes them: copy them
     to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError; use `attend`
-    there. On a mesh, a table whose rows do not divide by the shards may be whole on every device.
+    there. On a mesh, a table whose rows do not divide evenly may be whole on every device.
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
@@ -431,9 +431,9 @@ class SparseEmbed(nnx.Module):
   def variables(self) -> dict[str, dict[str, Any]]:
     """Rows and slots: for each table name, a dict of arrays by "parameters" or slot name.
 
-    "parameters" is `[vocabulary_size, dim]`; slots are `[vocabulary_size, dim]` or
-    `[vocabulary_size]`, and the docstrings of the optimizers name them. The remarks on the arrays
-    of `tables` apply here too.
+    "parameters" is `[vocabulary_size, dim]`; slots, which the docstrings of the optimizers name,
+    are `[vocabulary_size, dim]` or `[vocabulary_size]`. A table with a `DynamicVocabulary` also has
+    "raw_ids" and scores. The remarks on the arrays of `tables` apply here too.
     """
     return read_variables(self)
 
@@ -449,7 +449,7 @@ class SparseEmbed(nnx.Module):
       tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied.
 
     Raises:
-      ValueError: as `load_variables`.
+      ValueError: as in `load_variables`.
     """
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
@@ -462,7 +462,7 @@ class SparseEmbed(nnx.Module):
 
     Raises:
       ValueError: before anything is replaced, for an unknown table or slot, another shape, or
-        values that are no real numbers.
+        values that are not real numbers.
     """
     refuse_in_loss("Tables are replaced")
     shapes = variable_shapes(self)
@@ -493,7 +493,7 @@ class SparseEmbed(nnx.Module):
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by path, such as "a/b"; a shared layer has the first one."""
+  """Every `SparseEmbed` of a model by path, such as "a/b"; a shared layer is at its first path."""
   layers: dict[str, SparseEmbed] = {}
   for path, layer in layers_of(model):
     name = "/".join(map(str, path))
@@ -512,7 +512,7 @@ def layers_of(node: Any) -> Iterator[tuple[tuple[Any, ...], SparseEmbed]]:
 
 
 def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
-  """The module and table of each key of `Grads.rows` and of checkpoints."""
+  """The layer and the table name for each key of `Grads.rows` and of checkpoints."""
   keys: dict[str, tuple[SparseEmbed, str]] = {}
   paths: dict[str, str] = {}
   for path, module in sparse_embeds(model).items():
@@ -550,7 +550,7 @@ def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
 
 
 def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
-  variables = layer.arrays[stack.name]  # to iterate is to see what nnx.tabulate keeps there
+  variables = layer.arrays[stack.name]  # iterating would also give what nnx.tabulate keeps there
   return {key: variables[key].get_value() for key in ("parameters", *stack.slots)}
 
 
@@ -562,13 +562,13 @@ def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
 
 
 def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
-  """An int32 sum that stays at the largest int32; a negative total is a sum that wrapped around."""
+  """An int32 sum that saturates at the largest int32; a negative total has already overflowed."""
   new = total + count
   return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
 def before_update(layer: SparseEmbed, outputs: Any) -> Any:
-  """Returns arrays computed from a layer's tables; the layer's next update runs after them.
+  """Makes a layer's next update wait for arrays computed from its tables; returns the arrays.
 
   `dropped_ids` is the token that orders them; see `engine.xla`.
   """
@@ -579,7 +579,7 @@ def before_update(layer: SparseEmbed, outputs: Any) -> Any:
 
 
 def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
-  # A model that a function closes over, as under jax.jit: no state comes out of it.
+  # Suppressed if a traced function, as under jax.jit, closes over the model: it returns no state.
   with contextlib.suppress(errors.TraceContextError):
     layer.report.set_value(report)
 
@@ -595,7 +595,7 @@ compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 def by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
 ) -> dict[str, list[update.StackGrads]]:
-  """Gradients by stack, all checked."""
+  """Checks the gradients of activations, and groups them by stack."""
   if residual.spec != spec:
     raise ValueError(
       "The residual is of another layer, or of one with another config, whose rows would be "
@@ -625,7 +625,7 @@ def by_stack(
 
 
 def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
-  """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
+  """The stacks of a layer that a step trains; raises ValueError if one lacks what it needs."""
   found = []
   for stack in layer.spec.stacks.values():
     if stack.name not in grads:
@@ -652,7 +652,7 @@ def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[Stac
 def step_stacks(
   layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
 ) -> None:
-  """Steps each stack once by its gradients; steps none if something is missing."""
+  """Steps each stack once with its gradients, or raises before any has stepped."""
   for stack in moving(layer, grads, step):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = stored_arrays(layer, stack)
@@ -684,7 +684,7 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
-  """`SparseEmbed.variables`."""
+  """Implements `SparseEmbed.variables`."""
   refuse_in_loss("Tables are read")
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
@@ -697,7 +697,7 @@ def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
 
 
 def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
-  """The owners of the rows of a table, by name; nothing if its ids are its rows."""
+  """The arrays of the owners of a table's rows, by name; empty if its ids are its rows."""
   is_dynamic = layer.spec.tables[name].vocabulary is not None
   return dynamic_table(layer, name).owners() if is_dynamic else {}
 
@@ -716,7 +716,7 @@ def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStr
 
 
 def store_apart(layer: SparseEmbed) -> None:
-  """Stores each table of a layer as on one device, in its own array without slots, for export."""
+  """Stores each table as a layer on one device does, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
   stacks = {
     name: StackSpec(name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype)

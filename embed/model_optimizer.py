@@ -20,8 +20,8 @@ _HOLDING_BACK = ("MultiStepsState", "ApplyEvery", "ConditionallyMaskState", "App
 class Optimizer(nnx.Module):
   """Applies `embed.Grads`: optax to every `nnx.Param`, each table's own optimizer to its rows.
 
-  `step` counts updates from 0 and drives the tables' schedules. `dense` is the `nnx.Optimizer` of
-  optax. Slots are in the model. `embed.checkpoint` saves all of these.
+  `step` counts updates from 0 and drives the tables' schedules. `dense` is the `nnx.Optimizer` that
+  runs optax. Slots are in the model. `embed.checkpoint` saves all of these.
 
   Args:
     model: the module to train.
@@ -40,7 +40,7 @@ class Optimizer(nnx.Module):
 
   @property
   def step(self) -> nnx.Variable:
-    """The number of updates so far, an `nnx.Variable` of an unsigned scalar."""
+    """The number of updates so far, an `nnx.Variable` that holds an unsigned scalar."""
     return self.dense.step
 
   @jax.named_scope("update")
@@ -72,7 +72,7 @@ class Optimizer(nnx.Module):
     ]
     for of_layer in steps:
       moving(*of_layer)  # raises before any layer has stepped
-    # Optax's arithmetic relies on the standard promotion.
+    # Optax's arithmetic relies on standard dtype promotion.
     with changing("An update"), jax.numpy_dtype_promotion("standard"):
       self.dense.update(model, grads.dense, **kwargs)
     for of_layer in steps:
@@ -105,17 +105,17 @@ def _refuse_holding_back(state: Any) -> None:
 def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., Any]:
   """Compiles a training step and binds it to the modules that it trains.
 
-  Modules are flattened once, where `nnx.jit` flattens them at every call, and donated, so that
-  tables are updated in place.
+  Modules are flattened once, whereas `nnx.jit` flattens them at every call; they are donated, so
+  that tables are updated in place.
 
   Args:
     step: `f(*modules, *args, **kwargs)`, which may return any tree of arrays.
     *modules: the model, its optimizer, and any other module that the step changes. The compiled
-      step sees new values of their Variables, as from a restored checkpoint, but no submodule
-      that is replaced and no later `model.eval()`.
+      step sees new values of their Variables, as from a restored checkpoint, but neither a
+      submodule that is replaced nor a later `model.eval()`.
 
   Returns:
-    `f(*args, **kwargs)`, which changes the modules in place. Its arguments hold no modules.
+    `f(*args, **kwargs)`, which changes the modules in place. Its arguments must not hold modules.
 
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
   >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
@@ -139,9 +139,9 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
 
 
 def _unshare(variables: Sequence[nnx.Variable]) -> None:
-  """Copies arrays that several Variables hold, as parameters and the start of their average do.
+  """Copies arrays that several Variables share, such as parameters and their initial average.
 
-  XLA takes a donated array once. Raises ValueError if a step of a clone has deleted one.
+  XLA accepts a donated array only once. Raises ValueError if a step of a clone has deleted one.
   """
   held: set[int] = set()
   for variable in variables:

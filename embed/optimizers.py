@@ -1,11 +1,11 @@
-"""The row optimizers: a function each, which states the equation of one row's step.
+"""The row optimizers: one function each, which states the equation of a row's step.
 
 An equation takes `g` (the row's summed gradient), `w` (the row) and its slots, all `[..., D]` in
 float32; slots with one value per row are `[...]`. The first line of a function checks its arguments
-by `CHECKS`, and the last one makes the record. `OPTIMIZERS` lists the functions for pickles,
-`embed.EmbeddingConfigSpec`, `embed.from_tpu_embedding` and error texts.
+by `CHECKS`, and its last line makes the `RowOptimizer`. `OPTIMIZERS` lists the functions for
+pickles, `embed.EmbeddingConfigSpec`, `embed.from_tpu_embedding` and error messages.
 
-Formulas, names and defaults are TensorFlow's (its SparseCore sources and training kernels).
+Formulas, names and defaults are TensorFlow's (SparseCore sources, training kernels) if not noted.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Equation = Callable[..., tuple[jax.Array, Slots]]
 
 
 class Common(TypedDict, total=False):
-  """The keyword arguments of every optimizer, which `embed.sgd` explains. None by default."""
+  """The keyword arguments of every optimizer, each None by default; `embed.sgd` documents them."""
 
   clipvalue: ClipRange | None
   weight_decay_factor: float | None
@@ -47,8 +47,8 @@ class Slot:
   """An optimizer's state per row, for `embed.custom_optimizer`.
 
   Args:
-    initial: the value every entry starts with.
-    per_row: one value a row, `[V]`, instead of one per element, `[V, D]`.
+    initial: the value that every entry starts with.
+    per_row: True keeps one value per row, `[V]`, instead of one per element, `[V, D]`.
     dtype: float32, or an integer type for counts.
   """
 
@@ -115,7 +115,7 @@ class RowOptimizer:
     return f"embed.{self.name}({given})"
 
   def learning_rate_at(self, step: Any) -> Any:
-    """The rate of the 0-based `step`, a number or a traced scalar."""
+    """The learning rate at the 0-based `step`, a number or a traced scalar."""
     return self.learning_rate(step) if self.has_schedule else self.learning_rate
 
   @property
@@ -210,7 +210,7 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
 
 
 def _checked(name: str, key: str, value: Any) -> Any:
-  """An argument that fits its line in `CHECKS`, a scalar array as a number."""
+  """Checks an argument by its entry in `CHECKS`; returns it, a scalar array as a number."""
   if isinstance(value, nnx.Variable):
     raise ValueError(
       f"Argument `{key}` of {name} is an nnx.Variable, which may change, and no step would see it. "
@@ -223,7 +223,7 @@ def _checked(name: str, key: str, value: Any) -> Any:
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-  """Checks an optimizer's arguments, `locals()` in the first line of its function.
+  """Checks an optimizer's arguments, given as `locals()` in the first line of its function.
 
   Returns:
     All arguments by name: `clipvalue` as a pair, scalar arrays as numbers. Equations take numbers
@@ -261,11 +261,11 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
     clipvalue: clips the summed gradient elementwise, before slots are updated: `c` clips it to
       `[-c, c]`, `(min, max)` to that range, where None is no bound.
     weight_decay_factor: decays touched rows by `w -= factor * w`, before the update.
-    multiply_weight_decay_factor_by_learning_rate: decays by `factor * lr` instead.
+    multiply_weight_decay_factor_by_learning_rate: True decays by `factor * lr * w` instead.
     clip_weight_min, clip_weight_max: bounds that touched rows are clipped to after the update.
 
   Raises:
-    ValueError: naming the argument that is wrong, and what it must be.
+    ValueError: naming the invalid argument, and what it must be.
     TypeError: for an argument that the optimizer does not have.
   """
   arguments = _arguments("sgd", locals())
@@ -281,7 +281,7 @@ def adagrad(
 ) -> RowOptimizer:
   """Adagrad (Duchi et al. 2011). Slot `accumulators`, float32 `[V, D]`.
 
-  The step of a row, with the new `a` and by default no epsilon, as TensorFlow's::
+  The step of a row, with the new `a` and by default no epsilon, as in TensorFlow::
 
     a += g²
     w -= lr * g / (sqrt(a) + epsilon)
@@ -314,7 +314,7 @@ def rowwise_adagrad(
   epsilon: float = 0.0,
   **common: Unpack[Common],
 ) -> RowOptimizer:
-  """Row-wise Adagrad: one accumulator a row, `D` times less state than Adagrad.
+  """Row-wise Adagrad: one accumulator per row, `1 / D` of Adagrad's state.
 
   The step of a row, FBGEMM's EXACT_ROWWISE_ADAGRAD::
 
@@ -343,7 +343,7 @@ def adagrad_momentum(
   epsilon: float = 1e-10,
   **common: Unpack[Common],
 ) -> RowOptimizer:
-  """Adagrad with momentum over the scaled gradient, as TensorFlow's on SparseCore.
+  """Adagrad with momentum over the scaled gradient, as in TensorFlow on SparseCore.
 
   The step of a row::
 
@@ -352,7 +352,7 @@ def adagrad_momentum(
     m = momentum * m + s
     w -= lr * m  # lr * (momentum * m + s) with use_nesterov
 
-  Slots `accumulators` (`a`) and `momenta` (`m`), float32 `[V, D]`, both from 0.
+  Slots `accumulators` (`a`) and `momenta` (`m`), float32 `[V, D]`, both starting at 0.
   """
   arguments = _arguments("adagrad_momentum", locals())
   momentum, exponent = arguments["momentum"], arguments["exponent"]
@@ -391,14 +391,14 @@ def ftrl(
     z += g - d * w / lr
     w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 * l2)
 
-  Slots `accumulators` (`a`) and `linears` (`z`, from 0), float32 `[V, D]`. With `l1` small weights
+  Slots `accumulators` (`a`) and `linears` (`z`, from 0), float32 `[V, D]`. With `l1`, small weights
   become exactly 0. A row's initial value is lost at its first touch; weight decay acts on the `w`
-  that `z` is updated with.
+  in the update of `z`.
 
   Args:
-    learning_rate: as in `embed.sgd`. A rate of 0, as a warm-up may start with, divides by 0 unless
-      `multiply_linear_by_learning_rate`.
-    multiply_linear_by_learning_rate: `z` carries the factor `lr`, which may then be 0.
+    learning_rate: as in `embed.sgd`. A rate of 0, as at the start of a warm-up, divides by 0 unless
+      `multiply_linear_by_learning_rate` is True.
+    multiply_linear_by_learning_rate: True gives `z` the factor `lr`, which may then be 0.
     allow_zero_accumulator: has no effect; TensorFlow refuses a zero accumulator with it as well.
   """
   arguments = _arguments("ftrl", locals())
@@ -432,7 +432,7 @@ def adam(
   rowwise: bool = False,
   **common: Unpack[Common],
 ) -> RowOptimizer:
-  """Adam (Kingma and Ba 2015) as TensorFlow has it for embeddings: without bias correction.
+  """Adam (Kingma and Ba 2015), by default as in TensorFlow for embeddings: no bias correction.
 
   The step of a row::
 
@@ -440,16 +440,16 @@ def adam(
     v = beta_2 * v + (1 - beta_2) * g²
     w -= lr * m / sqrt(v + epsilon²)  # lr * m / (sqrt(v) + epsilon) without sum_inside_sqrt
 
-  Slots `momenta` (`m`) and `velocities` (`v`), float32 `[V, D]`, from 0. That makes the first step
-  of a row `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. To correct it
-  by the global step, as TensorFlow's Adam and torch's SparseAdam, write
+  Slots `momenta` (`m`) and `velocities` (`v`), float32 `[V, D]`, start at 0. That makes a row's
+  first step `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. To correct
+  it by the global step, as TensorFlow's Adam and torch's SparseAdam do, write
   `learning_rate=embed.bias_corrected(...)`; by a row's own steps, `bias_correction=True`.
 
   Args:
-    bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t`, `t` being the row's
-      steps, this one included: without sum_inside_sqrt torch's Adam and optax's. Slot `steps`,
-      int32 `[V]`.
-    rowwise: `v` averages the mean of g² over the row, `[V]`: FBGEMM's PARTIAL_ROWWISE_ADAM.
+    bias_correction: True divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t`, where `t` counts
+      the row's steps, this one included; without sum_inside_sqrt, this is Adam as in torch and
+      optax. Adds slot `steps`, int32 `[V]`.
+    rowwise: True keeps one `v` per row, `[V]`, from mean(g²): FBGEMM's PARTIAL_ROWWISE_ADAM.
   """
   arguments = _arguments("adam", locals())
   beta_1, beta_2 = arguments["beta_1"], arguments["beta_2"]
@@ -475,7 +475,7 @@ def adam(
 
 
 def _correction(beta: float, t: jax.Array) -> jax.Array | float:
-  """`1 - beta^t`, by expm1, which keeps the digits that the difference loses in float32."""
+  """`1 - beta^t` by expm1, which keeps the digits that the difference would lose in float32."""
   return -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
 
 
@@ -510,7 +510,7 @@ class BiasCorrected:
 
 
 def frozen() -> RowOptimizer:
-  """Leaves a table as it is: no slots, no update. Its row gradients can still be seen."""
+  """Leaves a table as it is: no slots, no updates. Its row gradients can still be read."""
   return RowOptimizer("frozen", {}, None, {})
 
 
@@ -545,15 +545,15 @@ def custom_optimizer(
   """Makes an optimizer from your own equation.
 
   Args:
-    update: `f(gradients, rows, slots, learning_rate) -> (rows, slots)` on float32 `[..., D]`
-      arrays, the leading axes being rows, in JAX operations. Slots are a dict of `[..., D]`, or
-      `[...]` if `per_row`. It may look across a row, by the last axis.
+    update: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, in JAX operations on
+      float32 `[..., D]` arrays whose leading axes are rows. Slots are a dict of `[..., D]`, or
+      `[...]` if `per_row`. It may reduce over a row, along the last axis.
     slots: `{name: initial value}`, or `{name: embed.Slot(initial, per_row=True)}`.
 
   Raises:
     ValueError: when a layer is made, if the step of a row depends on other rows.
 
-  Two such optimizers are equal if their functions are the same object: define them once.
+  Two such optimizers are equal only if their functions are the same objects: define each once.
   """
   arguments = _arguments("custom_optimizer", locals())
   by_name = _slots(arguments["slots"] or {})
@@ -583,14 +583,14 @@ def from_optax(
   the optax state, `[V, D]`, or `[V]` for its scalars, named by their paths in it.
 
   Args:
-    tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters.
+    tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters' values.
     learning_rate: a factor on the updates; a schedule of the global step belongs here.
-    per_row: True takes a `tx` in which an element's update depends on other elements (the norms of
-      LAMB and LARS, the means of novograd and adafactor), and takes those over each row alone.
+    per_row: True accepts a `tx` in which an element's update depends on other elements (norms in
+      LAMB and LARS, means in NovoGrad and Adafactor), and computes those over each row alone.
       `embed.clip_by_global_norm` clips by the norm of all gradients.
 
-  Two optimizers are equal if they have the same `tx` object: give one to all tables that may share
-  a stack, since optax's transformations do not compare by their arguments.
+  Two optimizers are equal only if they have the same `tx` object: give one object to all tables
+  that may share a stack, since optax transformations do not compare by their arguments.
 
   Raises:
     ValueError: if `tx` is not an optax transformation, if the update of a row depends on other rows
@@ -644,7 +644,7 @@ def from_optax(
 
 
 def _slot_of(path: Any, of_zeros: Any, of_ones: Any, dim: int) -> Slot:
-  """The slot of a leaf of an optax state, from the states of parameters of zeros and of ones."""
+  """The slot for a leaf of an optax state, given the leaf for parameters of zeros and of ones."""
   a, b = np.asarray(of_zeros), np.asarray(of_ones)
   if a.shape not in ((), (dim,)) or not np.array_equal(a, b) or (a != a.flat[0]).any():
     raise ValueError(
@@ -670,6 +670,6 @@ OPTIMIZERS: dict[str, Callable[..., RowOptimizer]] = {
 
 
 def named() -> dict[str, Callable[..., RowOptimizer]]:
-  """The optimizers that a configuration can name, by numbers and strings alone."""
+  """The optimizers that a configuration can describe with numbers and strings alone."""
   takes_functions = ("custom_optimizer", "from_optax")
   return {name: make for name, make in OPTIMIZERS.items() if name not in takes_functions}

@@ -1,7 +1,7 @@
-"""`plan` decides how tables are stored and exchanged, and counts the bytes before allocation.
+"""`plan` decides how tables are stored and exchanged, and counts bytes before any allocation.
 
-A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows,
-"replicated" nothing. Tables of equal width, dtype, optimizer and settings are stacked.
+A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows;
+"replicated" does not. Tables of equal width, dtype, optimizer and settings are stacked.
 """
 
 import dataclasses
@@ -39,24 +39,24 @@ class TablePlan:
 
   Args:
     strategy: "mod", "div" or "replicated".
-    axis: the mesh axes that the table is split over, a name or several.
-    exchange: "all_to_all" or "gather", for a table whose rows are split. None lets each batch
-      choose the one that moves less.
+    axis: the mesh axes that the table is split over, one name or several.
+    exchange: "all_to_all" or "gather", for a table whose rows are split. None chooses, for each
+      batch, the one that moves fewer bytes.
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
       it for each batch. A number that is too small costs rounds, but never drops an id.
-    storage: how rows lie in memory, which changes nothing else:
+    storage: how rows are laid out in memory, which changes nothing else:
 
       - "rows": an array of rows.
-      - "packed": side by side in lines of 128 columns, as 8, 16, 32, 64 or a multiple of 128
-        columns each. TPUs would copy a table of other widths in every step. CPUs and GPUs gain
-        nothing by it.
-      - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed where
-        rows are no multiple of 128 columns wide. The kernels are compiled for these chips and
-        checked by emulation, but no TPU has run them.
+      - "packed": side by side in lines of 128 columns, each row padded to 8, 16, 32, 64 or a
+        multiple of 128 columns. TPUs would copy a table of any other width in every step. CPUs and
+        GPUs gain nothing from it.
+      - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed unless
+        the width is a multiple of 128. The kernels are compiled for these chips and checked by
+        emulation, but have not run on a TPU.
       - "auto": "packed" on TPUs and "rows" elsewhere.
 
-      Where a table cannot be on SparseCores, the printed plan says why, and it is stored as by
-      "auto". Rows of a multiple of 128 columns are lines already.
+      If SparseCores cannot take a table, the printed plan says why, and the table is stored as with
+      "auto". Rows whose width is a multiple of 128 are lines already.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -132,10 +132,10 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Plan:
   """Decisions about how the tables of a feature config are spread over a mesh.
 
-  `embed.plan` makes plans. A plan maps each table name to a `TablePlan`, which
-  can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
-  batch. Tables of equal width, dtype, optimizer and `TablePlan` are stacked: stored in one array
-  and exchanged together.
+  `embed.plan` makes plans. A plan maps each table name to a `TablePlan`, which can be changed:
+  `plan["movie"].strategy = "div"`. Printing a plan shows the costs for its example batch. Tables of
+  equal width, dtype, optimizer and `TablePlan` are stacked: stored in one array and exchanged
+  together.
 
   Attributes:
     features: the feature config.
@@ -205,7 +205,7 @@ class Plan:
     return table.vocabulary_size * table.dim * table.dtype.itemsize
 
   def _stacking_key(self, name: str) -> Any:
-    """Stacking key: equal for tables that may share a stack."""
+    """A key that is equal for tables that may share a stack."""
     if self.mesh is None and self._bytes(name) > ALONE:
       return name
     table = self.tables[name]
@@ -262,12 +262,12 @@ class Plan:
     return "packed" if is_packed and self.tables[name].dim % stack_lib.LANES else "rows"
 
   def _not_on_sparse_cores(self, name: str, entry: TablePlan) -> str | None:
-    """The reason why SparseCores cannot have the rows of a table, or None."""
+    """The reason why SparseCores cannot take the rows of a table, or None."""
     table, kind = self.tables[name], self._placement(entry).device_kind
     return sparse_core.unsupported_reason(kind, table.dim, table.dtype)
 
   def stacks(self, entries: Mapping[str, TablePlan] | None = None) -> dict[str, StackSpec]:
-    """The stacks by name, in the order of their first tables; with other entries where given."""
+    """The stacks by name, in the order of their first tables, from `entries` or the plan's own."""
     entries = self.entries if entries is None else entries
     groups: dict[Any, list[str]] = {}
     for name, entry in entries.items():
@@ -288,7 +288,7 @@ class Plan:
     return stacks
 
   def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
-    """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
+    """Divides tables into groups with few enough rows for 32-bit sort keys and ids."""
     alone = self._stack("", names[:1], entry).layout
     shards, unit = alone.shards, alone.unit
     most = min(exchange.most_rows(shards), MAX_VOCABULARY_SIZE)
@@ -344,7 +344,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """True if `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
+    """True if `bytes_per_device` fits in `hbm_bytes`; None if the memory is not known."""
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
@@ -370,7 +370,7 @@ class Plan:
     return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}\n{notes}".rstrip()
 
   def _notes(self) -> Iterator[str]:
-    """Lines on how tables are stored and why, and a warning of tables that are saved whole."""
+    """Lines about how tables are stored and why, and a warning about tables saved whole."""
     whole: list[str] = []
     for stack in self.stacks().values():
       notes = []
@@ -397,7 +397,7 @@ class Plan:
   # --- what `embed.plan` decides -----------------------------------------------------------------
 
   def choose_strategies(self) -> None:
-    """Sets the strategies with which the resulting stacks move the fewest bytes."""
+    """Sets the candidate strategies whose stacks move the fewest bytes."""
 
     def moved(strategies):
       tried = {n: dataclasses.replace(self[n], strategy=s) for n, s in strategies.items()}
@@ -406,12 +406,12 @@ class Plan:
     groups: dict[Any, list[str]] = {}
     for name in self.tables:
       groups.setdefault(self._stacking_key(name), []).append(name)
-    for names in groups.values():  # one does not change what another moves
+    for names in groups.values():  # no group changes what another moves
       for name, strategy in min(self._candidates(names), key=moved).items():
         self[name].strategy = strategy
 
   def _candidates(self, names: Sequence[str]) -> list[dict[str, str]]:
-    """Strategies by table: "replicated" for a number of the smallest tables, "mod" for the rest."""
+    """Candidates by table: "replicated" for the k smallest tables, "mod" for the rest."""
     small = [name for name in names if self._bytes(name) <= REPLICATED]
     small.sort(key=self._bytes)
     counts = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
@@ -435,24 +435,24 @@ def plan(
 ) -> Plan:
   """Decides how to spread tables over a mesh, and counts the bytes that this takes and moves.
 
-  Tables that can be stored together are decided together. Their rows are split, except for small
-  tables, which are replicated where that moves fewer bytes. If they do not fit `hbm_bytes`, no
-  table is replicated, and `Plan.fits` says whether they do then. Nothing is allocated.
+  Strategies are chosen jointly for tables that can be stored together. Rows are split, except for
+  small tables, which are replicated where that moves fewer bytes. If the plan then exceeds
+  `hbm_bytes`, no table is replicated, and `Plan.fits` says if it now fits. Nothing is allocated.
 
   Args:
     features: the feature config.
     mesh: the devices, a `jax.sharding.Mesh`. It may consist of devices that are not attached, from
       `jax.experimental.topologies`, or be a `jax.sharding.AbstractMesh`. None is the mesh of
       `jax.set_mesh`, or one device.
-    batch: example inputs of a whole batch in the structure of the feature config, or their shapes
+    batch: example inputs for a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
     optimizer: the optimizer of tables that have none of their own.
     hbm_bytes: the memory of a device, such as `device.memory_stats()["bytes_limit"]`, or None.
     axis: the mesh axes to split over; None takes all of them.
 
   Returns:
-    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), and to
-    pass to `SparseEmbed(plan=plan, rngs=rngs)`.
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), and to pass to
+    `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
     ValueError: for inputs that do not fit the feature config.
@@ -496,7 +496,7 @@ def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-  """Aligns the cells of lines in columns, to the right except for the columns in `left`."""
+  """Formats lines of cells as a text table, aligned right except for the columns in `left`."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
   return "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)

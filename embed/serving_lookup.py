@@ -26,12 +26,12 @@ def serving_lookup(
   - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
   - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
     `validate_weights_and_indices` is False and the rank is 2.
-  - `output_shape` matters to `Padded` and `Ragged` alone.
+  - `output_shape` applies only to `Padded` and `Ragged`.
 
   Args:
     inputs: in the structure of `feature_config`; a dict may hold any subset. Each is a dense
       integer array, `Padded`, `Ragged` or `Sparse`; negative ids are padding.
-    weights: the parallel structure of floats, or None; an entry may be None.
+    weights: weights in the same structure, or None; an entry may be None.
     tables: float `[vocabulary_size, dim]`, NumPy or JAX, by the table's name or, outside of jit, by
       its `TableConfig`. An eager call copies NumPy tables, and tables on a mesh, to one device.
     feature_config: a `FeatureConfig` or any nesting of them.
@@ -41,9 +41,9 @@ def serving_lookup(
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:
-    ValueError: for a wrong input, naming its feature, or a wrong table. Under jit, ids
-      `>= vocabulary_size` are dropped instead, and JAX first cuts ids to 32 bits.
-    TypeError: where the kind of a container differs from the config.
+    ValueError: for an invalid input, naming its feature, or an invalid table. Under jit, ids
+      `>= vocabulary_size` are dropped instead, and JAX first truncates ids to 32 bits.
+    TypeError: if a container is of another kind than in the config.
   """
   names = {table: name for name, table in structure.name_tables(feature_config).items()}
   activations = {}
@@ -71,14 +71,14 @@ def _rows(tables: Mapping[Any, Any], table: TableConfig, name: str) -> jax.Array
 
 
 def _look_up(name: str, feature: FeatureConfig, x: Any, w: Any, rows: jax.Array) -> jax.Array:
-  """Activations of a feature: serving's rules in terms of training's."""
+  """Activations of a feature, with serving's rules expressed in terms of training's."""
   table, stated = feature.table, feature.output_shape
   has_bags = isinstance(x, (inputs_lib.Padded, inputs_lib.Ragged))
   rules = dataclasses.replace(
     feature,
     max_sequence_length=feature.max_sequence_length if stated is None else 0,
     output_shape=stated if has_bags else None,
-    validate_weights_and_indices=True,  # in serving it decides on pruning, below
+    validate_weights_and_indices=True,  # in serving, it decides on pruning, below
   )
   checked = inputs_lib.check((), name, rules, x, w)
   bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)

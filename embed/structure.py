@@ -1,4 +1,4 @@
-"""Nested features: flattened to paths, matched with values, packed again, and their tables named.
+"""Nested features: flattening to paths, matching with values, repacking, and naming their tables.
 
 A feature config is any nesting of dicts, lists, tuples and named tuples of `FeatureConfig`. It is
 walked without `jax.tree`, which would keep the insertion order of an OrderedDict, lose None leaves,
@@ -20,7 +20,7 @@ def is_namedtuple(value: Any) -> bool:
 
 
 def _children(config: Any) -> list[tuple[str, Any]]:
-  """The (key, child) pairs of a container, dict keys sorted."""
+  """The (key, child) pairs of a container, with dict keys sorted."""
   if isinstance(config, Mapping):
     kinds = sorted({type(key).__name__ for key in config})
     if len(kinds) > 1:
@@ -53,15 +53,15 @@ def feature_name(path: Path, feature: FeatureConfig | None = None) -> str:
 def match(
   config: Any, values: Any, what: str, path: Path = (), *, none_allowed: bool = True
 ) -> Iterator[tuple[Path, FeatureConfig, Any]]:
-  """Yields each feature, its path and its entry of `values`, which has the same structure.
+  """Yields the path, the config and the entry in `values` of each feature.
 
-  In the order of `flatten_features`; a dict may hold any subset of the keys.
+  Features come in the order of `flatten_features`; a dict may hold any subset of the keys.
 
   Args:
     config: the feature config.
-    values: the same nesting of values.
+    values: values in the structure of `config`.
     what: the name of `values` in errors.
-    path: of this part of the config.
+    path: the path of this part of the config.
     none_allowed: whether None may replace a container.
   """
   if isinstance(config, FeatureConfig):
@@ -109,7 +109,7 @@ def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> A
 
 
 def own(config: Any) -> Any:
-  """The same features in containers of their own, which the caller cannot change."""
+  """The same features in new containers, which the caller cannot change."""
   return pack(config, config, dict(flatten_features(config)))
 
 

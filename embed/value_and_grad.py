@@ -1,10 +1,10 @@
 """`value_and_grad`: a loss differentiated with respect to parameters and to zeros at every lookup.
 
-A lookup inside the loss attaches zeros, its **tap**, to its activations, and keeps what it looked
+A lookup inside the loss adds zeros, its **tap**, to its activations, and keeps what it looked
 up, its **record**. Both are Variables of the layer, in its `variables.Tape`, so that Flax carries
 them in and out of its transformations. The gradient of the tap is the gradient of the activations:
-with the record it is all of the row gradients, in memory of the batch. A first pass over shapes
-finds the lookups.
+with the record, it gives all row gradients, in memory proportional to the batch. A first pass,
+over shapes alone, finds the lookups.
 """
 
 import functools
@@ -26,8 +26,8 @@ from embed.variables import LOSSES, Tap, Tape, changing
 def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
   """Differentiates a loss with respect to every `nnx.Param`, and to the rows that it looks up.
 
-  Lookups may be under `nnx.jit`, `nnx.remat` and both branches of `nnx.cond` that get the model as
-  an argument. The loss is traced twice; outside of jit, an id out of range raises.
+  Lookups may be inside `nnx.jit`, `nnx.remat` or both branches of `nnx.cond`, if these get the
+  model as an argument. The loss is traced twice; outside jit, an id out of range raises.
 
   Args:
     loss_fn: `f(model, *args, **kwargs)` returning a float scalar, or `(scalar, aux)`.
@@ -36,7 +36,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
   Returns:
     `f(model, *args, **kwargs)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that
     the loss makes to the model's state (batch statistics, random counters, `report`) are kept. The
-    loss is NaN if a lookup has run a different number of times than it was traced.
+    loss is NaN if a lookup has run more or fewer times than it was traced.
 
   Raises:
     ValueError: when called, if the gradient of a lookup would be lost: under `jax.jit`, `vmap` or a
@@ -94,9 +94,9 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 def _with_nodes_alone(
   loss_fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """A loss of the model and a list of the NNX objects among the other arguments, and the list.
+  """A loss that takes the model and a list of the other NNX objects in its arguments; that list.
 
-  All else stays what it is: NumPy ids are checked, and Python code may branch on them.
+  All other arguments stay as they are: NumPy ids are checked, and Python code may branch on them.
   """
   is_node = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))
   leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: is_node(x) or x is None)
@@ -112,13 +112,13 @@ def _with_nodes_alone(
   return loss, [leaves[i] for i in at]
 
 
-_ABSENT = object()  # in place of a tape: outside of a loss, or in a layer that it does not get
+_ABSENT = object()  # in place of a tape: outside a loss, or in a layer that the loss does not get
 
 
 def _set_tapes(tapes: Mapping[SparseEmbed, Any]) -> None:
   for layer, tape in tapes.items():
     if hasattr(layer, "tape"):
-      del layer.tape  # Flax lets no attribute change from None to a module
+      del layer.tape  # Flax does not let an attribute change from None to a module
     if tape is not _ABSENT:
       layer.tape = tape
 
@@ -153,7 +153,7 @@ def _tape(layer: SparseEmbed) -> Tape:
 
 
 def _zeros(layer: SparseEmbed, found: Lookups) -> Lookups:
-  """Taps and records to begin the second pass with."""
+  """Zero taps and records for the start of the second pass."""
 
   def of(lookup):
     _, (record, _) = lookup
@@ -163,7 +163,7 @@ def _zeros(layer: SparseEmbed, found: Lookups) -> Lookups:
 
 
 def _rows(model: Any, layers: dict[str, SparseEmbed], taps: Any) -> tuple[Rows, Any]:
-  """The row gradients of the lookups, and whether each of them was used as it was made."""
+  """The row gradients of the lookups, and whether every lookup was used just as it was made."""
   gradient_of = dict(nnx.to_flat_state(taps))
   first_path = {id(layer): path for path, layer in reversed(list(layers_of(model)))}
   grads: dict[Owner, list[ActivationGrads]] = {}

@@ -22,8 +22,8 @@ from embed.storage import tables as stored_tables
 class Table(nnx.Variable):
   """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
 
-  An `nnx.Variable` type, for filters. It holds the storage, several tables in one array and in
-  another order where that is cheaper; `SparseEmbed.tables` has the tables.
+  An `nnx.Variable` type, for filters. It holds the storage, which may put several tables in one
+  array, and rows in another order; `SparseEmbed.tables` has the tables.
   """
 
 
@@ -35,25 +35,25 @@ class SlotVariable(nnx.Variable):
 
 
 class Report(nnx.Variable):
-  """Counts of the lookups: an `nnx.Variable` that holds a dictionary of scalars.
+  """Counts from the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
   - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
   - `exchange_rounds`, int32: the most rounds of an all-to-all in the last call; 1 where buffers
     were large enough, 0 without an all-to-all.
-  - `buffer_fill`, float32: the largest used share of a buffer in the last call; above 1 there was
+  - `buffer_fill`, float32: the largest used share of a buffer in the last call; above 1, there was
     more than one round. 0 without a mesh.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
-  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
-  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
-  `jax.jit`, with the module closed over or as a pytree, counts nothing.
+  `max_valency`, or outside a `dense_shape`. By default, eager calls raise for these instead. Like
+  all NNX state, the report comes out of `nnx.jit` and other nnx transformations that take the
+  module as an argument; plain `jax.jit`, with it closed over or as a pytree, counts nothing.
   """
 
 
 def make_variables(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
 ) -> nnx.Dict:
-  """The Variables of a stack, each with its place on a mesh."""
+  """The Variables of a stack, each annotated with its sharding."""
   of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim)
   kind = lambda key: Table if key == "parameters" else SlotVariable
   arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
@@ -69,7 +69,7 @@ def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
 
 def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> dict[str, Any]:
   """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read."""
-  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
+  local = placement.mesh is None  # on one device, the annotation says how to split elsewhere
   rows = axis if local else placement.row_axes
   short = lambda names: (names[0] if len(names) == 1 else names) or None
   # Not eager: the array is placed where it is made, not when it is wrapped.
@@ -78,7 +78,7 @@ def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> 
 
 # --- inside a loss -------------------------------------------------------------------------------
 
-# The number of lookups that each `value_and_grad` which is tracing has seen, the outermost first.
+# The number of lookups that each `value_and_grad` being traced has seen, the outermost first.
 LOSSES: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("losses", default=())
 
 
@@ -86,7 +86,7 @@ class Tap(nnx.Variable):
   """Zeros whose gradients are the gradients of a lookup's activations, and a zero for its mark.
 
   A pair: arrays of the activations' shapes, and a float32 scalar. The gradient of the scalar is the
-  mark of each use of the activations, added up.
+  sum of the marks of all uses of the activations.
   """
 
 
@@ -109,7 +109,7 @@ class Tape(nnx.Module):
     )
 
   def add(self, activations: Sequence[jax.Array], record: Any) -> list[jax.Array]:
-    """Activations with the tap of the next lookup, which keeps the record.
+    """Adds the tap of the next lookup to its activations, and keeps the record.
 
     Raises:
       ValueError: where the gradient would be lost.
@@ -141,14 +141,14 @@ class Tape(nnx.Module):
     return [(x["tap"].get_value(), x["record"].get_value()) for x in self.lookups]
 
 
-# A lookup keeps its mark, and the use of its activations returns it. They differ if a lookup in a
+# A lookup keeps its mark, and the gradient of its tap returns it. The two differ if a lookup in a
 # copy of the layer has used the tap as well, or if a loop has used it several times.
 _MARKS = itertools.count(0xC5A3F, 0x9E3779B1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attach(mark: float, activations: list[jax.Array], tap: Any) -> list[jax.Array]:
-  """Returns the activations; the tap gets their gradient as well, and the mark as its scalar's."""
+  """Returns the activations; the tap gets their gradient as well, and its scalar gets the mark."""
   del mark
   return [x + zeros for x, zeros in zip(activations, tap[0], strict=True)]
 
@@ -166,7 +166,7 @@ _attach.defvjp(_attach_forward, _attach_backward)
 
 
 def refuse_in_loss(what: str) -> None:
-  """Raises ValueError inside of a loss that is differentiated."""
+  """Raises ValueError inside a loss that is differentiated."""
   if LOSSES.get():
     raise ValueError(
       f"{what} inside the loss, where no gradient comes back from the tables. Write "
@@ -180,7 +180,7 @@ def refuse_in_loss(what: str) -> None:
 
 @contextlib.contextmanager
 def changing(what: str) -> Iterator[None]:
-  """Explains how to pass a model that a JAX transformation closes over."""
+  """Raises ValueError with advice if a JAX transformation closes over the model being changed."""
   try:
     yield
   except errors.TraceContextError:
@@ -192,9 +192,9 @@ def changing(what: str) -> Iterator[None]:
 
 
 def check_alive(what: str, arrays: Iterable[Any]) -> None:
-  """Raises ValueError if one of some arrays was deleted by a step that donated it."""
+  """Raises ValueError if any of the arrays was deleted by a step that donated it."""
   for x in arrays:
-    # Compiled steps ask at every call, which `isinstance(x, jax.Array)` would make slow.
+    # Runs at every call of a compiled step, where `isinstance(x, jax.Array)` would be slow.
     if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
       raise ValueError(
         f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
@@ -203,7 +203,7 @@ def check_alive(what: str, arrays: Iterable[Any]) -> None:
 
 
 def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:
-  """Raises ValueError unless a value fits the array of this name among `wanted`, of a table."""
+  """Raises ValueError unless a value fits `wanted[key]`, the array of that name in a table."""
   if key not in wanted:
     slots = [kept for kept in wanted if kept != "parameters"]
     raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")

@@ -89,12 +89,12 @@ BAD = {
   "weights-other-splits": Bad(
     {"clicks": embed.Ragged([1, 2, 3], [0, 1, 3])},
     {"clicks": embed.Ragged(np.ones(3), [0, 2, 3])},
-    says=("clicks", "other row_splits"),
+    says=("clicks", "different row_splits"),
   ),
   "weights-other-indices": Bad(
     {"clicks": embed.Sparse([[0, 0], [1, 1]], [1, 2], (2, 2))},
     {"clicks": embed.Sparse([[0, 0], [1, 0]], np.ones(2), (2, 2))},
-    says=("clicks", "other indices"),
+    says=("clicks", "different indices"),
   ),
   # Differences of unsigned integers are never negative.
   "splits-decrease": Bad(

@@ -1,4 +1,4 @@
-"""Pure arrays behind `SparseEmbed`: no NNX, nothing public. One step, from ids to new rows:
+"""Array code behind `SparseEmbed`: no NNX, no public API. One step, from ids to new rows:
 
   bag, dropped = bags.from_input(parts, form, size)           # any input, as ids with padding
   bag = bag.normalized("mean", size)                          # the combiner becomes gains
@@ -7,31 +7,31 @@
   scalars = update.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [call], scalars)        # new rows and slots
 
-An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where
-rows are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
-forms of a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new
-rows; `admission` for raw ids. `xla` has what only orders XLA's work, `hashes` the one mixer of
-bits, and `compat` what JAX has renamed.
+An update is in place if the enclosing jit donates the arrays. See `mesh` and `stack` for where rows
+are stored; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
+forms of a gradient and the sum per row; `cost` and `exchange` for several devices; `update` for new
+rows; `admission` for raw ids. `xla` only orders XLA's work, `hashes` has the bit mixer, and
+`compat` has the names that differ between versions of JAX.
 
-Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
-tables, which no step needs. `embed.kernels` has compiled code for the SparseCores of TPUs, which
-registers itself with `backends`: `rows` and `update` call it where it can do what they define, only
-faster. Imports between the packages point one way, as `pyproject.toml` says.
+Two more packages handle only arrays. `embed.storage` makes stored arrays, and reads and loads them
+as tables, which no step needs. `embed.kernels` has compiled code for TPU SparseCores, which
+registers itself with `backends`: `rows` and `update` call it wherever it supports the operation.
+Imports between the packages go one way, as `pyproject.toml` specifies.
 
-In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
-each device in a round.
+In shapes: V rows of D columns; N ids in B bags of L positions; S shards; C rows that a pair of
+devices exchanges in a round.
 
 Glossary:
 
-  stack           tables of one width, dtype and optimizer, stored in one array
+  stack           tables of the same width, dtype and optimizer, stored in one array
   placement       the devices of a stack; LOCAL is one device
   shard           the rows of a stack that one device stores
   local row       the index of a row in its shard; the number of rows there is padding
   bag             the ids that are combined into one activation
-  segments        the bag of each id, where bags have any length (ragged)
-  gain            what a row is multiplied by: the user's weight, normalized by the combiner
-  record          what one call looked up in a stack, ids of its tables, kept for its gradients
-  route           how a call's ids map to the shards that store their rows
-  capacity        the rows that a pair of devices exchanges in a round
+  segments        the bag of each id, for bags of any length (ragged)
+  gain            the factor of a row: the user's weight, normalized by the combiner
+  record          the table ids that one call looked up in a stack, kept for its gradients
+  route           the mapping from a call's ids to the shards that store their rows
+  capacity        the most rows that a pair of devices exchanges in a round
   distinct rows   one summed gradient for each row that was looked up
 """

@@ -1,24 +1,24 @@
-"""Admission of raw 64-bit ids to the rows of a table of fixed capacity, in arrays of fixed shapes.
+"""Admits raw 64-bit ids to the rows of a table of fixed capacity, in arrays of fixed shapes.
 
-A **raw id** is two uint32, the high and the low half; all ones is padding. Rows lie in **buckets**
-of `bucket_width` neighbours. A raw id hashes to one bucket, where it is compared with the owner of
-each row. A newcomer takes the row of the lowest rank in its bucket: an empty or expired one, else
-the row that eviction ranks first. Rows of this batch are never taken; a newcomer that finds none is
-turned away. Buckets do not depend on each other, so the result is the same on every mesh.
+A **raw id** is two uint32, the high and the low half; all ones is padding. Rows form **buckets** of
+`bucket_width` adjacent rows. A raw id hashes to one bucket, where it is compared with the owner of
+each row. A newcomer takes the lowest-ranked row of its bucket: an empty or expired one, or else the
+first that the eviction policy selects. Rows used in this batch are never taken; a newcomer that
+finds none is turned away. Buckets are independent, so the result is the same on every mesh.
 
-The newcomers of a bucket are served in the order of a hash of their raw ids, which no order of the
-batch changes. Everything is in integers, exact on every backend.
+Newcomers to a bucket are served in the order of a hash of their raw ids, whatever their order in
+the batch. All arithmetic is on integers, exact on every backend.
 
 The state of a table:
 
-- `buckets`: uint32 `[buckets, words * bucket_width]`. For each row of a bucket the high half of its
-  raw id, then for each the low half, the number of the batch that used it last (0: empty) and, with
-  "lfu", its count. Buckets are split over the devices that split rows if their number divides by
-  them; otherwise each device has them all and makes the same changes.
+- `buckets`: uint32 `[buckets, words * bucket_width]`. The high halves of the raw ids of a bucket's
+  rows, then the low halves, then the number of the batch that last used each row (0: empty) and,
+  with "lfu", its count. Buckets are split like the rows if the number of shards divides the number
+  of buckets; otherwise each device has all of them and makes the same changes.
 - `step`: int32, the number of batches admitted.
 - `filled`: int32, the number of rows with an owner.
-- `batch`: int32 `[5]`, the counts of `COUNTS` in the last batch.
-- `totals`: uint32 `[5, 2]`, the same since the start, high and low halves.
+- `batch`: int32 `[5]`, the counts named in `COUNTS`, for the last batch.
+- `totals`: uint32 `[5, 2]`, the same counts since the start, as high and low halves.
 """
 
 import functools
@@ -37,19 +37,19 @@ from embed.engine.stack import Arrays
 
 State = dict[str, Any]
 
-EMPTY = np.uint32(2**32 - 1)  # both halves: no raw id
+EMPTY = np.uint32(2**32 - 1)  # in both halves: no raw id
 COUNTS = ("ids", "hits", "admissions", "evictions", "turned_away")
 OWNERS = ("raw_ids", "last_used", "uses")  # who owns a row; "uses" with "lfu" only
 
 _HIGH, _LOW, _LAST, _COUNT = range(4)  # words of a row
 _SALTS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
-_NEVER = np.uint32(2**32 - 1)  # the rank of a row that is not taken
+_NEVER = np.uint32(2**32 - 1)  # the rank of a row that must not be taken
 _MOST = 2**20  # the largest count of uses
-_PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
+_PARTS = (64, 8, 1)  # newcomers are settled in the smallest 1 / part of a batch that holds them
 
 
 class Admitted(NamedTuple):
-  """The rows of a batch of N raw ids, whole on every device."""
+  """The rows of a batch of N raw ids, replicated on every device."""
 
   rows: jax.Array  # int32 `[N]`, -1 for padding and for ids without a row
   is_new: jax.Array  # bool `[N]`, true at one occurrence of each id that was given a row
@@ -59,14 +59,14 @@ class Admitted(NamedTuple):
 
 
 def mixed(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """A bijection of 64 bits as two uint32: a Feistel network of four rounds."""
+  """Maps 64 bits, as two uint32, one to one to 64 bits: a Feistel network of four rounds."""
   for salt in _SALTS:
     high, low = low, high ^ scramble(low ^ jnp.uint32(salt))
   return high, low
 
 
 def scaled_to(h: jax.Array, size: int) -> jax.Array:
-  """`h * size // 2**32` of uint32, below `size` and in the order of h: int32."""
+  """Computes int32 `h * size // 2**32` of uint32 `h`: below `size`, and in the order of `h`."""
   a, b = h >> 16, h & jnp.uint32(0xFFFF)
   c, d = jnp.uint32(size >> 16), jnp.uint32(size & 0xFFFF)
   middle = ((b * d) >> 16) + ((b * c) & jnp.uint32(0xFFFF)) + a * d
@@ -74,7 +74,7 @@ def scaled_to(h: jax.Array, size: int) -> jax.Array:
 
 
 def bucket_of(vocabulary: DynamicVocabulary, ids: jax.Array) -> jax.Array:
-  """The buckets int32 `[N]` of raw ids uint32 `[N, 2]`."""
+  """The buckets, int32 `[N]`, of raw ids, uint32 `[N, 2]`."""
   return scaled_to(mixed(ids[:, 0], ids[:, 1])[0], vocabulary.buckets)
 
 
@@ -82,21 +82,21 @@ def bucket_of(vocabulary: DynamicVocabulary, ids: jax.Array) -> jax.Array:
 
 
 def owner_names(vocabulary: DynamicVocabulary) -> tuple[str, ...]:
-  """The arrays of `read_owners`."""
+  """The names of the arrays that `read_owners` returns."""
   return OWNERS if vocabulary.eviction == "lfu" else OWNERS[:-1]
 
 
 def _words(vocabulary: DynamicVocabulary) -> int:
-  return 1 + len(owner_names(vocabulary))  # a raw id takes two
+  return 1 + len(owner_names(vocabulary))  # a raw id takes two words
 
 
 def _axes(vocabulary: DynamicVocabulary, placement: Placement) -> Names:
-  """The mesh axes that split the buckets."""
+  """The mesh axes that the buckets are split over."""
   return placement.row_axes if vocabulary.buckets % placement.shards == 0 else ()
 
 
 def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
-  """The spec of the buckets and of the arrays of `read_owners`."""
+  """The spec of the buckets and of the arrays that `read_owners` returns."""
   return P(_axes(vocabulary, placement) or None)
 
 
@@ -106,13 +106,13 @@ def _specs(vocabulary: DynamicVocabulary, placement: Placement) -> dict[str, P]:
 
 
 def bytes_on_device(vocabulary: DynamicVocabulary, placement: Placement) -> int:
-  """The bytes of the buckets that a device has."""
+  """The bytes that the buckets take on a device."""
   shards = placement.shards if _axes(vocabulary, placement) else 1
   return 4 * _words(vocabulary) * vocabulary.capacity // shards
 
 
 def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
-  """The state of a table without a raw id."""
+  """The state of a table that has no raw ids yet."""
   width = vocabulary.bucket_width
   local = vocabulary.buckets // (placement.shards if _axes(vocabulary, placement) else 1)
 
@@ -135,7 +135,7 @@ def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
 def owner_shapes(
   vocabulary: DynamicVocabulary, placement: Placement
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """The arrays of `read_owners`, as shapes with shardings."""
+  """The arrays that `read_owners` returns, as shapes with shardings."""
   where = None if placement.is_local else placement.sharding(owners_spec(vocabulary, placement))
   scores = jax.ShapeDtypeStruct((vocabulary.capacity,), jnp.int32, sharding=where)
   ids = jax.ShapeDtypeStruct((vocabulary.capacity, 2), jnp.uint32, sharding=where)
@@ -144,11 +144,11 @@ def owner_shapes(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def read_owners(vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array) -> Arrays:
-  """The owners of the rows, in their order, which do not depend on the mesh.
+  """Reads the owners of the rows, in row order, independent of the mesh.
 
   Returns:
-    "raw_ids" uint32 `[V, 2]`, all ones without an owner; "last_used" int32 `[V]`, the number of a
-    batch, 0 without an owner; with "lfu" also "uses", int32 `[V]`.
+    "raw_ids", uint32 `[V, 2]`, all ones for a row without an owner; "last_used", int32 `[V]`, a
+    batch number, 0 for a row without an owner; with "lfu", also "uses", int32 `[V]`.
   """
 
   def per_device(buckets):
@@ -178,7 +178,7 @@ def from_owners(vocabulary: DynamicVocabulary, placement: Placement, arrays: Arr
 
 
 def fits(vocabulary: DynamicVocabulary, raw_ids: Any) -> bool:
-  """True if each raw id, uint32 `[V, 2]` by row, is in a row of its bucket."""
+  """Returns True if each raw id, uint32 `[V, 2]` by row, is in the bucket that it hashes to."""
   ids = jnp.asarray(raw_ids)
   bucket = jnp.arange(len(ids), dtype=jnp.int32) // vocabulary.bucket_width
   return bool(jnp.all(_is_empty(ids) | (bucket_of(vocabulary, ids) == bucket)))
@@ -188,12 +188,12 @@ def fits(vocabulary: DynamicVocabulary, raw_ids: Any) -> bool:
 
 
 class _Found(NamedTuple):
-  """Raw ids `[N]` in the buckets of a device; other devices' ids are in none."""
+  """The places of raw ids `[N]` in a device's buckets; ids of other devices have none."""
 
-  is_own: jax.Array  # no padding, and the bucket is here
+  is_own: jax.Array  # not padding, and its bucket is on this device
   bucket: jax.Array  # local; 0 if not own
   is_hit: jax.Array
-  lane: jax.Array  # the row in the bucket, of a hit
+  lane: jax.Array  # the row within the bucket; 0 if not a hit
 
 
 def _is_empty(ids: jax.Array) -> jax.Array:
@@ -205,7 +205,7 @@ def _word(bucket_words: jax.Array, number: int, width: int) -> jax.Array:
 
 
 def _is_live(vocabulary: DynamicVocabulary, last: jax.Array, step: jax.Array) -> jax.Array:
-  """True for rows that have an owner whose time to live is not over."""
+  """Marks the rows that have an owner whose time to live has not expired."""
   live = last > 0
   if vocabulary.time_to_live is not None:
     live &= step - last.astype(jnp.int32) <= vocabulary.time_to_live
@@ -219,13 +219,13 @@ def _find(
   bucket = bucket_of(vocabulary, ids) - device_index(axes) * buckets.shape[0]
   is_own = ~_is_empty(ids) & (bucket >= 0) & (bucket < buckets.shape[0])
   bucket = jnp.where(is_own, bucket, 0)
-  # Only the words that are compared: an empty row has no id's, an expired one may.
+  # Reads only the words to compare: an empty row matches no id, but an expired one may.
   read = (3 if vocabulary.time_to_live is not None else 2) * width
   there = buckets.at[bucket, :read].get(mode="promise_in_bounds")
   same = (_word(there, _HIGH, width) == ids[:, :1]) & (_word(there, _LOW, width) == ids[:, 1:])
   if vocabulary.time_to_live is not None:
     same &= _is_live(vocabulary, _word(there, _LAST, width), step)
-  # One at most is the same, and one reduction finds it.
+  # At most one row matches, and one reduction finds it.
   lane = jnp.max(jnp.where(same, jnp.arange(width, dtype=jnp.int32)[None], -1), axis=1)
   is_hit = is_own & (lane >= 0)
   return _Found(is_own, bucket, is_hit, jnp.where(is_hit, lane, 0))
@@ -239,14 +239,14 @@ def _global_rows(vocabulary: DynamicVocabulary, axes: Names, buckets: Any, found
 
 
 def _merged(x: jax.Array, axes: Names) -> jax.Array:
-  """The elementwise maximum over devices: the device with an id's bucket has its row, others -1."""
+  """The elementwise maximum over devices: an id has its row on one device, and -1 on the others."""
   return lax.pmax(x, axes) if axes else x
 
 
 def translate(
   vocabulary: DynamicVocabulary, placement: Placement, state: State, ids: jax.Array
 ) -> jax.Array:
-  """The rows int32 `[N]` of raw ids uint32 `[N, 2]`, -1 for none; changes nothing."""
+  """The rows, int32 `[N]`, of raw ids, uint32 `[N, 2]`, -1 for none; does not change the state."""
   axes = _axes(vocabulary, placement)
 
   def per_device(buckets, step, ids):
@@ -267,12 +267,12 @@ def admit(
   ids: jax.Array,
   keeps_previous: bool = False,
 ) -> tuple[Admitted, State]:
-  """Finds or gives a row to each raw id uint32 `[N, 2]` of a batch, whole on every device.
+  """Finds or assigns a row for each raw id of a batch, uint32 `[N, 2]`, whole on every device.
 
-  With `keeps_previous`, rows of the batch before are not taken either.
+  With `keeps_previous`, rows used in the previous batch are not taken either.
   """
   n = ids.shape[0]
-  if not n:  # nothing of no elements is scattered
+  if not n:  # avoids scatters of empty arrays
     ids = jnp.full((1, 2), EMPTY)
   specs = _specs(vocabulary, placement)
   f = functools.partial(_admit_on_device, vocabulary, _axes(vocabulary, placement), keeps_previous)
@@ -287,14 +287,14 @@ def _admit_on_device(vocabulary, axes: Names, keeps_previous: bool, state: State
   hits = _global_rows(vocabulary, axes, buckets, found)
   is_miss = found.is_own & ~found.is_hit
   settle = functools.partial(_settle, vocabulary, axes, keeps_previous)
-  # Loops of one round or none: a conditional would copy the buckets.
+  # Loops of at most one round: a conditional would copy the buckets.
   count, least, n = jnp.sum(is_miss, dtype=jnp.int32), 0, ids.shape[0]
   carry = (buckets, jnp.full(n, -1, jnp.int32), jnp.zeros(n, bool), jnp.int32(0))
   for size in sorted({-(-n // part) for part in _PARTS}):
     rounds = ((count > least) & (count <= size)).astype(jnp.int32)
 
     def body(i, carry, size=size, rounds=rounds):
-      # What does not depend on the round, XLA would compute before the loop, also without a round.
+      # Depends on `i`, or XLA would hoist it out of the loop and compute it even with no rounds.
       return settle(size, carry[0], ids, found, is_miss & (i < rounds), step)
 
     carry, least = lax.fori_loop(0, rounds, body, carry), size
@@ -313,7 +313,7 @@ def _admit_on_device(vocabulary, axes: Names, keeps_previous: bool, state: State
 
 
 def _faded(vocabulary: DynamicVocabulary, counts: jax.Array, last: jax.Array, step: Any):
-  """Counts halved once for each epoch that has begun since they were last used."""
+  """Halves each count once per epoch that has begun since its row was last used."""
   if vocabulary.half_life is None:
     return counts
   epochs = step // vocabulary.half_life - last.astype(jnp.int32) // vocabulary.half_life
@@ -321,7 +321,7 @@ def _faded(vocabulary: DynamicVocabulary, counts: jax.Array, last: jax.Array, st
 
 
 def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> jax.Array:
-  """Marks the rows of the ids that were found as used in this batch."""
+  """Marks the rows of found ids as used in this batch."""
   width = vocabulary.bucket_width
   bucket = jnp.where(found.is_hit, found.bucket, buckets.shape[0])
   column = lambda word: buckets.at[bucket, word * width + found.lane]
@@ -334,15 +334,15 @@ def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> ja
 
 
 def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss, step):
-  """Gives newcomers rows, at most `size` occurrences of them.
+  """Gives rows to newcomers, which have at most `size` occurrences.
 
   Returns:
-    The new buckets; the rows that newcomers were given, -1 for other ids, and the mask `is_new`, as
-    in `Admitted`; and the number of evictions.
+    The new buckets; the rows given to newcomers, -1 for other ids; the mask `is_new`, as in
+    `Admitted`; and the number of evictions.
   """
   n = is_miss.shape[0]
   width, local = vocabulary.bucket_width, buckets.shape[0]
-  # Distinct newcomers, the first of each run, in the order of their hashes and so of their buckets.
+  # Distinct newcomers, the first of each run, ordered by hash and therefore by bucket.
   slot = jnp.where(is_miss, jnp.cumsum(is_miss, dtype=jnp.int32) - 1, size)
   index = jnp.full(size, n, jnp.int32).at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
   of = lambda x, fill: x.at[index].get(mode="fill", fill_value=fill)
@@ -356,7 +356,7 @@ def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss
   is_asking = is_first & is_used
   bucket = jnp.where(is_used, of(found.bucket, 0), local)
 
-  # The r-th newcomer of a bucket takes the row of the r-th lowest rank, unless that is kept.
+  # The r-th newcomer to a bucket takes its r-th lowest-ranked row, unless that row is kept.
   before = jnp.cumsum(is_asking, dtype=jnp.int32) - is_asking
   rank = before - lax.cummax(jnp.where(differs(bucket), before, 0))
   there = buckets.at[bucket].get(mode="fill", fill_value=0)
@@ -383,7 +383,7 @@ def _settle(vocabulary, axes, keeps_previous, size, buckets, ids, found, is_miss
 
 
 def _ranks(vocabulary, there: jax.Array, step: jax.Array, keeps_previous: bool):
-  """The order in which rows of buckets are taken: uint32 `[n, W]` twice, the second for ties."""
+  """Ranks rows by the order to take them in: two uint32 `[n, W]`, the second to break ties."""
   width = vocabulary.bucket_width
   last = _word(there, _LAST, width)
   is_live = _is_live(vocabulary, last, step)
@@ -391,14 +391,14 @@ def _ranks(vocabulary, there: jax.Array, step: jax.Array, keeps_previous: bool):
   major, minor = last, jnp.zeros_like(last)
   if vocabulary.eviction == "lfu":
     count = _faded(vocabulary, _word(there, _COUNT, width), last, step)
-    major, minor = count + 1, last  # a count may have faded to 0, which is for free rows
+    major, minor = count + 1, last  # a count may have faded to 0, the rank of free rows
   return tuple(jnp.where(is_kept, _NEVER, jnp.where(is_live, x, 0)) for x in (major, minor))
 
 
 def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The lane of the n-th lowest rank of each row `[N, W]`, ties by lane, and True if it is free.
+  """The lane of the n-th lowest rank in each row `[N, W]`, ties by lane, and whether it is free.
 
-  By comparing all pairs: W is small, and no sort along an axis is as fast on any backend.
+  Compares all pairs: W is small, and a sort along an axis is slower on every backend.
   """
   width = ranks[0].shape[1]
   a_major, a_minor = (x[:, :, None] for x in ranks)

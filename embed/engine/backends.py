@@ -1,8 +1,8 @@
-"""Back ends: compiled code in the place of XLA's formulations, which define what it means.
+"""Back ends: compiled code that replaces XLA's formulations, which define its semantics.
 
-The engine imports none; a module of `embed.kernels` registers itself. A stack has the name of its
-back end in `StackSpec.back_end`, or None for XLA. Where a plan does not choose one, environment
-variables do, which are for tests.
+The engine imports none; each module of `embed.kernels` registers itself. `StackSpec.back_end` is
+the name of a stack's back end, or None for XLA. Where a plan does not choose one, environment
+variables do; they are meant for tests.
 """
 
 import os
@@ -17,10 +17,10 @@ class BackEnd(Protocol):
   """Compiled code that looks up and steps rows on a device, for the tables that it supports."""
 
   def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
-    """Does as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""
+    """Does the same as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""
 
   def step(self, stack: Any, row_step: Any, arrays: Any, at: jax.Array, g: jax.Array) -> Any:
-    """Reads the distinct rows `at` of a table and its slots, steps them, and writes them."""
+    """Reads, steps and writes the distinct rows `at` of a table and its slots."""
 
 
 def is_on(variable: str, default: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Bags of ids, the one form of every input: built-in combiners, and ids out of range dropped.
+"""Bags of ids, the common form of all inputs: built-in combiners, and dropping of invalid ids.
 
 No other file reads `segments`.
 """
@@ -19,16 +19,16 @@ UNUSED = np.iinfo(np.int32).max  # an id, or a row, that is in no table
 class Bags:
   """The rows that are summed into each activation, and their gains.
 
-  Either every bag has L positions, `[*batch, L]`, or bags have any length, one id after another,
-  `[N]`; then `segments` holds the bag of each id.
+  Either every bag has L positions, `[*batch, L]`, or bags have any length, with their ids
+  concatenated, `[N]`; then `segments` holds the bag of each id.
 
   Attributes:
-    ids: int32 `[*batch, L]` or `[N]`; any other number than a row is padding. Rows of a table until
-      `with_ids` replaces them by local rows of a shard, or by positions in a buffer.
-    gains: factors of the rows, float32 of the shape of `ids`, or `[*batch, 1]`, one for each bag;
-      None is 1. Until `normalized`, the user's weights.
+    ids: int32 `[*batch, L]` or `[N]`; any number that is not a row is padding. Rows of a table,
+      until `with_ids` replaces them with local rows of a shard or with positions in a buffer.
+    gains: factors of the rows, float32, of the shape of `ids`, or `[*batch, 1]`, one for each bag;
+      None means 1. Before `normalized`, the user's weights.
     segments: int32 `[N]`, the flat index of each id's bag, `prod(batch)` for padding; or None.
-    shape: the batch of bags with segments; None without.
+    shape: the batch shape of ragged bags; None for other bags.
   """
 
   ids: jax.Array
@@ -43,25 +43,25 @@ class Bags:
 
   @property
   def is_ragged(self) -> bool:
-    """True for bags of any length."""
+    """True for ragged bags, which can have any length."""
     return self.segments is not None
 
   def with_ids(self, ids: jax.Array) -> "Bags":
     return dataclasses.replace(self, ids=ids)
 
   def flat(self) -> "Bags":
-    """The bags one after another: ids `[B, L]`."""
+    """Flattens the batch to one dimension: ids `[B, L]`; ragged bags stay as they are."""
     if self.is_ragged:
       return self
     bags = math.prod(self.batch)
     return jax.tree.map(lambda x: x.reshape(bags, x.shape[-1]), self)
 
   def padded(self, placement: Any) -> "Bags":
-    """Pads with empty bags to a multiple of the devices of a placement."""
+    """Pads the batch with empty bags to a multiple of the placement's number of devices."""
     if placement.devices == 1:
       return self
     if self.is_ragged:
-      batch, *rest = self.batch  # the segment of padding may now be a bag: it adds nothing to that
+      batch, *rest = self.batch  # the segment of padding may now be a bag, but adds nothing to it
       return dataclasses.replace(self, shape=(batch + -batch % placement.devices, *rest))
     gains = None if self.gains is None else placement.pad_batch(self.gains, 0)
     return Bags(placement.pad_batch(self.ids, UNUSED), gains)
@@ -88,7 +88,7 @@ class Bags:
     return dataclasses.replace(self, gains=w * inverse_norm(total, combiner))
 
   def _largest(self, sizes: jax.Array) -> jax.Array:
-    """The largest of the sizes in each id's bag."""
+    """The largest of `sizes` in each id's bag."""
     if self.segments is None:
       return jnp.max(sizes, axis=-1, keepdims=True, initial=0)
     none = jnp.zeros(math.prod(self.batch), jnp.float32)
@@ -96,17 +96,17 @@ class Bags:
     return largest.at[self.segments].get(mode="fill", fill_value=0)
 
   def sum_segments(self, rows: jax.Array) -> jax.Array:
-    """The sum of each bag's rows, `[N, D]` to `[prod(batch), D]`; of ragged bags."""
+    """Sums each bag's rows, `[N, D]` to `[prod(batch), D]`; only for ragged bags."""
     sums = jnp.zeros((math.prod(self.batch), rows.shape[-1]), rows.dtype)
     return sums.at[self.segments].add(rows, mode="drop")
 
   def per_id(self, grads: jax.Array) -> jax.Array:
-    """The gradient of each id's bag, `[*batch, D]` to `[N, D]`; of ragged bags."""
+    """Gathers the gradient of each id's bag, `[*batch, D]` to `[N, D]`; only for ragged bags."""
     grads = grads.reshape(-1, grads.shape[-1])
     return grads.at[self.segments].get(mode="fill", fill_value=0)
 
   def part(self, start: jax.Array, batch: tuple[int, ...], padding: int) -> "Bags":
-    """The `prod(batch)` ragged bags from the flat index `start` on."""
+    """The `prod(batch)` consecutive ragged bags that start at the flat index `start`."""
     assert self.segments is not None
     count = math.prod(batch)
     segments = self.segments - start
@@ -121,9 +121,9 @@ class LookupRecord:
   """The lookups of one call in a stack: the unit of an exchange.
 
   Attributes:
-    bags: of each feature, with ids of its own table. `exchange.pad_to_devices` pads them.
+    bags: the bags of each feature, with ids of its own table; `exchange.pad_to_devices` pads them.
     tables: the name of each feature's table.
-    route: an `exchange.Route` of the features with positions and ids, or None.
+    route: the `exchange.Route` of the features that have ids and are not ragged, or None.
   """
 
   bags: tuple[Bags, ...]
@@ -132,7 +132,7 @@ class LookupRecord:
 
   @property
   def used(self) -> tuple[int, ...]:
-    """The features that take part: those whose bags have an id or padding."""
+    """The indices of the features whose bags have at least one entry, an id or padding."""
     return tuple(i for i, bags in enumerate(self.bags) if bags.ids.size)
 
 
@@ -140,15 +140,15 @@ def scaled(weights: jax.Array, largest: jax.Array) -> jax.Array:
   """Multiplies weights by a power of two, so that sums of their squares do not over- or underflow.
 
   The factor changes no bit of a normalized weight, and is 1 if `largest` is from 2**-48 to 2**48.
-  Both products are computed before one is chosen: XLA would move a factor's square out of the sum.
+  Both products are computed before one is chosen: else XLA would move the square out of the sum.
   """
   up, down = weights * jnp.float32(2.0**96), weights * jnp.float32(2.0**-96)
   return jnp.where(largest < 2.0**-48, up, jnp.where(largest > 2.0**48, down, weights))
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
-  """1 / total, or 1 / sqrt(total) for "sqrtn"; 0 where `total` is 0."""
-  # Guarded inside: 1 / 0 under a `where` outside would still make NaN of a gradient.
+  """Computes 1 / total, or 1 / sqrt(total) for "sqrtn"; 0 where `total` is 0."""
+  # Guarded inside: with only an outer `where`, 1 / 0 would still turn gradients into NaN.
   safe = jnp.where(total == 0, 1, total)
   return jnp.where(total == 0, 0, 1 / (safe if combiner == "mean" else jnp.sqrt(safe)))
 
@@ -163,15 +163,15 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """Arrays of an input, and static facts about them.
+  """The arrays of an input, and static facts about them.
 
   Attributes:
-    ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
+    ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]` (others).
     weights: floats of the shape of `ids`, or None; always None for a dense input.
-    layout: row_splits `[batch + 1]`, indices `[N, rank]`, or None.
+    layout: row splits `[batch + 1]`, indices `[N, rank]`, or None.
     kind: "dense", "padded", "ragged" or "sparse".
-    batch: the shape of the batch of bags, or of the dense array less a trailing 1.
-    length: the positions of a bag; 1 for a dense array, 0 if not known (ragged).
+    batch: the batch shape of the bags, or the shape of a dense array without a trailing 1.
+    length: the number of positions in a bag; 1 for a dense array, 0 if unknown (ragged).
   """
 
   ids: Any
@@ -183,9 +183,9 @@ class Parts:
 
 
 class Form(NamedTuple):
-  """The form of a feature's activations, of this shape without dim.
+  """The form of a feature's activations: `shape` is their shape without the last dimension.
 
-  A `length` above 0 keeps the first `length` ids of a bag apart, as a sequence; 0 combines them.
+  A positive `length` keeps the first `length` ids of a bag separate, as a sequence; 0 combines ids.
   """
 
   shape: tuple[int, ...]
@@ -198,10 +198,10 @@ def is_row(ids: Any, size: Any) -> Any:
 
 
 def narrow(ids: Any, size: int = UNUSED) -> Any:
-  """Converts ids, row splits or indices of any integer dtype to int32, in NumPy or JAX as they are.
+  """Converts ids, row splits or indices of any integer dtype to int32, both in NumPy and in JAX.
 
-  Negative numbers stay negative, and those from `size` on stay at least `size`: none is cut to the
-  low bits of another one.
+  Negative numbers stay negative, and numbers of at least `size` stay at least `size`: none wraps
+  around to another number.
   """
   if ids.dtype == np.int32:
     return ids
@@ -210,7 +210,7 @@ def narrow(ids: Any, size: int = UNUSED) -> Any:
 
 
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
-  """Counts the ids from `size` on, an int32 scalar."""
+  """Counts the ids that are at least `size`; returns an int32 scalar."""
   return _count(ids >= size)
 
 
@@ -219,7 +219,7 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
-  """Makes the bags of an input, of a table of `size` rows; counts its dropped ids, an int32 scalar.
+  """Makes the bags of an input to a table of `size` rows; counts dropped ids, an int32 scalar.
 
   The gains of the bags are the user's weights, 0 at padding. Sequences have bags of one id,
   `[batch, length, 1]`.
@@ -246,7 +246,7 @@ def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   if length:
     where = (jnp.where(inside, bag, math.prod(parts.batch)), column)
     kept, laid, weights = _lay_out(ids, weights, where, (math.prod(parts.batch), length), size)
-    if form.length:  # ids past the end of a sequence are cut by definition
+    if form.length:  # ids past the end of a sequence do not count as dropped
       given &= ~(inside & (column >= length))
       return Bags(laid.reshape(*form.shape, 1)), _count(given) - kept
     laid = laid.reshape(*form.shape, length)
@@ -257,14 +257,14 @@ def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   segments = jnp.where(valid, bag, math.prod(form.shape))
   ids = jnp.where(inside, ids, size)
   weights = None if weights is None else jnp.where(inside, weights, 0)
-  if 0 in form.shape:  # JAX gathers nothing from an array without elements
+  if 0 in form.shape:  # JAX cannot gather from an empty array
     weights = None if weights is None else weights[:0]
     return Bags(ids[:0], weights, segments[:0], form.shape), dropped
   return Bags(ids, weights, segments, form.shape), dropped
 
 
 # For each of N flat values: the flat index of its bag, int32, or the number of bags if it is in
-# none; its position in the bag, int32; whether it is inside; and whether it is padding after the
+# none; its position in the bag, int32; whether it is in bounds; and whether it is padding after the
 # last bag.
 _Positions = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -274,8 +274,8 @@ def _ragged_positions(parts: Parts) -> _Positions:
   splits = jnp.asarray(narrow(parts.layout))
   index = jnp.arange(n, dtype=jnp.int32)
   behind = index >= splits[-1]
-  # Counting the splits at or before each index: empty bags repeat a split. All are counted, the
-  # first as well: see mesh.check_inputs.
+  # Counts the splits at or before each index, since empty bags repeat a split. Counts all of them,
+  # including the first: see mesh.check_inputs.
   splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
   bag = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
   column = index - splits.at[bag].get(mode="clip")
@@ -283,7 +283,7 @@ def _ragged_positions(parts: Parts) -> _Positions:
 
 
 def _sparse_positions(parts: Parts) -> _Positions:
-  # In a dense_shape beyond int32, large indices are inside.
+  # If a dense_shape exceeds int32, indices beyond int32 count as in bounds.
   shape = np.minimum((*parts.batch, parts.length), UNUSED).astype(np.int32)
   indices = jnp.asarray(narrow(parts.layout, UNUSED - 1))
   inside = jnp.all(is_row(indices, shape[None]), axis=1)
@@ -293,11 +293,11 @@ def _sparse_positions(parts: Parts) -> _Positions:
 
 
 def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
-  """The number of ids that have a position, and ids and weights laid out as `[bags, length]`."""
+  """Lays out ids and weights as `[bags, length]`; returns the number of ids that fit, and both."""
   bag, column = where
   bags, length = shape
   fits = is_row(ids, size) & (column < length) & (column >= 0)
-  bag = jnp.where(fits, bag, bags)  # no position for padding: it may be an id's
+  bag = jnp.where(fits, bag, bags)  # padding must not overwrite an id
   to = lambda fill, values: (
     jnp.full(shape, fill, values.dtype).at[bag, column].set(values, mode="drop")
   )

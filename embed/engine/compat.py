@@ -1,11 +1,11 @@
-"""Names of JAX that changed between the versions of `pyproject.toml`."""
+"""JAX names that differ between the versions that `pyproject.toml` allows."""
 
 import functools
 
 
 @functools.cache
 def has_sparse_core_indices() -> bool:
-  """Tells whether Pallas has `tpu_sc.Indices`, which SparseCore kernels take; JAX 0.10.2 has."""
+  """Returns True if Pallas has `tpu_sc.Indices`, which the kernels need; JAX 0.10.2 has it."""
   try:
     from jax.experimental.pallas import tpu_sc
   except ImportError:

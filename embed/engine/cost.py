@@ -1,6 +1,6 @@
-"""The bytes that each kind of exchange moves, and the choice of one: plain arithmetic.
+"""The bytes that each kind of exchange moves, and the choice of a kind: plain arithmetic.
 
-`choose_exchange` is the only place that chooses, for a plan and at run time.
+Only `choose_exchange` makes that choice, both for a plan and at run time.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from embed.engine.bags import Bags
 from embed.engine.stack import StackSpec
 
-EXCHANGES = ("all_to_all", "gather")  # that a user may choose
+EXCHANGES = ("all_to_all", "gather")  # the kinds that a user may choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class BatchDemand:
   """The numbers of ids and activations that a device requests.
 
   Attributes:
-    ids: the ids of bags with positions, for each table of the stack.
-    activations: the activations of bags with positions, for all tables together.
-    ragged_ids: the ids of ragged bags, which are whole on every device, for all tables together.
-    ragged_activations: the activations of ragged bags in the whole batch.
+    ids: the number of ids in bags that are not ragged, for each table of the stack.
+    activations: the number of activations of bags that are not ragged, for all tables together.
+    ragged_ids: the number of ids in ragged bags, which are whole on every device, for all tables.
+    ragged_activations: the number of activations of ragged bags in the whole batch.
   """
 
   ids: tuple[int, ...]
@@ -36,9 +36,9 @@ class BatchDemand:
 class Exchange(NamedTuple):
   """A method of moving ids, rows and gradients between devices.
 
-  `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (gathers
-  nothing and adds up whole replicated tables in an update) or "none". `capacity` is the number of
-  rows that a pair of devices exchanges in a round of an all-to-all.
+  `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (no gather; an
+  update adds up whole replicated tables) or "none". `capacity` is the most rows that a pair of
+  devices exchanges in a round of an all-to-all.
   """
 
   kind: str
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
 
 
 def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) -> BatchDemand:
-  """The demand of bags of the whole batch, arrays or shapes, each padded to all devices."""
+  """The demand of the whole batch's bags, arrays or shapes, each padded for all devices."""
   placement = stack.placement
   share = lambda x: -(-x // placement.devices)
   ids, activations, ragged_ids, ragged_activations = [0] * len(stack.tables), 0, 0, 0
@@ -63,9 +63,9 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
 
 
 def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
-  """The exchange of a stack for a demand.
+  """Chooses the exchange of a stack for a demand.
 
-  The stack's own `exchange` and `capacity` decide, or, without them, bytes.
+  Follows the stack's own `exchange` and `capacity`; without them, the kind that moves fewer bytes.
   """
   layout, placement, ids = stack.layout, stack.placement, sum(demand.ids)
   if layout.shards == 1:
@@ -83,10 +83,10 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
 
 
 def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
-  """The number of rows that a round has room for, per pair of devices.
+  """The default number of rows that a round has room for, per pair of devices.
 
-  Six standard deviations above the mean for ids spread over shards at random, in multiples of 8. A
-  table cannot be asked for more rows than it has, since a repeated id is sent once.
+  Six standard deviations above the mean for ids spread randomly over shards, rounded up to a
+  multiple of 8. No more rows of a table are requested than it has: a repeated id is sent once.
   """
   layout = stack.layout
   distinct = sum(map(min, demand.ids, layout.sizes))
@@ -130,7 +130,7 @@ def buffer_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> i
 def all_to_all_bytes(stack: StackSpec, capacity: int) -> int:
   """Bytes of one round: ids, rows, and gradients of rows.
 
-  Replicas receive the gradients of each other as well, and the ids that they belong to.
+  Replicas also receive each other's gradients, with their ids.
   """
   shards = stack.layout.shards
   row, grads = stack.dim * np.dtype(stack.dtype).itemsize, 4 * stack.dim
@@ -146,13 +146,13 @@ def gather_bytes(stack: StackSpec, demand: BatchDemand) -> int:
 
 
 def sum_bytes(stack: StackSpec) -> int:
-  """Bytes of whole tables, and of a mark for each row, added up over replicas."""
+  """Bytes of whole tables, and of one flag per row, to add them up over replicas."""
   replicas = stack.placement.replicas
   return 2 * 4 * stack.layout.shard_rows * (stack.dim + 1) * (replicas - 1) // replicas
 
 
 def readable(num_bytes: int) -> str:
-  """Writes a number of bytes with a unit: 1536 as 1.5k."""
+  """Formats a number of bytes with a unit: 1536 as 1.5k."""
   for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
     if num_bytes >= factor:
       return f"{num_bytes / factor:.1f}{unit}"

@@ -1,17 +1,17 @@
-"""Brings ids to the shards that store their rows, and gradients after them.
+"""Sends ids to the shards that store their rows, and later the gradients of those rows.
 
-Functions that `placement.run` runs are per device, the others for the whole batch. There are two
-ways to a row and back, and one more for gradients:
+Functions that `placement.run` runs work per device, the others on the whole batch. There are two
+ways to fetch rows and return their gradients, and one more for gradients only:
 
-- **all-to-all**: shards send distinct rows on request, and later get the summed gradient of each,
-  in as many rounds as it takes.
+- **all-to-all**: shards send distinct rows on request, and later receive the summed gradient of
+  each, in as many rounds as needed.
 - **gather**: every shard gets all ids and sums the rows that it stores; the sums are added up. It
-  has no capacity and no rounds. It moves less where bags are longer than there are shards, and it
-  keeps the batch's order.
+  has no capacity and no rounds. It moves less if bags have more ids than there are shards, and it
+  preserves the batch's order.
 - **sum**: gradients of small tables whose rows are not split are added up as whole tables.
 
-Devices that hold the same rows, replicas, add up their gradients. On `mesh.LOCAL` nothing of this
-is left but a gather from the one shard.
+Replicas, devices that hold the same rows, add up their gradients. On `mesh.LOCAL`, all that is left
+of this is a gather from the one shard.
 """
 
 import dataclasses
@@ -37,23 +37,23 @@ from embed.engine.stack import Layout, StackSpec
 # --- routes: which shard stores the row of each id, and in which round it goes --------------------
 
 
-NO_KEY = np.uint32(2**32 - 1)  # sorts behind every key
+NO_KEY = np.uint32(2**32 - 1)  # sorts after every key
 _ODD = np.uint32(0x9E3779B1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
-  """The way of one call's ids to the shards that store their rows (per device).
+  """The mapping from one call's ids to the shards that store their rows (per device).
 
   Attributes:
     sorted_keys: uint32 `[N]`, the sort keys of the distinct ids, then `NO_KEY`.
     shard_offsets: int32 `[S + 1]`, where the keys of each shard begin.
-    key_positions: int32 `[m, L]` of each feature with positions and ids: where an id's key is, N
-      for padding.
-    requested_rows: int32 `[S, C]`, the local rows that each device requested here in the first
-      round.
-    max_rows_per_pair: int32 `[1]`, the most keys of any pair of devices, the same everywhere.
+    key_positions: int32 `[m, L]` for each feature that has ids and is not ragged: the index of each
+      id's key, N for padding.
+    requested_rows: int32 `[S, C]`, the local rows that each device requested from this one in the
+      first round.
+    max_rows_per_pair: int32 `[1]`, the most keys for any pair of devices, the same on all devices.
   """
 
   sorted_keys: jax.Array
@@ -67,19 +67,19 @@ class Route:
     return self.requested_rows.shape[-1]
 
   def can_overflow(self, layout: Layout) -> bool:
-    """True if there can be more rows for a pair of devices than fit one round."""
+    """Returns True if a pair of devices may exchange more rows than fit in one round."""
     return self.capacity < min(self.sorted_keys.shape[0], layout.shard_rows)
 
   def requests(self, start: jax.Array, layout: Layout, limit: jax.Array | None = None):
-    """The rows that this device requests in a round: the keys from `start` on that fit it.
+    """The rows that this device requests in a round: the keys from `start` on that fit in it.
 
     Args:
       start: int32 `[S]`, positions in `sorted_keys`.
-      layout: of the rows.
-      limit: uint32 `[S]`, keys that later rounds begin with, or None.
+      layout: the layout of the rows.
+      limit: uint32 `[S]`, the keys at which the next round begins, or None.
 
     Returns:
-      Local rows int32 `[S, C]`, `layout.shard_rows` for none, and their numbers int32 `[S]`.
+      Local rows, int32 `[S, C]`, `layout.shard_rows` if unused, and their counts, int32 `[S]`.
     """
     position = start[:, None] + jnp.arange(self.capacity, dtype=jnp.int32)[None]
     key = self.sorted_keys.at[position].get(mode="fill", fill_value=NO_KEY)
@@ -92,10 +92,10 @@ class Route:
   def buffer_positions(
     self, shards: Sequence[jax.Array], start: jax.Array, count: jax.Array
   ) -> list[jax.Array]:
-    """The index of each id's row in a round's receive buffer `[S * C]`; out of range in others.
+    """The index of each id's row in a round's receive buffer `[S * C]`; out of range if not in it.
 
-    `start` and `count` int32 `[S]` give the keys of the round. For all features at once: the TPU
-    compiler writes out a read of a short array, each time again.
+    `start` and `count`, int32 `[S]`, give the keys of the round. Handles all features at once,
+    since the TPU compiler unrolls every single read of a short array.
     """
     shard = jnp.concatenate([s.reshape(-1) for s in shards])
     of = lambda x: x.at[shard].get(mode="promise_in_bounds")
@@ -110,9 +110,9 @@ class Route:
 def find_route(
   rows: Sequence[tuple[jax.Array, jax.Array]], layout: Layout, capacity: int, placement: Placement
 ) -> Route:
-  """The route of ids, given as shards and local rows `[m, L]` of each feature.
+  """Finds the route of ids, given as shards and local rows `[m, L]` for each feature.
 
-  Its `requested_rows` are a placeholder until the lookup fills it.
+  Its `requested_rows` are a placeholder until the lookup fills them in.
   """
   last_row = layout.shard_rows - 1
   key_of = lambda shard, row: jnp.where(
@@ -131,8 +131,8 @@ def find_route(
 
 # --- sort keys -----------------------------------------------------------------------------------
 
-# The shard in the high bits, the hashed local row in the low bits, so that a contiguous range of
-# keys samples rows uniformly.
+# A key has the shard in the high bits and the hashed local row in the low bits, so a contiguous
+# range of keys samples rows uniformly.
 
 
 def _bits(layout: Layout) -> int:
@@ -140,7 +140,7 @@ def _bits(layout: Layout) -> int:
 
 
 def make_key(shard: jax.Array, local_row: jax.Array, layout: Layout) -> jax.Array:
-  """The sort key of rows, uint32."""
+  """The sort keys of rows, uint32."""
   bits = _bits(layout)
   mask = jnp.uint32((1 << bits) - 1)
   return (shard.astype(jnp.uint32) << bits) | ((local_row.astype(jnp.uint32) * _ODD) & mask)
@@ -152,18 +152,18 @@ def _local_row(key: jax.Array, layout: Layout) -> jax.Array:
 
 
 def first_keys(layout: Layout) -> jax.Array:
-  """The first key of each shard and the one behind the last shard: uint32 `[S + 1]`."""
+  """The first key of each shard, and the key just past the last shard: uint32 `[S + 1]`."""
   starts = np.arange(layout.shards + 1, dtype=np.uint64) << _bits(layout)
   return jnp.asarray(starts.astype(np.uint32))
 
 
 def most_rows(shards: int) -> int:
-  """The most rows that a shard can have, for keys to fit 32 bits."""
+  """The most rows that a shard can have if keys must fit in 32 bits."""
   return 1 << (31 - (shards - 1).bit_length())
 
 
 def rounds_for(max_rows: jax.Array, capacity: int) -> jax.Array:
-  """The number of rounds that exchange `max_rows` rows of a pair of devices."""
+  """The number of rounds needed to exchange `max_rows` rows between a pair of devices."""
   return (max_rows + capacity - 1) // capacity
 
 
@@ -176,7 +176,7 @@ def look_up(
   """Looks up features in the stored rows of a stack: the whole batch, on all devices.
 
   Returns:
-    float32 activations `[*batch, D]` of each feature, and the record of the lookup.
+    float32 activations `[*batch, D]` for each feature, and the record of the lookup.
   """
   placement = stack.placement
   acts: dict[int, jax.Array] = {}
@@ -185,7 +185,7 @@ def look_up(
   if padded.bags:
     capacity = None
     if not placement.is_local:
-      # A lookup needs only the capacity; an update chooses for all calls of a step together.
+      # A lookup needs only the capacity; an update chooses once for all calls of a step.
       demand = cost.batch_demand(stack, padded.bags, padded.tables)
       capacity = cost.choose_exchange(stack, demand).capacity
     out_specs = (placement.work, None if capacity is None else _route_spec(stack))
@@ -201,9 +201,9 @@ def look_up(
 
 
 def pad_to_devices(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
-  """Pads the bags of a record to all devices; returns it with the specs of its arrays.
+  """Pads the bags of a record for all devices; returns a new record and the specs of its arrays.
 
-  Features that take no part are left out: collectives need an id.
+  Leaves out features whose bags have no entries: collectives need at least one id.
   """
   used, placement = record.used, stack.placement
   bags = tuple(record.bags[i].padded(placement) for i in used)
@@ -216,7 +216,7 @@ def pad_to_devices(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord
 
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
-  """Cuts off the padding of the batch."""
+  """Removes the padding of the batch."""
   return placement.split_batch(act, batch[0])
 
 
@@ -226,7 +226,7 @@ def _route_spec(stack: StackSpec) -> Any:
 
 
 def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | None):
-  """Activations of a device's part of the batch, and the route of the all-to-all, or None.
+  """The activations of a device's part of the batch, and the route of the all-to-all or None.
 
   On a single device `capacity` is None, and only `_local` and `combine` have anything to do.
   """
@@ -253,7 +253,7 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
 
 
 def _local(bags: Bags, stack: StackSpec, table: str) -> Bags:
-  """Bags of local rows of this shard; out of range for ids that this shard does not store."""
+  """Converts ids to local rows of this shard; out of range for ids that it does not store."""
   if stack.placement.is_local and stack.layout.shard_rows == stack.layout.sizes[0]:
     return bags  # a pass over the ids would cost a tenth of the lookup
   shard, local_row = stack.layout.locate(stack.indices[table], bags.ids)
@@ -266,9 +266,9 @@ def _local(bags: Bags, stack: StackSpec, table: str) -> Bags:
 def _look_up_routed(
   stack: StackSpec, table: rows_lib.Rows, record: LookupRecord, capacity: int
 ) -> tuple[list[jax.Array], Route]:
-  """Activations of the bags that are not ragged, by all-to-all.
+  """Looks up the bags that are not ragged, by all-to-all; returns their activations and the route.
 
-  The route has what was requested in the first round.
+  The route has the rows that were requested in the first round.
   """
   placement, layout = stack.placement, stack.layout
   features = [x for x in zip(record.bags, record.tables, strict=True) if not x[0].is_ragged]
@@ -332,21 +332,21 @@ def for_each_round(
   body: Body,
   carry: Any,
 ) -> Any:
-  """Brings gradients to the shards that store their rows: `carry = body(carry, received)`.
+  """Sends gradients to the shards that store their rows; runs `carry = body(carry, received)`.
 
   Args:
-    grads: this device's, all of activations or all of rows.
-    stack: the tables.
-    sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
-      go by all-to-all, and the others are gathered.
-    body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
-      `DistinctRows` if they are summed already, else parts to sum. Each round has other rows.
+    grads: this device's gradients, either all of activations or all of distinct rows.
+    stack: the stack of the tables.
+    sums_tables: whether `cost.choose_exchange` chose "sum". Otherwise, calls whose record has a
+      route use the all-to-all, and the others are gathered.
+    body: receives float32 gradients of this shard's local rows, all gradients of a row in one call:
+      `DistinctRows` if already summed, else parts to sum. Each round has different rows.
     carry: the first argument of the first call.
   """
   narrow = [x for x in grads if isinstance(x, DistinctRows)]
   summed = [dataclasses.replace(x, values=x.values.astype(jnp.float32)) for x in narrow]
   calls = [x for x in grads if isinstance(x, ActivationGrads)]
-  assert not (summed and calls), "`gradients.accumulate` makes them alike"
+  assert not (summed and calls), "`gradients.accumulate` makes them the same kind"
   if not calls:
     return body(carry, summed[0] if len(summed) == 1 else [x.as_grad_rows() for x in summed])
   routed = [call for call in calls if call.record.route is not None]
@@ -363,9 +363,9 @@ def for_each_round(
 
 
 def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
-  """A feature's gradients of all devices, with the ids of other shards as padding."""
+  """A feature's gradients from all devices, with the ids of other shards as padding."""
   placement = stack.placement
-  if bags.is_ragged:  # they are whole everywhere
+  if bags.is_ragged:  # the bags are whole on every device
     grads = all_gather(grads.astype(jnp.float32), placement.axes)
   else:
     every = lambda tree: all_gather(all_gather(tree, placement.row_axes), placement.replica_axes)
@@ -386,11 +386,11 @@ def _summed_over_replicas(others: Any, stack: StackSpec) -> DistinctRows:
 
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
-  """A feature's gradients of this device's own batch."""
+  """A feature's gradients from this device's own part of the batch."""
   placement, padding = stack.placement, stack.layout.shard_rows
   if not bags.is_ragged:
     return grads_lib.from_activations(grads, _local(bags.flat(), stack, table))
-  # Bags of the whole batch: other devices' bags are left out.
+  # The bags are of the whole batch: leave out the bags of other devices.
   start = device_index(placement.axes) * math.prod(grads.shape[:-1])
   own = _local(bags, stack, table).part(start, grads.shape[:-1], padding)
   return grads_lib.from_activations(grads, own)
@@ -406,7 +406,7 @@ def _rounds(
   body: Body,
   carry: Any,
 ) -> Any:
-  """Row gradients by all-to-all; in each round the rows of a range of keys, the same everywhere."""
+  """Sends row gradients by all-to-all; each round has a range of keys, the same on all devices."""
   layout, placement = stack.layout, stack.placement
   keys_of_shards = first_keys(layout)
   ends = keys_of_shards[1:]
@@ -415,7 +415,7 @@ def _rounds(
   sends = [_sender(call, stack) for call in routed]
 
   def next_limit(starts):
-    """The first key of each shard that does not fit the next round, of any device."""
+    """The first key of each shard that does not fit in the next round on some device."""
     limit = ends
     for r, start in zip(routes, starts, strict=True):
       behind = start + r.capacity
@@ -451,7 +451,7 @@ def _rounds(
 
 
 def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
-  """A function that sends a round's gradients, summed per row, and returns what was received."""
+  """Makes a function that sends a round's gradients, summed per row, and returns those received."""
   placement, record = stack.placement, call.record
   parts, shards = [], []
   for grads, bags, table in zip(call.grads, record.bags, record.tables, strict=True):

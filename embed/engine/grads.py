@@ -1,9 +1,9 @@
-"""The forms of a gradient, and its sum: of activations, of rows, and of distinct rows.
+"""The forms of a gradient (of activations, rows or distinct rows), and the sum for each row.
 
-Sums have two formulations with one meaning. On CPU sorting is slow, loops are cheap, and memory not
-touched is memory not paid for: a hash table names the distinct ids. Accelerators sort all ids. A
-step on CPU takes 2 to 16 times as long by the accelerators' formulation (Adagrad and
-Adam, 4,096 to 524,288 ids, D 16 and 128, two cores), with SGD up to 1.8 times.
+The sum has two equivalent formulations. On CPU, sorting is slow, loops are cheap, and untouched
+memory costs nothing: a hash table finds the distinct ids. Accelerators sort all ids. With the
+accelerators' formulation, a step on CPU takes 2 to 16 times as long for Adagrad and Adam (4,096 to
+524,288 ids, D of 16 and 128, two cores), and up to 1.8 times as long for SGD.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from embed.engine.rows import Lines
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationGrads:
-  """The gradients of a lookup's activations, `[*batch, D]` of each feature, and its record."""
+  """The gradients of a lookup's activations, `[*batch, D]` for each feature, and its record."""
 
   grads: tuple[jax.Array, ...]
   record: LookupRecord
 
 
 class GradRows(NamedTuple):
-  """Gradients and the rows that they go to: row `ids[b, l]` gets `gains[b, l] * grads[b]`.
+  """Gradients and the rows that receive them: row `ids[b, l]` gets `gains[b, l] * grads[b]`.
 
   Attributes:
     grads: float32 `[B, D]`.
@@ -67,7 +67,7 @@ class DistinctRows:
 
 
 def from_activations(grads: jax.Array, bags: Bags) -> GradRows:
-  """The gradient of one feature's activations, `[*batch, D]`, as gradients of rows."""
+  """Converts the gradients of one feature's activations, `[*batch, D]`, to gradients of rows."""
   grads, gains, dim = grads.astype(jnp.float32), bags.gains, grads.shape[-1]
   if bags.is_ragged:
     rows = bags.per_id(grads)
@@ -80,13 +80,13 @@ def from_activations(grads: jax.Array, bags: Bags) -> GradRows:
 
 
 def flat_ids(parts: Sequence[GradRows], size: int) -> jax.Array:
-  """All ids `[N]` in order; `size` for those that are no row of the table."""
+  """All ids `[N]`, in order; `size` for ids that are not rows of the table."""
   ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
   return jnp.where(is_row(ids, size), ids, size)
 
 
 def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
-  """The same gradients with their ids replaced by the flat ids `[N]`."""
+  """The same gradients, with their ids replaced with the flat `ids`, `[N]`."""
   sizes = [part.ids.size for part in parts]
   ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
   return [
@@ -103,20 +103,20 @@ def non_empty(parts: Sequence[GradRows]) -> list[GradRows]:
 # --- sums in the forms that XLA:CPU compiles well -------------------------------------------------
 
 
-# No index here counts from the end: without these JAX emits a select per index.
+# No index here counts from the end: without these options, JAX emits a select per index.
 IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 DROP: Any = {"mode": "drop", "wrap_negative_indices": False}
 
-CACHED = 1 << 15  # elements stepped at a time: with slots and temporaries, the inner caches
+CACHED = 1 << 15  # elements stepped at a time: fit in the inner caches, with slots and temporaries
 
 
 def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Does the same as `distinct_by_sort`, for CPU, with the ids in no particular order.
 
   Every occurrence writes its position to a cell and reads the cell back: it is settled if the
-  winner has the same id, and else tries again with another hash. Each round settles at least one
-  id, so the loop ends, and the result is exact, for any ids; two rounds are usual.
+  winner has the same id, and otherwise tries again with another hash. Each round settles at least
+  one id, so the loop ends, and the result is exact for any ids; two rounds are typical.
   """
   n = ids.shape[0]
   bits = max(4, (4 * n - 1).bit_length())
@@ -127,7 +127,7 @@ def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, j
     k, winner, cells, _ = carry
     odd = (k * jnp.uint32(0x85EBCA6B) + jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
     cell = ((key * odd) >> jnp.uint32(32 - bits)).astype(jnp.int32)
-    # Cells are not cleared between rounds: a stale position has another id, or the right one.
+    # Cells are not cleared between rounds: a stale position holds another id, or the right one.
     cells = cells.at[jnp.where(winner < 0, cell, 1 << bits)].set(position, **DROP)
     other = cells.at[cell].get(**IN_BOUNDS)
     settled = (winner < 0) & (ids.at[other].get(**IN_BOUNDS) == ids)
@@ -144,7 +144,7 @@ def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, j
   winner = lax.while_loop(lambda c: c[3], attempt, carry)[1]
   rank, count = _rank((winner == position) & ~padding)
   where = jnp.where(padding, n, rank.at[winner].get(**IN_BOUNDS))
-  # All occurrences write, the same value: selecting one of each would cost a branch per id.
+  # All occurrences of an id write the same value: selecting one would cost a branch per id.
   unique = jnp.full(n, fill, jnp.int32).at[where].set(ids, **DROP)
   return where, unique, count
 
@@ -168,11 +168,11 @@ def add_rows_on_cpu(
   offset: jax.Array | int = 0,
   step: Callable[[jax.Array], jax.Array] = lambda g: g,
 ) -> jax.Array:
-  """Adds gain * step(gradient) of every id to `to[id - offset]`, if there is such a row.
+  """Adds gain * step(gradient) for every id to `to[id - offset]`, if there is such a row.
 
-  One scatter per column of the bags and block of the batch: a scatter of rows is vector code that
-  skips those out of range at a nanosecond each, a block of gradients stays in cache for all its
-  columns, and no `[B, L, D]` is ever made.
+  Uses one scatter per column of the bags and block of the batch: a scatter of rows is vector code
+  that skips rows out of range in a nanosecond each, a block of gradients stays in cache for all its
+  columns, and no `[B, L, D]` array is ever made.
   """
   for part in parts:
     if not part.ids.size:
@@ -194,7 +194,7 @@ def add_rows_on_cpu(
 
 
 def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
-  """`add_rows` of the activations `[start, start + size)`; `ids` and `gains` are `[L, B]`."""
+  """Does `add_rows_on_cpu` for activations `[start, start + size)`; ids and gains are `[L, B]`."""
   grads = step(lax.dynamic_slice_in_dim(columns.grads, start, size))
   ids = lax.dynamic_slice_in_dim(columns.ids, start, size, axis=1)
   gains = columns.gains
@@ -212,7 +212,7 @@ def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
 
 
 def cumsum(x: jax.Array) -> jax.Array:
-  """Cumulative sum in two levels: XLA:TPU compiles a flat one of a million for half a minute."""
+  """Cumulative sum in two levels: XLA:TPU takes half a minute to compile one level of a million."""
   n, block = x.shape[0], 512
   blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
   within = jnp.cumsum(blocks, axis=1)
@@ -221,7 +221,7 @@ def cumsum(x: jax.Array) -> jax.Array:
 
 
 def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Finds the distinct ids of integers `[N]`, ascending; `fill` is greater than any of them.
+  """Finds the distinct ids among integers `[N]`, ascending; `fill`, greater than any, is padding.
 
   For accelerators, where sorting is fast and loops are slow; for CPU see `distinct_by_hash`.
 
@@ -239,19 +239,19 @@ def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, j
   return position, unique, rank[-1] + 1
 
 
-CHUNK = 1 << 22  # numbers that an accelerator works on at a time, 16 MiB of float32
-_SMALLEST = 8  # entries of a chunk
+CHUNK = 1 << 22  # elements that an accelerator works on at a time, 16 MiB of float32
+_SMALLEST = 8  # the fewest entries of a chunk
 
 
 def in_chunks(
   body: Callable[..., Any], carry: Any, size: int, ids: jax.Array, *arrays: jax.Array
 ) -> Any:
-  """Runs `carry = body(carry, ids, *arrays)` for chunks of ids and of arrays with as many entries.
+  """Runs `carry = body(carry, ids, *arrays)` on chunks of ids and of arrays of the same length.
 
-  All entries at once would need memory for copies of the arrays.
+  Processing all entries at once would need memory for copies of the arrays.
 
   Args:
-    body: gets chunks of the ids and of each array. The last chunk begins within the one before it,
+    body: takes chunks of the ids and of each array. The last chunk begins within the one before it,
       since padding would copy the arrays; ids that it repeats are `UNUSED`.
     carry: the first argument of the first call.
     size: elements per entry; a chunk holds `CHUNK` elements.
@@ -272,9 +272,9 @@ def in_chunks(
 
 
 def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
-  """`add_rows` for accelerators.
+  """Implements `add_rows` for accelerators.
 
-  In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
+  Works in chunks, since XLA adds in the order of the rows, and sorts a copy of the gradients first.
   """
 
   def add(to, ids, grads, *gains):
@@ -291,17 +291,17 @@ def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
 
 
 def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
-  """Adds gain * gradient of every id to its row of `to` `[V, D]`; out of range is dropped."""
+  """Adds gain * gradient for every id to its row of `to`, `[V, D]`; drops ids out of range."""
   return jax.lax.platform_dependent(to, list(parts), cpu=add_rows_on_cpu, default=add_in_chunks)
 
 
 def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
   """Sums the gradients of every row that was looked up, over duplicates, features and calls.
 
-  A row counts as looked up also with gain 0 or with gradients that cancel.
+  A row counts as looked up even if its gain is 0 or its gradients cancel.
 
   Returns:
-    Ids `[N]`, `size` in unused entries; N is the number of ids of `parts`.
+    Ids `[N]`, `size` in unused entries, and their sums; N is the number of ids in `parts`.
   """
   ids, dim = flat_ids(parts, size), parts[0].grads.shape[-1]
   if not ids.size:

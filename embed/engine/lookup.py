@@ -1,4 +1,4 @@
-"""Gathering rows and combining them: pure arrays."""
+"""Gathers rows and combines them: array code only."""
 
 from typing import Any
 
@@ -7,22 +7,22 @@ import jax.numpy as jnp
 
 from embed.engine.bags import Bags, is_row
 
-UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
+UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags take several
 
 
 def gather_and_combine(table: Any, bags: Bags) -> jax.Array:
-  """Sums gain * row of each bag: float32 activations `[*batch, D]`.
+  """Sums gain * row over each bag: float32 activations `[*batch, D]`.
 
   Args:
-    table: `[V, D]`, an array or `rows.Lines`; ids that are no row of it are padding.
-    bags: normalized.
+    table: `[V, D]`, an array or `rows.Lines`; ids that are not rows of it are padding.
+    bags: normalized bags.
   """
   size, dim = table.shape
   batch = bags.batch
 
   def rows(ids, gains=None):
     """Rows `[n, D]` times their gains; zeros for padding."""
-    # Multiplied in any case: on its own, XLA:CPU makes a gather one scalar load per element.
+    # Always multiplies: XLA:CPU compiles a gather on its own to one scalar load per element.
     one = is_row(ids, size).astype(jnp.float32)
     if not isinstance(table, jax.Array):
       picked = table.take(ids)
@@ -37,7 +37,7 @@ def gather_and_combine(table: Any, bags: Bags) -> jax.Array:
   if length == 0:
     return jnp.zeros((*batch, dim), jnp.float32)
   per_id = bags.gains is not None and bags.gains.shape[-1] == length
-  # Columns of gathers added up: on CPU each is a row copy, ten times as fast as gather-and-reduce.
+  # Adds up gathers by column: on CPU each is a row copy, ten times as fast as gather-and-reduce.
   ids = bags.ids.reshape(-1, length).T
   gains = bags.gains.reshape(-1, length).T if bags.gains is not None and per_id else None
 

@@ -1,4 +1,4 @@
-"""Meshes: which axes a table is split over, and how arrays get there."""
+"""Meshes: the axes that a table is split over, and the placement of arrays on them."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ Names = tuple[str, ...]
 
 
 def device_index(axes: Names) -> jax.Array:
-  """int32 scalar: this device's position along some axes."""
+  """The position of this device along some axes, an int32 scalar."""
   return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
 
 def all_gather(tree: Any, axes: Names) -> Any:
-  """`[n, ...]` of every device along some axes, one after another."""
+  """Concatenates `[n, ...]` from every device along some axes."""
   if not axes:
     return tree
   with jax.named_scope("exchange"):
@@ -35,7 +35,7 @@ def all_gather(tree: Any, axes: Names) -> Any:
 
 
 def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
-  """Sends each device its entry of `[n, ...]`; returns the entries that they sent to this one."""
+  """Sends each device its entry of `[n, ...]`; returns the entries sent to this device."""
   if not axes:
     return x
   with jax.named_scope("exchange"):
@@ -46,18 +46,18 @@ def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
 
 
 def as_names(axis: str | Sequence[str] | None) -> Names:
-  """Mesh axes given as one name, several or None."""
+  """Converts mesh axes, given as one name, several names or None, to a tuple."""
   if axis is None:
     return ()
   return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def current_mesh() -> Any:
-  """The mesh of `jax.set_mesh`, if any; inside a jitted function its abstract one."""
+  """The mesh of `jax.set_mesh`, or None; inside a jitted function, its abstract mesh."""
   mesh: Mesh | AbstractMesh
   try:
     mesh = jax.sharding.get_mesh()
-  except ValueError:  # inside a jitted function, which is the only one there is
+  except ValueError:  # inside a jitted function, where there is only an abstract one
     mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
 
@@ -79,17 +79,17 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     is_concrete = not is_traced(x)
   if where is None or AxisType.Explicit not in where.mesh.axis_types:
     return None
-  # The mesh of a type is abstract; outside of jitted functions arrays are moved to a concrete one.
+  # The mesh in a type is abstract; outside jitted functions, arrays are moved to a concrete one.
   return x.sharding if is_concrete else where
 
 
 def is_explicit(tree: Any) -> bool:
-  """Tells whether an array of a tree has a sharding in its type."""
+  """Returns True if any array of a tree has a sharding in its type."""
   return any(explicit_sharding(x) is not None for x in jax.tree.leaves(tree))
 
 
 def _move(x: Any, where: NamedSharding) -> Any:
-  """An array with another sharding, traced or not."""
+  """Moves an array, traced or not, to another sharding."""
   if not is_traced(x):
     return jax.device_put(x, where)
   if AxisType.Explicit in where.mesh.axis_types:
@@ -98,10 +98,10 @@ def _move(x: Any, where: NamedSharding) -> Any:
 
 
 def without_types(tree: Any) -> Any:
-  """Moves arrays to Auto axes: outside of `jax.set_mesh` the compiler shards what follows.
+  """Moves arrays to Auto axes, so that outside `jax.set_mesh` the compiler shards what follows.
 
-  JAX has no rule for the sharding of many operations on Explicit axes, such as the gradient of a
-  matrix product over a batch that is split, and asks for it.
+  JAX has no sharding rule for many operations on Explicit axes, such as the gradient of a matrix
+  product over a split batch, and asks the caller for a sharding.
   """
 
   def auto(x):
@@ -115,10 +115,10 @@ def without_types(tree: Any) -> Any:
 
 
 def settled(tree: Any) -> Any:
-  """Waits for arrays on several CPU devices, and returns them.
+  """Waits for arrays that are on several CPU devices, and returns them.
 
   XLA:CPU has one thread pool for all devices of a process. If programs that communicate are started
-  one after another, as in eager code, it may be that none has enough threads to finish.
+  one after another, as in eager code, it can happen that none gets enough threads to finish.
   """
   for x in jax.tree.leaves(tree):
     if isinstance(x, jax.Array) and not is_traced(x):
@@ -129,7 +129,7 @@ def settled(tree: Any) -> Any:
 
 
 def like(x: jax.Array, other: Any) -> jax.Array:
-  """Gives an array, or a scalar, the sharding type of another one, for arithmetic with it."""
+  """Gives an array or scalar the sharding type of `other`, for arithmetic with it."""
   where = explicit_sharding(other)
   if where is None:
     return without_types(x) if current_mesh() is None else x
@@ -141,9 +141,9 @@ def like(x: jax.Array, other: Any) -> jax.Array:
 class Placement:
   """The devices that hold a stack's rows; `LOCAL` is one device.
 
-  `row_axes` name the mesh axes that rows are split over, `batch_axes` those that activations are
-  split over. Other axes of the mesh hold copies. Inside a lookup the batch is split over all of
-  these axes, in the mesh's order: `axes`.
+  `row_axes` are the mesh axes that rows are split over, `batch_axes` the axes that activations are
+  split over. Devices along other mesh axes hold copies. Inside a lookup, the batch is split over
+  both, in the mesh's order: `axes`.
   """
 
   mesh: Mesh | AbstractMesh | None
@@ -152,7 +152,7 @@ class Placement:
 
   @functools.cached_property
   def is_local(self) -> bool:
-    """True for one device."""
+    """True for a single device, without a mesh."""
     return self.mesh is None
 
   @functools.cached_property
@@ -163,7 +163,7 @@ class Placement:
 
   @functools.cached_property
   def replica_axes(self) -> Names:
-    """The axes that split only the batch: along them devices have the same storage."""
+    """The axes that split only the batch: devices along them store the same rows."""
     return tuple(name for name in self.axes if name not in self.row_axes)
 
   def _number(self, axes: Names) -> int:
@@ -176,7 +176,7 @@ class Placement:
 
   @functools.cached_property
   def replicas(self) -> int:
-    """The number of devices with the same storage."""
+    """The number of devices that store the same rows."""
     return self._number(self.replica_axes)
 
   @functools.cached_property
@@ -191,7 +191,7 @@ class Placement:
 
   @property
   def device_kind(self) -> str:
-    """The kind of the devices, such as "TPU v6 lite"; an abstract mesh counts as this process's."""
+    """The device kind, such as "TPU v6 lite"; without a concrete mesh, the default device's."""
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0].device_kind
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -202,9 +202,9 @@ class Placement:
 
   @property
   def active_mesh(self) -> Mesh | AbstractMesh:
-    """The mesh with the axis types of `jax.set_mesh`, or Auto axes without it.
+    """The mesh with the axis types of `jax.set_mesh`, or with Auto axes without it.
 
-    Explicit axes put shardings into the types of arrays, which the rest of a model has only under
+    Explicit axes put shardings into the types of arrays; the rest of a model has them only under
     `jax.set_mesh`.
     """
     assert self.mesh is not None
@@ -219,13 +219,13 @@ class Placement:
     return _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
 
   def _mesh_for(self, arrays: Any) -> Mesh | AbstractMesh:
-    """The active mesh; outside of `jax.set_mesh` an Explicit one for arrays on Explicit axes."""
+    """The active mesh; outside `jax.set_mesh`, an Explicit one for arrays on Explicit axes."""
     if current_mesh() is None and is_explicit(arrays):
       return self._explicit_mesh()
     return self.active_mesh
 
   def stored_spec(self, ndim: int) -> P:
-    """The spec of a table `[rows, columns]`, or of a slot of one value per row."""
+    """The spec of a table `[rows, columns]`, or of a slot with one value per row."""
     return P(*(self.row_axes, None)[:ndim]) if self.row_axes else P()
 
   def sharding(self, spec: P) -> NamedSharding:
@@ -234,14 +234,14 @@ class Placement:
   # --- placing arrays ----------------------------------------------------------------------------
 
   def put(self, x: jax.Array, spec: P) -> jax.Array:
-    """An array with another sharding, in its type if that had one before."""
+    """Moves an array to another sharding, also in its type if that already has one."""
     if self.mesh is None:
       return x
     where = explicit_sharding(x)
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
   def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
-    """Pads an array `[batch, ...]` with `value`, to a batch that the number of devices divides."""
+    """Pads an array `[batch, ...]` with `value` to a multiple of the number of devices."""
     missing = -x.shape[0] % self.devices
     if not missing:
       return x
@@ -253,7 +253,7 @@ class Placement:
     return P(self.batch_axes) if batch % self._number(self.batch_axes) == 0 else P()
 
   def split_batch(self, x: jax.Array, batch: int) -> jax.Array:
-    """The first `batch` of `[n, ...]`, split over the batch's axes if they divide it."""
+    """The first `batch` entries of `[n, ...]`, split over the batch axes if these divide it."""
     if x.shape[0] != batch:
       x = self.put(x, P())[:batch]
     return self.put(x, self._batch_spec(batch))
@@ -269,7 +269,7 @@ class Placement:
     return _move(jnp.zeros(aval.shape, aval.dtype), where)
 
   def typed(self, act: jax.Array) -> jax.Array:
-    """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
+    """Activations with their sharding in their type, even outside `jax.set_mesh`."""
     if self.mesh is None or is_explicit(act):
       return act
     return _move(act, NamedSharding(self._explicit_mesh(), self._batch_spec(act.shape[0])))
@@ -277,7 +277,7 @@ class Placement:
   # --- running functions -------------------------------------------------------------------------
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Makes `f` run per device, on arrays placed by `in_specs`, a tree of specs or tree prefix.
+    """Makes `f` run per device, on arrays placed by `in_specs`, a tree of specs or a tree prefix.
 
     If any of the arrays has a sharding in its type, so do the results.
     """
@@ -296,11 +296,11 @@ class Placement:
     return placed
 
   def prepare(self, f: Callable[[Any], Any], x: Any, like: Any = None) -> Any:
-    """Runs `f(x)` for any operations and any sharding of x.
+    """Runs `f(x)`, whatever the operations in `f` and the sharding of `x`.
 
-    An Explicit mesh requires the sharding of each reshape and gather in between; here the compiler
-    chooses, as on an Auto mesh. Results are split by their first dimension if it divides. They have
-    shardings in their types under `jax.set_mesh`, or if the arrays `like` have.
+    An Explicit mesh requires a sharding for each reshape and gather in `f`; here the compiler
+    chooses, as on an Auto mesh. Results are split along their first dimension if it divides evenly.
+    They have shardings in their types under `jax.set_mesh`, or if the arrays `like` do.
     """
     if self.mesh is None:
       return f(x)
@@ -314,7 +314,7 @@ class Placement:
     if not explicit or not on_device:
       return f(x)
 
-    def of(arrays):  # the others stay what they are: NumPy integers may have 64 bits
+    def of(arrays):  # other leaves are not converted: NumPy integers may have 64 bits
       by_index = dict(zip(on_device, arrays, strict=True))
       return f(jax.tree.unflatten(treedef, [by_index.get(i, x) for i, x in enumerate(leaves)]))
 
@@ -343,9 +343,9 @@ def check_inputs(placement: Placement, name: str, parts: Any) -> Any:
   splits = parts.layout
   if parts.kind != "ragged" or not isinstance(splits, jax.Array):
     return parts
-  # Bags count all splits, by a scatter that adds: XLA's partitioner adds wrong elements where the
-  # indices are split unevenly over some of several mesh axes (seen with jaxlib 0.10.2 in a
-  # `scatter-add` by a slice of sharded indices).
+  # Bags count all splits with a scatter-add: XLA's partitioner adds wrong elements if the indices
+  # are split unevenly over some of several mesh axes (seen with jaxlib 0.10.2, in a scatter-add
+  # with a slice of sharded indices).
   if is_traced(splits) or len(splits.sharding.device_set) > 1:
     splits = placement.put(splits, P())
   return dataclasses.replace(parts, layout=splits)

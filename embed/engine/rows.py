@@ -20,19 +20,19 @@ from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_lin
 # --- lines of 128 columns -------------------------------------------------------------------------
 
 
-_CHUNK = 1 << 12  # lines that are packed at a time: a TPU fills up rows to 128 columns in between
+_CHUNK = 1 << 12  # lines that are packed at a time: a TPU pads rows to 128 columns in between
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def unpack(lines: jax.Array, width: int) -> jax.Array:
-  """Rows `[V, width]` of lines; the inverse of `pack`."""
+  """Unpacks lines to rows `[V, width]`; the inverse of `pack`."""
   rows_of = lambda x: x.reshape(-1, row_width(width))[:, :width]
   return _in_chunks(rows_of, lines, 1, rows_per_line(width))
 
 
 @jax.jit
 def pack(rows: jax.Array) -> jax.Array:
-  """Lines `[V / rows_per_line, ...]` of rows `[V, D]`; V divides by the rows of a line."""
+  """Packs rows `[V, D]` to lines `[V / rows_per_line, ...]`; `rows_per_line` divides V."""
   width = row_width(rows.shape[1])
   filling = ((0, 0), (0, width - rows.shape[1]))
   lines_of = lambda x: jnp.pad(x, filling).reshape(-1, max(width, LANES))
@@ -42,7 +42,7 @@ def pack(rows: jax.Array) -> jax.Array:
 def _in_chunks(
   f: Callable[[jax.Array], jax.Array], x: jax.Array, read: int, made: int
 ) -> jax.Array:
-  """`f(x)` by lines: `read` entries of x become `made` entries of the result."""
+  """Computes `f(x)` in chunks: `read` entries of x become `made` entries of the result."""
   count, out = x.shape[0] // read, jax.eval_shape(f, x)
   chunk = min(count, _CHUNK)
 
@@ -80,7 +80,7 @@ class Lines:
     return 2
 
   def take(self, ids: jax.Array) -> jax.Array:
-    """The rows `[N, D]` of ids int32 `[N]`, zeros for ids outside."""
+    """The rows `[N, D]` at `ids`, int32 `[N]`; zeros for ids outside the table."""
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
     window = (1, row_width(self.width))
     rows = lax.gather(self.array, self._starts(ids), numbers, window, mode="fill", fill_value=0)
@@ -95,13 +95,13 @@ class Lines:
     return dataclasses.replace(self, array=lines)
 
   def add(self, ids: jax.Array, rows: jax.Array) -> "Lines":
-    """Adds `[N, D]` to the rows at ids; ids outside are skipped."""
+    """Adds `rows` `[N, D]` to the rows at `ids`; skips ids outside the table."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
     lines = lax.scatter_add(self.array, self._starts(ids), self._filled(rows), numbers, mode="drop")
     return dataclasses.replace(self, array=lines)
 
   def linear(self) -> jax.Array:
-    """The rows `[V, row_width]`, for kernels that read memory without tiles: the same bytes."""
+    """The rows `[V, row_width]`, for kernels that read untiled memory: the same bytes."""
     return self.array.reshape(-1, row_width(self.width))
 
   def _filled(self, rows: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ class Lines:
     return jnp.pad(rows.astype(self.dtype), ((0, 0), (0, missing)))
 
   def _starts(self, ids: jax.Array) -> jax.Array:
-    """Line and column `[N, 2]` of each row."""
+    """The line and first column of each row, `[N, 2]`."""
     each = rows_per_line(self.width)
     return jnp.stack([ids // each, ids % each * row_width(self.width)], axis=-1)
 
@@ -121,7 +121,7 @@ Rows = jax.Array | Lines  # `[V, D]`
 
 
 def as_rows(stack: StackSpec, stored: Any) -> Any:
-  """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
+  """Views a tree of a device's tables and slots as rows `[V, D]`, or `[V]` with one value each."""
 
   in_lines = lambda x: Lines(x, stack.dim) if stack.is_packed and x.ndim == 2 else x
   return jax.tree.map(in_lines, stored)
@@ -135,12 +135,12 @@ def as_stored(stack: StackSpec, rows: Any) -> Any:
 
 
 def unpacked(rows: Rows) -> jax.Array:
-  """Rows as an array, for code that reads all of them."""
+  """Converts rows to an array, for code that reads all of them."""
   return unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Tells whether rows can be read and written only by the functions below."""
+  """Returns True if rows can be read and written only by the functions below."""
   return stack.back_end is not None or isinstance(table, Lines)
 
 
@@ -148,7 +148,7 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 
 
 def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
-  """Does as `lookup.gather_and_combine`, with rows of the table or rows received."""
+  """Does the same as `lookup.gather_and_combine`, on rows of a table or on received rows."""
   if stack.back_end is not None:
     acts = BACK_ENDS[stack.back_end].look_up(stack, table, bags)
     if acts is not None:
@@ -157,7 +157,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
 
 
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of ids int32 `[N]`, to send; undefined for ids outside the table."""
+  """The rows `[N, D]` at `ids`, int32 `[N]`, to send; undefined for ids outside the table."""
   if stack.back_end is not None:
     return gather_and_combine(stack, table, Bags(ids[:, None]))
   return read({"": table}, ids)[""]
@@ -175,7 +175,7 @@ def read(arrays: Arrays, at: jax.Array) -> Arrays:
 
 
 def write(arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
-  """A table and its slots with new rows at the distinct ids `at`; ids out of range are skipped."""
+  """Writes new rows of a table and its slots at the distinct ids `at`; skips ids out of range."""
 
   def put(x, rows):
     if isinstance(x, Lines):

@@ -1,4 +1,4 @@
-"""Stacks: tables of one width, dtype and optimizer that share an array, and the layout of its rows.
+"""Stacks: tables of equal width, dtype and optimizer that share an array, and its row layout.
 
 A stack may be split into shards. A shard stores the rows that it owns, one table after another.
 The position of a row is computed by arithmetic, without any index array.
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The positions of the rows of some tables in shards.
+  """The positions of tables' rows in shards.
 
   A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them. If a
-  table's rows do not divide evenly, the last of its local rows on some shards are unused.
+  table's rows do not divide evenly, its last local row is unused on some shards.
 
   Args:
     sizes: the number of rows of each table.
     shards: the number of shards.
-    contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
-      first `size % shards` shards having one row more than the others.
-    unit: the first local row of each table, and the number of local rows, are multiples of it.
+    contiguous: False means "mod", row r on shard `r % shards`; True means "div", consecutive rows,
+      with one more row on the first `size % shards` shards than on the others.
+    unit: the number that divides the first local row of each table and the number of local rows.
   """
 
   sizes: tuple[int, ...]
@@ -57,11 +57,11 @@ class Layout:
 
   @property
   def _taken(self) -> tuple[int, ...]:
-    """The local rows that each table takes, with those that fill up its last unit."""
+    """The number of local rows that each table takes, including the padding of its last unit."""
     return tuple(-(-height // self.unit) * self.unit for height in self.heights)
 
   def _first(self, table: int, shard: Any) -> Any:
-    """The first of the consecutive rows of a shard."""
+    """The first of a shard's consecutive rows, in the "div" layout."""
     few, more = divmod(self.sizes[table], self.shards)
     return shard * few + shard.__array_namespace__().minimum(shard, more)
 
@@ -86,7 +86,7 @@ class Layout:
     return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.shard_rows)
 
   def ids(self, table: int, shard: jax.Array | int, local_rows: jax.Array) -> jax.Array:
-    """The id of each local row of a shard; the table's size for local rows without one."""
+    """The id of each local row of a shard; the table's size for local rows without an id."""
     size, height = self.sizes[table], self.heights[table]
     shard = jnp.asarray(shard, jnp.int32)
     row = local_rows - self.offsets[table]
@@ -109,13 +109,13 @@ class Layout:
 # --- packing -------------------------------------------------------------------------------------
 
 # A TPU stores the columns of an array in tiles of 128. A narrower table is either padded to 128
-# columns in memory, or stored by columns, and then XLA copies all of it into another layout in each
-# step that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is in line
-# `r // rows_per_line`, and no step copies it.
+# columns in memory, or stored by columns, and then XLA copies all of it to another layout in each
+# step that reads or writes rows. When packed, such a table is an array `[L, 128]`: row r is in line
+# `r // rows_per_line`, and no step copies the table.
 
 PACKING_SWITCH = "SPARSE_EMBED_PACKED"
 LANES = 128  # columns of a line
-_NARROWEST = 8  # columns that a row takes at least
+_NARROWEST = 8  # the fewest columns that a row takes
 
 
 def row_width(width: int) -> int:
@@ -138,20 +138,20 @@ RowStep = Callable[..., Arrays]
 
 @dataclasses.dataclass(frozen=True)
 class StackSpec:
-  """Static facts of a stack, hashable and equal by value: equal stacks share compiled programs.
+  """Static facts about a stack, hashed and compared by value: equal stacks share compiled programs.
 
   Attributes:
-    name: of the stack in its layer.
-    tables: their names, in the order of `layout.sizes`.
-    layout: the place of each row.
-    dim: D.
-    dtype: of the rows.
-    optimizer: of the tables, or None.
+    name: the name of the stack in its layer.
+    tables: the names of the tables, in the order of `layout.sizes`.
+    layout: the position of each row.
+    dim: D, the number of columns.
+    dtype: the dtype of the rows.
+    optimizer: the optimizer of the tables, or None.
     placement: the devices.
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
-    capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
-    back_end: the name of what reads and writes the rows in XLA's place, or None.
+    capacity: the rows that a pair of devices exchanges in a round; None derives it from each call.
+    back_end: the name of the back end that reads and writes rows in XLA's place, or None for XLA.
     is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
   """
 
@@ -180,7 +180,7 @@ class StackSpec:
 
   @functools.cached_property
   def specs(self) -> dict[int, Any]:
-    """The PartitionSpecs of stored rows (2) and of slots of one value per row (1)."""
+    """The PartitionSpecs of stored rows (2) and of slots with one value per row (1)."""
     return {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)}
 
   @functools.cached_property
@@ -194,7 +194,7 @@ class StackSpec:
     return self.stochastic_rounding and self.dtype != np.float32
 
   def size(self, table: str) -> int:
-    """The vocabulary_size of a table."""
+    """The `vocabulary_size` of a table."""
     return self.layout.sizes[self.indices[table]]
 
   @functools.cached_property
@@ -215,5 +215,5 @@ class StackSpec:
 
   @property
   def is_split(self) -> bool:
-    """True if rows are on several devices, and have to be exchanged."""
+    """True if rows are split over several devices, and must be exchanged."""
     return self.layout.shards > 1

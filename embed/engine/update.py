@@ -1,9 +1,9 @@
-"""Row gradients to new rows: sums them at the shards that store the rows, and steps those.
+"""Turns row gradients into new rows: sums them at the shards that store the rows, and steps these.
 
-Cost and memory follow the batch, never the vocabulary. There are two formulations for XLA, with one
-meaning: on CPU a hash table names the distinct ids without sorting, and as many rows are summed and
-stepped as there are; on accelerators all ids are sorted, and summed and stepped in large chunks. A
-kernel may take the place of either.
+Cost and memory scale with the batch, never with the vocabulary. XLA has two equivalent
+formulations: on CPU, a hash table finds the distinct ids without sorting, and no more rows than
+there are distinct ids are summed and stepped; on accelerators, all ids are sorted, and their rows
+summed and stepped in large chunks. A kernel may replace either.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ class StepScalars(NamedTuple):
 
   @classmethod
   def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
-    """The scalars of the 0-based step of a stack."""
+    """The scalars of a stack at a 0-based step."""
     assert stack.optimizer is not None
     rate = jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32)
     return cls(rate, jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None)
 
   def after(self, token: jax.Array) -> "StepScalars":
-    """The same scalars for a step after the lookups that a token depends on: see `xla`.
+    """The same scalars, for a step ordered after the lookups that a token depends on: see `xla`.
 
-    The learning rate carries the order. Outside of jitted functions there is nothing to order.
+    The learning rate carries the order. Outside jitted functions, there is nothing to order.
     """
     if not is_traced(token):
       return self
@@ -68,14 +68,14 @@ def step_rows(
   slots: "Slots",
   learning_rate: Any,
 ) -> "tuple[jax.Array, Slots]":
-  """Steps rows: clips gradients, decays, applies the equation, and clips weights.
+  """Steps rows: clips gradients, decays weights, applies the equation, and clips weights.
 
   Args:
-    optimizer: the table's.
-    g: float32 `[..., D]`, the rows' gradients, summed.
+    optimizer: the optimizer of the table.
+    g: float32 `[..., D]`, the summed gradients of the rows.
     w: float32 `[..., D]`, the rows.
     slots: `[..., D]` or `[...]` each.
-    learning_rate: this step's, a scalar.
+    learning_rate: the learning rate of this step, a scalar.
   """
   assert optimizer.equation is not None
   if optimizer.clipvalue is not None:
@@ -94,12 +94,12 @@ def step_rows(
 def step_stored(
   stack: StackSpec, scalars: StepScalars, local_rows: jax.Array, g: jax.Array, arrays: Arrays
 ) -> Arrays:
-  """New rows of a table, of its dtype, and their slots.
+  """Computes new rows of a table, in its dtype, and their slots.
 
   Args:
-    stack: of the table.
-    scalars: of the step.
-    local_rows: int32 `[n]`.
+    stack: the stack of the table.
+    scalars: the scalars of the step.
+    local_rows: int32 `[n]`, the local rows to step.
     g: float32 `[n, D]`, their gradients.
     arrays: the rows and their slots, `[n, D]` or `[n]`.
   """
@@ -116,7 +116,7 @@ def step_stored(
 def _round_rows(
   stack: StackSpec, step: jax.Array, local_rows: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """Rounds new rows float32 `[n, D]` at random, by noise of the table, the step and the id."""
+  """Rounds new rows, float32 `[n, D]`, at random, with noise keyed by table, step and id."""
   shard = mesh.device_index(stack.placement.row_axes)
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
@@ -150,7 +150,7 @@ def step(
 
 
 def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
-  """The sum of the squares of the summed rows."""
+  """The squared L2 norm of the summed row gradients."""
   grads, specs, sums_tables = _split(stack, grads)
 
   def per_device(*grads):
@@ -182,10 +182,10 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
     sums, count = carry
     new = _summed(stack, received)
     if isinstance(received, DistinctRows) or stack.placement.devices == 1:
-      return new, count  # of all calls: there is nothing to add to
+      return new, count  # the sum over all calls: there is nothing to add it to
     is_used = new.ids < stack.layout.shard_rows
     values = jnp.where(is_used[:, None], new.values, 0)
-    # Of a round's entries the first ones are used; those behind are overwritten by the next.
+    # Only the first entries of a round are used; the next round overwrites the rest.
     sums = DistinctRows(put(sums.ids, new.ids, count), put(sums.values, values, count))
     return sums, count + jnp.sum(is_used, dtype=jnp.int32)
 
@@ -198,7 +198,7 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
 
 
 def most_rows(stack: StackSpec, grads: Sequence[StackGrads], table: str) -> int:
-  """The most rows of a table that a shard can have gradients of."""
+  """The most rows of a table for which a shard can have gradients."""
   number = 0
   for x in grads:
     if isinstance(x, DistinctRows):
@@ -211,9 +211,9 @@ def most_rows(stack: StackSpec, grads: Sequence[StackGrads], table: str) -> int:
 def pick_table(
   stack: StackSpec, summed: DistinctRows, table: str, number: int | None
 ) -> tuple[jax.Array, jax.Array]:
-  """A table's row gradients of summed ones: ids `[N]` and values `[N, D]`.
+  """Picks a table's row gradients from a stack's: ids `[N]` and values `[N, D]`.
 
-  N is `number` on each shard, or None: as many entries as there are of all tables, in their order.
+  N is `number` per shard; if None, the entries of other tables stay in place, as padding.
   """
   index, size = stack.indices[table], stack.size(table)
 
@@ -233,14 +233,14 @@ def pick_table(
 def from_table_rows(
   stack: StackSpec, ids: jax.Array, values: jax.Array, table: str
 ) -> DistinctRows:
-  """The summed gradients of a stack from one table's, as `pick_table` returns them."""
+  """The summed gradients of a stack, from one table's gradients as `pick_table` returns them."""
   index, spec = stack.indices[table], _spec(stack)
   locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
   return stack.placement.run(locate, (spec.ids, spec.values), spec)(ids, values)
 
 
 def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
-  """Gradients times a number, in float32: before the sum or after it is the same."""
+  """Multiplies gradients by a scalar, in float32: before or after summing is the same."""
   times = lambda x: x.astype(jnp.float32) * mesh.like(factor, x)
 
   def scale(x: StackGrads) -> StackGrads:
@@ -257,7 +257,7 @@ def non_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
 
 
 def _split(stack: StackSpec, grads: Sequence[StackGrads]):
-  """Gradients padded to all devices, the specs of their arrays, and whether to add up tables."""
+  """Returns gradients padded for all devices, their specs, and whether to add up whole tables."""
   placement = stack.placement
   padded: list[StackGrads] = []
   specs: list[Any] = []
@@ -296,7 +296,7 @@ def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
 def step_table(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, received: exchange.Received
 ) -> Arrays:
-  """Steps the rows of a device that have gradients; all others keep their bits.
+  """Steps the rows of a device that have gradients; all other rows stay bit-identical.
 
   `arrays` are the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.as_rows` returns them; they
   are updated in place if they are donated.
@@ -308,7 +308,7 @@ def step_table(
     return arrays
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
-  zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
+  zero = xla.zero_after(scalars.rate)  # orders the step even if its equation does not use the rate
   parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
   if _is_plain_sum(optimizer, table) and stack.back_end is None:
@@ -338,7 +338,7 @@ def step_in_chunks(
 ) -> Arrays:
   """Steps the distinct rows `at` of a table and its slots; skips ids out of range.
 
-  Works in chunks, so that old and new rows and slots take little memory next to the gradients.
+  Works in chunks, so that old and new rows and slots take little memory beside the gradients.
   """
   return grads_lib.in_chunks(
     functools.partial(_step_part, stack, row_step), arrays, stack.dim, at, g
@@ -350,7 +350,7 @@ def _step_part(
 ) -> Arrays:
   """Steps the distinct rows `at` together.
 
-  Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
+  Barriers keep XLA from fusing the reads into two consumers, which would make it copy the table.
   """
   if stack.back_end is not None:
     return BACK_ENDS[stack.back_end].step(stack, row_step, arrays, at, g)
@@ -362,14 +362,14 @@ def _step_part(
 def _add_steps(
   optimizer: "RowOptimizer", rate: jax.Array, table: rows_lib.Rows, parts: Sequence[GradRows]
 ) -> rows_lib.Rows:
-  """Adds every id's own step, for a linear optimizer."""
+  """Adds the step of each id separately, for a linear optimizer."""
   none = jnp.zeros((), jnp.float32)
   move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
   parts = grads_lib.with_ids(parts, grads_lib.flat_ids(parts, table.shape[0]))
 
   def on_cpu(table, parts):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
-    # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
+    # and then copy the table. It cannot see through a loop; this one runs at most once.
     runs = sum(jnp.any(part.ids < table.shape[0]).astype(jnp.int32) for part in parts)
     add = lambda _, table: grads_lib.add_rows_on_cpu(table, parts, step=move)
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
@@ -397,7 +397,7 @@ def _is_plain_sum(optimizer: "RowOptimizer", table: rows_lib.Rows) -> bool:
 # --- steps in the forms that XLA:CPU compiles well ------------------------------------------------
 
 
-SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
+SPAN = 1 << 13  # the fewest rows whose gradients are summed at a time
 
 
 def step_summed(
@@ -405,8 +405,8 @@ def step_summed(
 ) -> Arrays:
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
-  A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
-  repeat. `ids` `[N]` are the ids of `parts`, V for padding.
+  A span is an eighth of the ids: it takes little memory, and there are rarely more than two spans,
+  since ids repeat. `ids`, `[N]`, are the ids of `parts`, V for padding.
   """
   size, dim = arrays["parameters"].shape
   position, unique, count = grads_lib.distinct_by_hash(ids, size)
@@ -428,9 +428,9 @@ def step_summed(
 def step_distinct(
   arrays: Arrays, ids: jax.Array, number: jax.Array, sums: jax.Array, row_step: RowStep
 ) -> Arrays:
-  """Steps the first `number` of the distinct rows `ids` `[M]` by their gradients `[M, D]`.
+  """Steps the first `number` of the distinct rows `ids`, `[M]`, by their gradients, `[M, D]`.
 
-  In place, in chunks that stay in cache between being read, stepped and written.
+  Works in place, in chunks that stay in cache while they are read, stepped and written.
   """
   size, dim = arrays["parameters"].shape
   chunk = min(max(2, grads_lib.CACHED // dim), max(2, ids.shape[0]))
@@ -450,11 +450,11 @@ def step_distinct(
 
 
 def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) -> Arrays:
-  """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
+  """The rows `at` of a table and its slots, zeros for padding; `number` is always positive.
 
-  XLA:CPU compiles a gather alone to one scalar load per element; a gather multiplied by something
-  becomes vector loads, four times as fast. If a read has two uses, as in Adagrad, XLA leaves the
-  gather alone, but it does not see into a conditional.
+  XLA:CPU compiles a gather on its own to one scalar load per element; a gather multiplied by
+  something becomes vector loads, four times as fast. If a read has two uses, as in Adagrad, XLA
+  leaves the gather on its own; inside a conditional, it does not see both uses.
   """
   valid = at < size
   safe = jnp.minimum(at, size - 1)
@@ -472,14 +472,14 @@ def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) ->
 
 
 def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
-  """Random bits uint32 `[..., D]` of rows with keys `[...]` and of columns with numbers `[D]`."""
+  """Random bits, uint32 `[..., D]`, for rows with keys `[...]` and columns with numbers `[D]`."""
   columns = columns.astype(jnp.uint32) * jnp.uint32(GOLDEN)
   columns = columns.reshape(*[1] * keys.ndim, -1)
   return scramble(scramble(keys.astype(jnp.uint32))[..., None] + columns)
 
 
 def rounding_key(*numbers: jax.Array | int) -> jax.Array:
-  """Mixes integers, such as the numbers of a table and a step, into a key, uint32."""
+  """Mixes integers, such as the numbers of a table and a step, into a uint32 key."""
   key = jnp.uint32(0)
   for number in numbers:
     number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
@@ -490,10 +490,10 @@ def rounding_key(*numbers: jax.Array | int) -> jax.Array:
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
   """Rounds float32 `x` at random to an adjacent bfloat16; the closer one is more likely.
 
-  `bits` are random uint32. Values that bfloat16 holds, zeros, infinities and NaN do not change.
+  `bits` are random uint32. Values that bfloat16 can represent, infinities and NaN do not change.
   """
   whole = jax.lax.bitcast_convert_type(x, jnp.uint32)
-  # A float's bits count its magnitude: adding up to one unit of the shorter format carries into it.
+  # A float's bits grow with its magnitude: noise below one bfloat16 unit carries into the last bit.
   carried = (whole + (bits & jnp.uint32(0xFFFF))) >> jnp.uint32(16)
   rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
   return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -2,7 +2,7 @@
 
 XLA updates an array in place if all reads of it provably come before the update, and otherwise
 copies the array at every step. Where a gradient does not depend on what was looked up, as in the
-loss `x.sum()`, nothing proves it. Here the order is part of the data flow: a lookup returns a
+loss `x.sum()`, nothing proves this. Here the order is part of the data flow: a lookup returns a
 **token**, an integer that depends on all of its activations, and an update depends on the token.
 The token of a layer is the number of dropped ids in its report, which each lookup adds to.
 """
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 
 def is_traced(tree: Any) -> bool:
-  """Tells whether a leaf of a tree has no value yet, inside a transformed or jitted function."""
+  """Returns True if a leaf of a tree has no value yet, inside a transformed or jitted function."""
   return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def zero_of(token: jax.Array) -> jax.Array:
-  """An int32 zero that depends on an int32 scalar, which no simplifier of XLA sees through."""
+  """An int32 zero that depends on an int32 scalar in a way that XLA does not simplify away."""
   return (token & 1) * ((token + 1) & 1)
 
 
@@ -29,20 +29,20 @@ def zero_after(x: jax.Array) -> jax.Array:
 
 
 def with_token(arrays: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-  """Returns the same arrays and token; what uses the token runs after all of the arrays exist.
+  """Returns the same arrays and token; whatever uses the token runs after all the arrays exist.
 
-  Where the token is known there is nothing to order: no update of this program depends on it.
+  If the token is known, there is nothing to order: no update in this program depends on it.
 
   Args:
-    arrays: a tree. Use what is returned in its place: XLA may compute what is given once more, from
-      the table, for another use.
+    arrays: a tree. Use the returned tree in its place: for another use of the given one, XLA may
+      compute it again from the table.
     token: an int32 scalar.
   """
   if not is_traced(token):
     return arrays, token
 
   def on_cpu(arrays, token):
-    # XLA:CPU drops barriers early. It does not find out how often this loop runs: never.
+    # XLA:CPU drops barriers early. It cannot tell that this loop never runs.
     flip = lambda x: ~x if jnp.issubdtype(x.dtype, jnp.integer) else -x
     body = lambda _, both: jax.tree.map(flip, both)
     return jax.lax.fori_loop(0, zero_of(token), body, (arrays, token))

@@ -1,1 +1,1 @@
-"""Compiled code for SparseCores, which does what the engine defines."""
+"""Compiled code for SparseCores, which implements operations of the engine."""

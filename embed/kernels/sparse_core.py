@@ -23,13 +23,13 @@ from embed.engine.stack import Arrays, RowStep, StackSpec, row_width
 NAME = "sparse_core"
 SWITCH = "SPARSE_EMBED_SPARSE_CORES"
 _VECTOR = 16  # columns that the subcores of TPU7x add at a time
-KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that have them
+KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # kinds that have SparseCores
 
 
 def unsupported_reason(
   kind: str, width: int = 128, dtype: np.dtype | type = np.float32
 ) -> str | None:
-  """Returns why SparseCores of a device kind cannot handle rows of `width` columns, or None."""
+  """The reason that SparseCores of a device kind cannot handle rows of `width` columns, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
   if not compat.has_sparse_core_indices():
@@ -42,14 +42,14 @@ def unsupported_reason(
 
 
 def _kernels() -> Any:
-  """The kernels, whose import takes parts of JAX that not every version has."""
+  """Imports the kernels, which need parts of JAX that not every version has."""
   from embed.kernels import sparse_core_pallas
 
   return sparse_core_pallas
 
 
 def look_up(stack: StackSpec, table: Any, bags: Bags) -> jax.Array | None:
-  """Sums the rows of bags of one length; None for ragged and weighted bags, and for narrow rows."""
+  """Sums the rows of each bag; None for ragged or weighted bags, or for sums of narrow rows."""
   length, gains = bags.ids.shape[-1], bags.gains
   is_weighted = gains is not None and gains.shape[-1] == length > 1
   if bags.is_ragged or not length or is_weighted:
@@ -70,7 +70,7 @@ def look_up(stack: StackSpec, table: Any, bags: Bags) -> jax.Array | None:
 def step(
   stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
 ) -> Arrays:
-  """Steps the distinct rows `at`; XLA reads and writes slots of one value per row."""
+  """Steps the distinct rows `at`; XLA reads and writes arrays that are not float32 rows."""
   own = [name for name, x in arrays.items() if x.ndim == 2 and x.dtype == np.float32]
   others = {name: x for name, x in arrays.items() if name not in own}
   linear = {name: _linear(arrays[name]) for name in own}
@@ -87,7 +87,7 @@ def step(
 
 
 def _linear(table: Any) -> jax.Array:
-  """Rows as kernels read them, filled up to whole vectors; lines are not copied for it."""
+  """Rows as the kernels read them, padded to whole vectors; lines are not copied."""
   if isinstance(table, Lines):
     return table.linear()
   filling = row_width(table.shape[1]) - table.shape[1]  # of rows received

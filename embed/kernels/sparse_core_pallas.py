@@ -1,6 +1,6 @@
-"""SparseCore kernels in Pallas: rows out of a table, rows into tables in place, and sums of bags.
+"""SparseCore kernels in Pallas: read rows of a table, write rows of tables in place, and sum bags.
 
-A SparseCore has 16 vector subcores, each with a memory of its own. A kernel cuts its ids into
+A SparseCore has 16 vector subcores, each with its own memory. A kernel splits its ids into
 windows, which the subcores take in turn: a subcore reads the ids of a window and copies their rows
 between the table in HBM and its own memory. Ids outside the table are skipped.
 """
@@ -16,13 +16,13 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from embed.engine import stack as stack_lib
 
-WIDEST = 2048  # columns: a window of such rows fits a subcore's memory on all chips
+WIDEST = 2048  # columns: a window of such rows fits in a subcore's memory on all chips
 _NO_ROW = -1  # in place of an id outside the table
-_WINDOW = 128  # ids; a list of more does not fit one indirect copy
+_WINDOW = 128  # ids; the most that one indirect copy takes
 
 
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of a table `[V, D]`; undefined where an id of int32 `[N]` is outside it."""
+  """Reads the rows `[N, D]` at ids, int32 `[N]`, of a table `[V, D]`; undefined for other ids."""
   (size, dim), count = table.shape, ids.shape[0]
   window = _window(dim)
   ids = _whole_windows(ids, size, window)
@@ -41,11 +41,11 @@ def take(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
-  """The tables `[V, D]` with new rows, in their place if they are donated.
+  """Writes new rows to tables `[V, D]`, in place if they are donated.
 
   Args:
-    tables: some of equal shapes.
-    ids: int32 `[N]`, no row twice; ids outside the tables are skipped.
+    tables: one or more tables of the same shape.
+    ids: int32 `[N]`, without repeated rows; ids outside the tables are skipped.
     rows: `[N, D]` for each table.
   """
   (size, dim), count = tables[0].shape, ids.shape[0]
@@ -71,10 +71,10 @@ def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) 
 
 
 def bag_sum(table: jax.Array, ids: jax.Array) -> jax.Array:
-  """The sums float32 `[B, D]` of the rows of bags, int32 `[B, L]`; other ids add nothing."""
+  """Sums the rows of bags, int32 `[B, L]`, to float32 `[B, D]`; other ids add nothing."""
   (size, dim), (count, length) = table.shape, ids.shape
   window = _window(dim)
-  # By position in the bag, so that the ids of a window are side by side.
+  # Ordered by position in the bag, so that the ids of a window are contiguous.
   ids = jax.vmap(lambda x: _whole_windows(x, size, window), in_axes=1)(ids)
   bags = ids.shape[1]
 
@@ -119,13 +119,13 @@ def _window(dim: int) -> int:
 
 
 def _whole_windows(ids: jax.Array, size: int, window: int) -> jax.Array:
-  """int32 ids in whole windows, -1 for those outside a table of `size` rows and for filling."""
+  """Pads ids to whole int32 windows; -1 for padding and for ids not in a table of `size` rows."""
   ids = jnp.where((ids >= 0) & (ids < size), ids, _NO_ROW).astype(jnp.int32)
   return jnp.pad(ids, (0, -ids.shape[0] % window), constant_values=_NO_ROW)
 
 
 def _rows(at: Any) -> Any:
-  """The rows of a table in HBM that the ids in a subcore's memory name."""
+  """Indexes the rows of a table in HBM by the ids in a subcore's memory."""
   return plsc.Indices(at, ignored_value=_NO_ROW)
 
 
@@ -148,8 +148,8 @@ def _in_turn(windows: int, body: Callable[[jax.Array], None]) -> None:
 def _call(
   name: str, kernel: Callable[..., None], out: Any, scratch: Sequence[Any], dim: int
 ) -> Callable[..., Any]:
-  """A kernel on all subcores of the chip."""
-  # Rows of whole tiles are read in place; for others the compiler copies the table.
+  """Makes a kernel that runs on all subcores of the chip."""
+  # Rows that fill whole tiles are read in place; for others, the compiler copies the table.
   tiled = dim % stack_lib.LANES == 0
   params = pltpu.CompilerParams(needs_layout_passes=False, use_tc_tiling_on_sc=tiled)
   return pl.kernel(

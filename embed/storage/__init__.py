@@ -1,4 +1,4 @@
 """Stored arrays as tables: made, read with their rows in order, loaded, and compared.
 
-A **view** is how a logical table is split where users and checkpoints see it.
+A **view** is the split of a logical table as users and checkpoints see it.
 """

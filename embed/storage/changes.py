@@ -1,12 +1,12 @@
-"""Rows that differ from an earlier state: found by fingerprints, taken out, and put elsewhere.
+"""Rows that differ from an earlier state: found by fingerprint, taken out, and put elsewhere.
 
-A **fingerprint** is 64 bits for each stored row, as two uint32, over the bits of the row and of its
-slots; it is computed where the row is stored. Each word goes through a mixing function of its own,
-a bijection, and the results are added up: a change of a single word is always noticed, any other
-with a probability of 1 - 2**-64.
+A **fingerprint** is a 64-bit hash of a stored row, as two uint32, over the bits of the row and its
+slots; it is computed where the row is stored. Each word goes through its own mixing function, a
+bijection, and the results are added up: a change to a single word is always detected, any other
+change with a probability of 1 - 2**-64.
 
-A **digest** is 64 bits for a table, over its rows without slots: the sum of their fingerprints,
-each mixed with the id of its row. It does not depend on how the table is stored.
+A **digest** is a 64-bit hash of a table, over its rows without slots: the sum of their
+fingerprints, each mixed with the id of its row. It does not depend on how the table is stored.
 """
 
 import functools
@@ -26,7 +26,7 @@ from embed.storage import tables as stored_tables
 
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
 
-_CHUNK = 1 << 16  # rows that are taken out, or put in, by one program
+_CHUNK = 1 << 16  # rows that one program takes out or puts in
 _LEAST = 1 << 8  # smaller numbers of rows share a program
 
 
@@ -47,12 +47,12 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix_twice(x: Lanes, salts: jax.Array) -> Lanes:
-  """Mixes two lanes, each with a salt of its own."""
+  """Mixes two lanes, each with its own salt."""
   return scramble(x[0] + scramble(salts)), scramble(x[1] + scramble(~salts))
 
 
 def _totals(words: jax.Array, number: int) -> Lanes:
-  """Sums of the mixed words of each row; `number` tells the arrays of a row apart."""
+  """Sums of the mixed words of each row; `number` distinguishes its arrays."""
   position = jnp.arange(words.shape[1], dtype=jnp.uint32) + jnp.uint32(number << 24)
   mixed = _mix_twice((words, ~words), position[None])
   # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
@@ -61,7 +61,7 @@ def _totals(words: jax.Array, number: int) -> Lanes:
 
 
 def _digest(totals: Lanes, ids: jax.Array, size: Any) -> jax.Array:
-  """The digest uint32 `[2]` of rows, by their ids; rows of id `size` do not count."""
+  """The digest, uint32 `[2]`, of rows and their ids; rows with the id `size` do not count."""
   mixed = _mix_twice(totals, ids.astype(jnp.uint32))
   return jnp.stack([jnp.where(ids < size, x, 0).sum(dtype=jnp.uint32) for x in mixed])
 
@@ -89,7 +89,7 @@ def fingerprints(
 
 
 def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes, list[jax.Array]]:
-  """Per device: the fingerprints of its rows, and the digests of all tables."""
+  """The fingerprints of a device's rows, and the digests of all tables."""
   words = [_words(rows_lib.unpacked(rows_lib.as_rows(stack, x))) for x in arrays]
   totals = [_totals(x, number) for number, x in enumerate(words)]
   axes, layout = stack.placement.row_axes, stack.layout
@@ -117,15 +117,15 @@ def changed(stack: StackSpec, old: Lanes, new: Lanes) -> tuple[jax.Array, jax.Ar
 
 
 def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[str, TableRows]:
-  """The rows of `changed` on this process's shards, by table, as NumPy by ascending id."""
-  # NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
+  """Takes the changed rows on this process's shards, by table, as NumPy arrays sorted by id."""
+  # NumPy finds them 100 times as fast as XLA:CPU; fetching the mask takes one byte per row.
   local_rows = {x.device: np.flatnonzero(x.data) for x in mask.addressable_shards}
   chunk = _chunk_for(count)
   parts = []
   for start in range(0, max(count, 1), chunk):
     rows_of = {device: rows[start : start + chunk] for device, rows in local_rows.items()}
     taken = _take_chunk(stack, stored, _per_shard(stack, chunk, rows_of, mask))
-    jax.block_until_ready(taken)  # or XLA:CPU may run two programs that communicate at once
+    jax.block_until_ready(taken)  # or XLA:CPU may run two communicating programs at once
     parts.append(jax.tree.map(_of_this_process, taken))
   number, ids, values = jax.tree.map(lambda *x: np.concatenate(x), *parts)
   tables = {}
@@ -138,14 +138,14 @@ def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[
 
 
 def _chunk_for(count: int) -> int:
-  """The rows of a program: a power of two, since one is compiled for each number."""
+  """The number of rows per program: a power of two, since each number compiles a program."""
   return min(max(_LEAST, 1 << (count - 1).bit_length()), _CHUNK)
 
 
 def _per_shard(
   stack: StackSpec, chunk: int, rows_of: dict[Any, np.ndarray], mask: jax.Array
 ) -> jax.Array:
-  """Local rows of each shard, int32 `[shards * chunk]`, filled up with the number of rows."""
+  """The local rows of each shard, int32 `[shards * chunk]`, padded with `layout.shard_rows`."""
   fill = stack.layout.shard_rows
   pad = lambda x: np.pad(x.astype(np.int32), (0, chunk - len(x)), constant_values=fill)
   parts = [jax.device_put(pad(rows), device) for device, rows in rows_of.items()]
@@ -154,7 +154,7 @@ def _per_shard(
 
 
 def _of_this_process(x: jax.Array) -> np.ndarray:
-  """The shards of an array that this process saves, joined; of copies, only the first is saved."""
+  """Joins the shards of an array that this process saves: only the first replica of each."""
   shards = [np.asarray(x.data) for x in x.addressable_shards if x.replica_id == 0]
   return np.concatenate([np.zeros((0, *x.shape[1:]), x.dtype), *shards])
 
@@ -163,7 +163,7 @@ def _of_this_process(x: jax.Array) -> np.ndarray:
 def _take_chunk(
   stack: StackSpec, stored: Arrays, local_rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, Arrays]:
-  """The number of the table (-1: none), the id and the arrays of each local row."""
+  """The index of the table (-1: none), the id, and the values of each local row."""
 
   def per_device(local_rows, stored):
     shard = mesh_lib.device_index(stack.placement.row_axes)
@@ -179,9 +179,9 @@ def _take_chunk(
 
 
 def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays:
-  """New stored arrays with some rows of a table replaced.
+  """Returns stored arrays with some rows of a table replaced.
 
-  The rows are NumPy, the same in every process, each id once; "parameters" and any of the slots.
+  `rows` are NumPy arrays, equal in every process, of distinct ids: "parameters" and any slots.
   """
   count, new = len(rows.ids), dict(stored)
   chunk = _chunk_for(count)
@@ -189,14 +189,14 @@ def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays
     pad = functools.partial(_padded, stack, start, chunk)
     ids = pad(rows.ids.astype(np.int32), stack.size(table))
     values = {key: pad(x, np.zeros((), x.dtype)) for key, x in rows.values.items()}
-    # The first copies the arrays, which requests may be reading; the others write to the copy.
+    # The first call copies the arrays, which requests may be reading; later ones write to the copy.
     f = _put_in_place if start else _put
     new |= jax.block_until_ready(f(stack, table, {key: new[key] for key in values}, ids, values))
   return new
 
 
 def _padded(stack: StackSpec, start: int, chunk: int, x: np.ndarray, fill: Any) -> jax.Array:
-  """A chunk of an array, filled up, on every device."""
+  """Pads a chunk of an array to its full size, and copies it to every device."""
   x = x[start : start + chunk]
   widths = [(0, chunk - len(x))] + [(0, 0)] * (x.ndim - 1)
   x = np.pad(x, widths, constant_values=fill)

@@ -26,11 +26,11 @@ Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 def make(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
 ) -> Arrays:
-  """Initial rows and slots by name, from a config and a random key by table."""
+  """Makes initial rows and slots by name, from the config and random key of each table."""
   try:
     slots = {name: _filling(stack, slot)() for name, slot in stack.slots.items()}
     return {"parameters": _make_rows(stack, tables, keys), **slots}
-  except jax.errors.JaxRuntimeError as error:  # mostly of memory
+  except jax.errors.JaxRuntimeError as error:  # mostly out of memory
     error.add_note(_about_memory(stack))
     raise
 
@@ -67,7 +67,7 @@ def _make_rows(
 
 @functools.lru_cache(maxsize=16)
 def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
-  """A function that returns a slot as it is stored, full of its initial value."""
+  """Makes a function that returns a slot, as it is stored, filled with its initial value."""
   shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
   fill = functools.partial(jnp.full, shape, slot.initial, slot.dtype)
   return jax.jit(stack.placement.run(fill, (), stack.specs[len(shape)]))
@@ -75,7 +75,7 @@ def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
 
 # --- rows that change hands ----------------------------------------------------------------------
 
-_NEW_ROWS = 1 << 9  # rows of a chunk: a batch has few
+_NEW_ROWS = 1 << 9  # rows of a chunk: a batch has few new rows new rows
 
 
 def reset(
@@ -83,8 +83,8 @@ def reset(
 ) -> Arrays:
   """Sets rows and slots of new owners to initial values, in place.
 
-  They depend on the table's key, uint32 `[2]`, and on the raw ids, uint32 `[N, 2]`, alone. `new`,
-  int32 `[N]`, are their rows, the size of the table where an entry is unused.
+  The values depend only on the table's key, uint32 `[2]`, and the raw ids, uint32 `[N, 2]`. `new`,
+  int32 `[N]`, are the rows of these ids, or the size of the table in unused entries.
   """
   chunk, n = min(_NEW_ROWS, new.shape[0]), new.shape[0]
 
@@ -119,12 +119,12 @@ def reset(
   return stack.placement.run(per_device, (specs, P(), P(), P()), specs)(arrays, key, new, ids)
 
 
-# Only the last few programs are kept, since initializers are often made with their config.
+# Keeps only the last few programs, since initializers are often made anew for each config.
 @functools.lru_cache(maxsize=16)
 def _drawing(
   stack: StackSpec, makers: Makers, dtype: Any
 ) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
-  """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
+  """Makes a function from keys by table to stored rows, drawn row by row; zeros elsewhere."""
   layout = stack.layout
   by_maker: dict[initializers.RowWise, list[str]] = {}
   for name, maker in makers:
@@ -150,7 +150,7 @@ def _drawing(
   def per_device(keys):
     shard = mesh_lib.device_index(stack.placement.row_axes)
     rows = jnp.zeros(stack.stored_shape, dtype)
-    # One loop for all tables of an initializer, which takes most of the time to compile.
+    # One loop for all tables of an initializer, since its code takes most of the compile time.
     for maker, names in by_maker.items():
       indices = [stack.indices[name] for name in names]
       start = layout.offsets[min(indices)]

@@ -1,8 +1,8 @@
-"""Stored arrays of stacks, read as logical tables and written.
+"""Reads the stored arrays of stacks as logical tables, and writes them.
 
-JAX splits an array evenly or not at all, so that a logical table `[V, D]` cannot always be split as
-its storage is. Its **view** is, in this order of preference: "rows" (consecutive ones, where V
-divides by the shards), "columns" (where D does), or "whole" (all rows on every shard). The first
+JAX splits an array evenly or not at all, so a logical table `[V, D]` cannot always be split like
+its storage. Its **view** is, in this order of preference: "rows" (consecutive rows, if the number
+of shards divides V), "columns" (if it divides D), or "whole" (all rows on every shard). The first
 two take one all-to-all, and as much memory as the storage.
 """
 
@@ -36,7 +36,7 @@ class View(NamedTuple):
 
 
 def view(stack: StackSpec, table: str, ndim: int) -> View:
-  """The view of a table (ndim 2), or of a slot of one value per row (ndim 1)."""
+  """The view of a table (ndim 2), or of a slot with one value per row (ndim 1)."""
   axes, shards = stack.placement.row_axes, stack.layout.shards
   if axes and stack.size(table) % shards == 0:
     return View("rows", P(*(axes, None)[:ndim]), axes)
@@ -84,17 +84,17 @@ def write_view(layout: Layout, table: int, view: View, value: jax.Array) -> jax.
   return value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
 
 
-# Every device has `each` consecutive rows of the view, and of the storage as many: in "mod" every
-# n-th of the table. Of those that shard s stores, device d sees those from ceil((d * each - s) / n)
-# on; there are at most each // n + 1 of them.
+# Every device has `each` consecutive rows of the view, and stores as many rows: under "mod", every
+# n-th row of the table. From the rows that shard s stores, device d sees at most each // n + 1, the
+# first at local row ceil((d * each - s) / n).
 
 
 def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, jax.Array]:
   """The rows that this device exchanges with each device of a "rows" view under "mod".
 
   Returns:
-    Local rows that it stores of the other's part of the view, and rows of its own part that the
-    other stores: int32 `[shards, M]` each, the height of a shard where there is none.
+    The local rows that it stores of the other's part of the view, and the rows of its own part that
+    the other stores: int32 `[shards, M]` each, the table's height where there is no row.
   """
   n, each = layout.shards, layout.heights[table]
   me = lax.axis_index(view.row_axes)
@@ -108,7 +108,7 @@ def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, 
 
 
 def _exchange(view: View, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-  """Sends rows of `x` to each device, and returns an array of its shape with the received rows."""
+  """Sends rows of `x` to each device; returns an array of the same shape with the received rows."""
   parts = x.at[sent].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.row_axes, 0, 0)
   flat = parts.reshape(-1, *x.shape[1:])
@@ -119,7 +119,7 @@ def _exchange(view: View, x: jax.Array, sent: jax.Array, received: jax.Array) ->
 
 
 def place_whole(placement: Placement, x: Any, dtype: Any, where: P) -> jax.Array:
-  """A whole array, the same on every host, split over devices without a copy of it on any."""
+  """Splits a whole array, the same on every host, over devices; none gets a full copy of it."""
   if is_traced(x):
     return placement.put(x.astype(dtype), where)
   sharding = NamedSharding(_mesh_of_devices(placement), where)
@@ -131,7 +131,7 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P) -> jax.Array
 
 
 def _mesh_of_devices(placement: Placement) -> Any:
-  """The mesh outside of jitted functions; a layer made inside one has only an abstract mesh."""
+  """The concrete mesh; a layer that was made inside a jitted function has only an abstract one."""
   mesh = current_mesh() if isinstance(placement.mesh, AbstractMesh) else placement.active_mesh
   if mesh is None:
     raise ValueError(
@@ -148,7 +148,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def converts(x: Any, dtype: Any) -> bool:
-  """True if the values of an array can be converted to a dtype, up to rounding."""
+  """Returns True if the values of an array can be converted to a dtype, up to rounding."""
   given = dtype_of(x)
   if jnp.issubdtype(given, jnp.complexfloating):
     return jnp.issubdtype(dtype, jnp.complexfloating)
@@ -160,10 +160,10 @@ def copied_like(value: Any, old: jax.Array) -> jax.Array:
   if is_traced((value, old)):
     return jnp.array(value, old.dtype, copy=True)
   if isinstance(value, jax.Array) and value.is_fully_addressable:
-    # What Orbax restores is committed to its device, and a step on a mesh refuses it.
+    # Arrays that Orbax restores are committed to their device; a step on a mesh rejects them.
     is_elsewhere = value.sharding != old.sharding or (value.committed and not old.committed)
     value = np.asarray(value) if is_elsewhere else value
-  # NumPy arrays by an explicit transfer, which jax_transfer_guard allows.
+  # Moves NumPy arrays by an explicit transfer, which jax_transfer_guard allows.
   copy = jnp.array if isinstance(value, jax.Array) else np.array
   copied = copy(value, old.dtype, copy=True)
   return jax.device_put(copied, old.sharding if old.committed else None)
@@ -173,7 +173,7 @@ def copied_like(value: Any, old: jax.Array) -> jax.Array:
 
 
 def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
-  """The rows of a table on this device, `[height, D]` or `[height]`; the array itself if alone."""
+  """The rows of a table on this device, `[height, D]` or `[height]`; all of `stored` if alone."""
   start, height = stack.layout.offsets[index], stack.layout.heights[index]
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
@@ -214,7 +214,7 @@ def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
 
 
 def stored_bytes(stack: StackSpec) -> tuple[int, int]:
-  """The bytes of the rows and of the slots of a stack on a device."""
+  """The bytes that the rows and the slots of a stack take on a device."""
   per_row = sum(
     (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
     for slot in stack.slots.values()
@@ -238,8 +238,8 @@ def shapes(stack: StackSpec, arrays: Arrays, table: str) -> dict[str, jax.ShapeD
 
 # --- all tables -----------------------------------------------------------------------------------
 
-# In one program: if many that communicate are started one after another, XLA:CPU may run so many at
-# a time that none has enough threads to finish.
+# All in one program: if many communicating programs are started one after another, XLA:CPU may run
+# so many at once that none has enough threads to finish.
 
 
 def read_all(stacks: Sequence[StackSpec], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
@@ -263,7 +263,7 @@ _read_stacks_together = jax.jit(_read_stacks, static_argnums=0)
 def store_all(
   stacks: Sequence[StackSpec], arrays: Sequence[Arrays], replacements: Sequence[Replacements]
 ) -> list[Arrays]:
-  """The stored arrays with some tables and slots replaced by arrays in the form of `read_all`."""
+  """Returns stored arrays with some tables and slots replaced, given as `read_all` returns them."""
   where = [(i, key) for i, given in enumerate(replacements) for key in given if given[key]]
   chosen = tuple(stacks[i] for i, _ in where)
   olds = [arrays[i][key] for i, key in where]
@@ -279,7 +279,7 @@ def store_all(
 
 
 def _placed(stack: StackSpec, old: jax.Array, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-  """Copies of tables, on the devices that store them and split as their views are."""
+  """Copies tables to the devices that store them, split as their views are."""
   if stack.placement.is_local:
     return {name: copied_like(x, old) for name, x in tables.items()}
   spec_of = lambda name: view(stack, name, old.ndim).spec

@@ -18,7 +18,7 @@ INITIALIZERS = {
   "truncated_normal": jax.nn.initializers.truncated_normal,
   "uniform": jax.nn.initializers.uniform,
 }
-_KEYS = {  # of an entry, TensorFlow's first
+_KEYS = {  # keys of an entry, TensorFlow's first
   "feature": (
     "table_id", "max_sequence_length", "weight_key", "validate_weights_and_indices", "output_shape",
   ),
@@ -28,7 +28,7 @@ _KEYS = {  # of an entry, TensorFlow's first
     "dim", "optimizer", "dtype", "stochastic_rounding",
   ),
 }  # fmt: skip
-_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # True of every optimizer
+_ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # always True here
 
 
 class EmbeddingConfigSpec:
@@ -44,23 +44,23 @@ class EmbeddingConfigSpec:
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the common one, `dtype`, `stochastic_rounding`, and `learning_rate` or
+      `optimizer`) instead of the shared one, `dtype`, `stochastic_rounding`, and `learning_rate` or
       `learning_rate_fn`, a function of the step, instead of the optimizer's own rate. TensorFlow's
       `hot_id_replication` and `layout` have no effect: they place rows on TPUs.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
-      `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can only be looked up.
+      `{"name": "adagrad", "learning_rate": 0.1}`. With None, such tables can only be looked up.
     clipping_limit: the `clipvalue` of each optimizer that has none: every table's summed row
       gradient is clipped to `[-c, c]`, elementwise. (TensorFlow stores it and never reads it.)
     gradient_multiplier_fn: must be None; multiply gradients in the training step, with `Grads.map`.
-    pipeline_execution_with_tensor_core: an attribute without effect: a training step pipelines, by
-      a `lookup` of the next batch before `apply_gradients`; a layer cannot.
-    partition_strategy: "div" or "mod", how rows are spread over the mesh.
+    pipeline_execution_with_tensor_core: stored, without effect. A training step pipelines, with a
+      `lookup` of the next batch before `apply_gradients`; a layer cannot.
+    partition_strategy: "div" or "mod", the way that rows are spread over the mesh.
 
   Attributes:
     features: `{feature: FeatureConfig}`.
     tables: `{table: TableConfig}`, each with its optimizer.
-    optimizer: the common optimizer, with clipping.
-    weight_keys: `{feature: column}`, of the features with weights.
+    optimizer: the shared optimizer, with clipping.
+    weight_keys: `{feature: column}`, for the features with weights.
 
   Raises:
     ValueError: naming the table or feature and what is wrong with its entry.
@@ -130,10 +130,10 @@ class EmbeddingConfigSpec:
 
     Args:
       columns: the ids of each feature and, under its `weight_key`, the weights, in the same kind of
-        input. Other columns, such as labels, are ignored. A missing one raises ValueError.
+        input. Other columns, such as labels, are ignored. A missing column raises ValueError.
 
     Returns:
-      `(features, weights)`, weights being None if no feature has any.
+      `(features, weights)`, where `weights` is None if no feature has any.
     """
     missing = [key for key in (*self.features, *self.weight_keys.values()) if key not in columns]
     if missing:
@@ -183,7 +183,7 @@ def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
 
 
 def _optimizer(what: str, value: Any, clipping_limit: float | None) -> RowOptimizer | None:
-  """An optimizer, clipped to the limit if it trains and has no `clipvalue` of its own."""
+  """Makes an optimizer; sets the limit as its `clipvalue` if it trains and has none of its own."""
   if value is None:
     return None
   optimizer = _call_named(what, value, named()) if hasattr(value, "items") else value

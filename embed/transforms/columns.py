@@ -1,4 +1,4 @@
-"""Columns, functions from one raw feature to ids, and `Transforms`, of all features of a batch."""
+"""Columns, which map one raw feature to ids, and `Transforms`, which maps a batch of features."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ MAX_SIZE = config_lib.MAX_VOCABULARY_SIZE
 class Column:
   """A function from the strings or numbers of one raw feature to int32 ids.
 
-  Subclass it to write your own, with a `vocabulary_size` and `ids`.
+  Subclass it to write your own, with `vocabulary_size` and `ids`.
 
   Args:
-    key: the raw feature to read in a `Transforms`. None reads the feature of the same name.
+    key: the raw feature that a `Transforms` reads. None reads the feature of the same name.
     max_valency: lists, `Ragged` and `Sparse` become `Padded` of exactly this many columns, so that
       all batches share one compiled step. None pads lists to the longest one.
-    truncate: whether longer bags are cut to their first `max_valency` values; otherwise they raise.
+    truncate: True cuts longer bags to their first `max_valency` values; False raises an error.
 
   >>> class Parity(Column):
   ...   vocabulary_size = 2
@@ -54,7 +54,7 @@ class Column:
     raise NotImplementedError
 
   def __call__(self, column: Any) -> Any:
-    """Converts a column, of any kind that the module describes, to ids."""
+    """Converts a column, of any kind that `embed.transforms` describes, to ids."""
     if isinstance(column, inputs_lib.KINDS):
       bags = dataclasses.replace(column, values=self._dense(column.values))
       if isinstance(bags, inputs_lib.Padded) or self.max_valency is None:
@@ -142,15 +142,15 @@ class HashBucket(Column):
 class RawIds(Column):
   """Makes raw 64-bit ids, for a table with an `embed.DynamicVocabulary`.
 
-  A string is hashed to the upper 63 bits of its XXH64; among a million strings two have the same
-  hash with a probability of 5 in 100 million, among a billion of 1 in 19. An integer is its own raw
-  id. The result is uint32 pairs, as `embed.raw_ids` makes them.
+  A string is hashed to the upper 63 bits of its XXH64; the probability that two strings share a
+  hash is 5 in 100 million among a million strings, and 1 in 19 among a billion. An integer is its
+  own raw id. The result has uint32 pairs, as `embed.raw_ids` makes them.
   """
 
   @property
   def vocabulary_size(self) -> int:
     """Raises ValueError: the size of the table is the capacity of its vocabulary."""
-    raise ValueError("RawIds have no number. Give the table an embed.DynamicVocabulary(capacity).")
+    raise ValueError("RawIds has no vocabulary_size. Give the table an embed.DynamicVocabulary(capacity).")
 
   def __call__(self, column: Any) -> Any:
     return inputs_lib.raw_ids(super().__call__(column))
@@ -174,11 +174,11 @@ class Vocabulary(Column):
   unknown keys by default; here they raise an error.
 
   Args:
-    tokens: strings (or their UTF-8), or integers. They are part of a pickle, so that workers and
-      servers need no file. `tokens[id]` turns an id back into its token.
-    num_oov_buckets: ids after the tokens, for unknown keys:
+    tokens: strings (or their UTF-8), or integers. They are pickled with the column, so that workers
+      and servers need no file. `tokens[id]` turns an id back into its token.
+    num_oov_buckets: the number of ids after the tokens, for unknown keys:
       `len(tokens) + XXH64(key) % num_oov_buckets`.
-    default_value: instead, one id for all unknown keys; -1 makes them padding.
+    default_value: one id for all unknown keys, instead of buckets; -1 makes them padding.
 
   >>> genre = Vocabulary(["drama", "comedy"], num_oov_buckets=2)
   >>> genre.vocabulary_size
@@ -197,7 +197,7 @@ class Vocabulary(Column):
     keys = hashing.to_keys(hashing.to_array(list(self.tokens) if is_list else []))
     if not keys.size:
       raise ValueError(
-        "Argument `tokens` must be a list of at least one token. Of a file with a token on each "
+        "Argument `tokens` must be a list of at least one token. For a file with one token per "
         f"line, write pathlib.Path(file).read_text().splitlines(). Got {self.tokens!r}."
       )
     object.__setattr__(self, "tokens", tuple(keys.tolist()))
@@ -243,14 +243,14 @@ class Vocabulary(Column):
 
 @dataclasses.dataclass(frozen=True)
 class Bucketized(Column):
-  """Maps numbers to intervals: id i is `boundaries[i - 1] <= x < boundaries[i]`.
+  """Maps numbers to intervals: id i means `boundaries[i - 1] <= x < boundaries[i]`.
 
-  The counterpart of `tf.feature_column.bucketized_column`. Every number is data, -1 too, and none
-  is padding: give bags as lists of lists or `Ragged`; or as `Padded` filled with NaN, and write
+  The counterpart of `tf.feature_column.bucketized_column`. Every number is data, including -1, and
+  none is padding: give bags as lists of lists or `Ragged`, or as `Padded` filled with NaN, with
   `default_value=-1`.
 
   Args:
-    boundaries: strictly increasing numbers; K of them make K + 1 ids. For a column of floats they
+    boundaries: K strictly increasing numbers, which make K + 1 ids. For a column of floats, they
       are rounded to its dtype, so that 0.7 reaches the boundary 0.7 in float32 as in float64.
       Integers are compared with integers exactly.
     default_value: the id of NaN and None; -1 makes them padding, None raises an error.
@@ -347,7 +347,7 @@ def _is_list_of_bags(column: Any) -> bool:
 
 
 def _join(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-  """Joins a list of bags to values `[N]` and row splits."""
+  """Joins a list of bags into values `[N]` and row splits."""
   bags = [() if bag is None else bag for bag in column]
   if not all(isinstance(bag, (list, tuple, np.ndarray)) for bag in bags):
     raise ValueError("a list of bags holds lists and None; write [value] for a bag of one value.")
@@ -360,7 +360,7 @@ def _join(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _set_integers(column: Any, **bounds: tuple[int, int]) -> None:
-  """Makes arguments of a frozen column ints in `(minimum, maximum)`; None may be a default."""
+  """Converts arguments of a frozen column to ints within `bounds`; keeps None if it is allowed."""
   for name, (minimum, maximum) in bounds.items():
     value = getattr(column, name)
     if value is not None or name not in ("default_value", "max_valency"):
@@ -370,7 +370,7 @@ def _set_integers(column: Any, **bounds: tuple[int, int]) -> None:
 def _fill_missing(
   column: Any, ids: np.ndarray, is_missing: np.ndarray, values: np.ndarray, problem: str
 ) -> np.ndarray:
-  """Returns ids `[N]` with the column's `default_value` where they are missing; None raises."""
+  """Returns ids `[N]`, the column's `default_value` where missing; raises if that is None."""
   if column.default_value is not None:
     return np.where(is_missing, np.int32(column.default_value), ids)
   if is_missing.any():

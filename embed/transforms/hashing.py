@@ -11,7 +11,7 @@ import xxhash
 
 
 def to_array(values: Any) -> np.ndarray:
-  """Makes arrays of lists and scalars, of dtype object, so that [1, "a"] keeps its integer."""
+  """Converts lists and scalars to object arrays, so that [1, "a"] keeps its integer."""
   return np.asarray(values) if hasattr(values, "__array__") else np.asarray(values, object)
 
 
@@ -36,7 +36,7 @@ def to_keys(values: np.ndarray) -> np.ndarray:
   if all(issubclass(t, (int, np.integer)) and t is not bool for t in types):
     return _to_integers([-1 if item is None else int(item) for item in items])
   raise ValueError(
-    "a column holds strings, bytes and integers, and not strings mixed with integers. Got "
+    "a column holds strings and bytes, or integers, but not both. Got "
     f"{sorted(t.__name__ for t in types)}. A missing value is None or '', not NaN."
   )
 

@@ -28,7 +28,7 @@ def test_arguments():
     (lambda: Vocabulary("genres.txt"), "splitlines"),
     (lambda: Vocabulary(["a", "b", "a"]), r"`tokens` must be distinct.*'a' at 0"),
     (lambda: Vocabulary(["a", None]), r"not padding.*'' at 1"),
-    (lambda: Vocabulary(["a", 1]), "strings.*integers"),
+    (lambda: Vocabulary(["a", 1]), "strings and bytes, or integers, but not both"),
     (lambda: Vocabulary(["a"], num_oov_buckets=1, default_value=0), "not both"),
     (lambda: Bucketized([1, 1]), "`boundaries` must be strictly increasing"),
     (lambda: Bucketized([float("nan")]), "boundaries"),
