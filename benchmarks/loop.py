@@ -77,7 +77,7 @@ def in_loop(config, parts: "Parts", recipe: str, steps: int) -> list[float]:
     with loop.Run(recipe, config, folder, **state) as run:
       step = parts.step()
       for batch in run.steps(parts.batches()):
-        run.log(**step(batch, run.peek), learning_rate=rate)
+        run.log(**step(batch), learning_rate=rate)
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [line["examples_per_second"] for line in lines][1:]
 

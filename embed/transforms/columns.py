@@ -150,7 +150,9 @@ class RawIds(Column):
   @property
   def vocabulary_size(self) -> int:
     """Raises ValueError: the size of the table is the capacity of its vocabulary."""
-    raise ValueError("RawIds has no vocabulary_size. Give the table an embed.DynamicVocabulary(capacity).")
+    raise ValueError(
+      "RawIds has no vocabulary_size. Give the table an embed.DynamicVocabulary(capacity)."
+    )
 
   def __call__(self, column: Any) -> Any:
     return inputs_lib.raw_ids(super().__call__(column))
