@@ -62,7 +62,7 @@ def test_a_trained_torchrec_collection_is_imported():
   for _, code in pages.blocks("moving/torchrec.md", "py"):
     exec(code, theirs)
   ours = pages.run("moving/torchrec.md")
-  variables = ours["embed"].importers.from_torch(*theirs["state"])
+  variables = ours["embed"].importers.from_torch(*theirs["state"], tables=ours["tables"])
   np.testing.assert_array_equal(variables["movie"]["parameters"], theirs["table"])
   ours["model"].load_variables(variables)
   assert (variables["movie"]["accumulators"][[3, 5, 7]] > 0).all()
