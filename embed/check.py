@@ -149,7 +149,10 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """A comparison: `error` is the largest difference over the largest value, infinite on failure."""
+  """A comparison: `error` is the largest difference divided by the largest expected value.
+
+  It is infinite if there is no difference to measure, such as for a wrong shape or an exception.
+  """
 
   what: str
   where: str

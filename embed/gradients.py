@@ -194,7 +194,7 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(summed, self.stacks, self.one)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
-    """Applies `f` to the values of each table, with zeros in the entries of other tables."""
+    """Applies `f` to the values of each table in turn: `[N, D]`, 0 in entries of other tables."""
     mapped = {
       key: [_map_distinct(self._sum(key), self.stacks[key], f)] if grads else ()
       for key, grads in self.grads.items()

@@ -402,9 +402,9 @@ def import_variables(
       `table/slot`. Each is one array with the rows in order, or a list of arrays, one per shard;
       `numpy.array_split(array, n)` splits an array of n concatenated shards.
     layer: the `SparseEmbed` to load; it determines tables, slots and shapes.
-    partition_strategy: the rows of each of n shards. "div": consecutive rows, one more on each of
-      the first `V % n` shards. "mod": row r is on shard `r % n`. Padding rows are dropped;
-      TensorFlow adds them if there are fewer rows than shards, and with "mod" to any shard's end.
+    partition_strategy: the split of V rows over n shards. "div": consecutive rows, one more on each
+      of the first `V % n` shards. "mod": row r is on shard `r % n`. Padding rows at the end of a
+      shard are dropped; TensorFlow adds them with "mod", or if there are fewer rows than shards.
     slots: whether to convert slots.
 
   Returns:

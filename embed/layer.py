@@ -101,7 +101,8 @@ class SparseEmbed(nnx.Module):
       None leaves those tables without slots: they can be looked up, but training them raises.
     rngs: draws one key per table, from its stream `params`.
     mesh: the devices that tables are spread over. None is the mesh of `jax.set_mesh`, or one device
-      if there is none. Inputs may have any sharding; activations come out split over the batch.
+      if there is none. Inputs may have any sharding. Activations are split along the batch if its
+      size is a multiple of the number of devices, and replicated otherwise.
       Outside `jax.set_mesh`, the axes of the mesh count as Auto axes, so that the compiler shards
       the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
@@ -223,7 +224,7 @@ class SparseEmbed(nnx.Module):
         padding and score 0. None scores against every row.
 
     Returns:
-      The dot products, `[..., K]` or `[..., vocabulary_size]`.
+      The dot products, float32 `[..., K]` or `[..., vocabulary_size]`.
 
     Raises:
       ValueError: for an unknown table, a query of another size, or ids out of range in eager calls.

@@ -73,8 +73,8 @@ class RowOptimizer:
   Attributes:
     name: the name of the function that made it, such as "adagrad".
     arguments: every argument of that function, by name. Each is an attribute too.
-    equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
-      None for `embed.frozen`.
+    equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)` on float32 `[..., D]`;
+      slots are a dict, with arrays `[...]` if `per_row`; the rate is a scalar. None if frozen.
     slots: `f(dim) -> {name: embed.Slot}`, the state kept per row.
     linear: True if the step of a sum of gradients is the sum of the steps.
   """
@@ -279,9 +279,9 @@ def adagrad(
   epsilon: float = 0.0,
   **common: Unpack[Common],
 ) -> RowOptimizer:
-  """Adagrad (Duchi et al. 2011). Slot `accumulators`, float32 `[V, D]`.
+  """Adagrad (Duchi et al. 2011). Slot `accumulators` (`a`), float32 `[V, D]`.
 
-  The step of a row, with the new `a` and by default no epsilon, as in TensorFlow::
+  The step of a row; as in TensorFlow, `a` is updated first, and epsilon is 0 by default::
 
     a += g²
     w -= lr * g / (sqrt(a) + epsilon)
@@ -301,7 +301,7 @@ def adagrad(
 
 
 def _divisor(arguments: Mapping[str, Any]) -> tuple[float, float]:
-  """Returns Adagrad's initial accumulator value and epsilon; checks that one is positive."""
+  """Returns Adagrad's initial accumulator value and epsilon; at least one must be positive."""
   initial, epsilon = arguments["initial_accumulator_value"], arguments["epsilon"]
   expected = "positive, or 0 with a positive `epsilon`: a gradient of 0 would divide 0 by 0"
   check("initial_accumulator_value", initial, initial + epsilon > 0, expected)

@@ -94,7 +94,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 def _with_nodes_alone(
   loss_fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """A loss that takes the model and a list of the other NNX objects in its arguments; that list.
+  """Returns a loss `f(model, nodes)`, and `nodes`: the NNX objects in `args` and `kwargs`.
 
   All other arguments stay as they are: NumPy ids are checked, and Python code may branch on them.
   """
@@ -184,7 +184,7 @@ def _rows(model: Any, layers: dict[str, SparseEmbed], taps: Any) -> tuple[Rows, 
 
 
 def _checked(is_whole: Any, value: Any, dense: Any, rows: Rows) -> tuple[Any, Any, Rows]:
-  """The loss, alone or with aux, and the gradients; NaN and zeros if a lookup is not whole."""
+  """Raises ValueError if a lookup is not whole; under jit, sets the loss to NaN, gradients to 0."""
   if is_traced(is_whole):
     loss, *aux = value if isinstance(value, tuple) else (value,)
     loss = jnp.where(is_whole, loss, jnp.nan)

@@ -22,8 +22,8 @@ from embed.storage import tables as stored_tables
 class Table(nnx.Variable):
   """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
 
-  An `nnx.Variable` type, for filters. It holds the storage, which may put several tables in one
-  array, and rows in another order; `SparseEmbed.tables` has the tables.
+  An `nnx.Variable` type, for filters. It holds an array as stored, in which several tables may be
+  combined and rows reordered; `SparseEmbed.tables` has each table, with its rows in order.
   """
 
 

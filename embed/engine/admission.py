@@ -66,7 +66,7 @@ def mixed(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scaled_to(h: jax.Array, size: int) -> jax.Array:
-  """Computes int32 `h * size // 2**32` of uint32 `h`: below `size`, and in the order of `h`."""
+  """Scales uint32 `h` to int32 `h * size // 2**32`, which is below `size` and monotonic in `h`."""
   a, b = h >> 16, h & jnp.uint32(0xFFFF)
   c, d = jnp.uint32(size >> 16), jnp.uint32(size & 0xFFFF)
   middle = ((b * d) >> 16) + ((b * c) & jnp.uint32(0xFFFF)) + a * d

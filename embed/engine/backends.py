@@ -1,4 +1,4 @@
-"""Back ends: compiled code that replaces XLA's formulations, which define its semantics.
+"""Back ends: compiled code that replaces the engine's JAX code and must give the same results.
 
 The engine imports none; each module of `embed.kernels` registers itself. `StackSpec.back_end` is
 the name of a stack's back end, or None for XLA. Where a plan does not choose one, environment
@@ -17,7 +17,7 @@ class BackEnd(Protocol):
   """Compiled code that looks up and steps rows on a device, for the tables that it supports."""
 
   def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
-    """Does the same as `lookup.gather_and_combine`, in float32; None leaves the bags to XLA."""
+    """Does the same as `lookup.gather_and_combine`, or returns None to leave the bags to XLA."""
 
   def step(self, stack: Any, row_step: Any, arrays: Any, at: jax.Array, g: jax.Array) -> Any:
     """Reads, steps and writes the distinct rows `at` of a table and its slots."""

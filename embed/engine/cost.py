@@ -23,7 +23,7 @@ class BatchDemand:
   Attributes:
     ids: the number of ids in bags that are not ragged, for each table of the stack.
     activations: the number of activations of bags that are not ragged, for all tables together.
-    ragged_ids: the number of ids in ragged bags, which are whole on every device, for all tables.
+    ragged_ids: the number of ids in ragged bags of the whole batch, for all tables together.
     ragged_activations: the number of activations of ragged bags in the whole batch.
   """
 

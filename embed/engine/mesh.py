@@ -202,7 +202,7 @@ class Placement:
 
   @property
   def active_mesh(self) -> Mesh | AbstractMesh:
-    """The mesh with the axis types of `jax.set_mesh`, or with Auto axes without it.
+    """The mesh, with the axis types of the current mesh; with Auto axes outside `jax.set_mesh`.
 
     Explicit axes put shardings into the types of arrays; the rest of a model has them only under
     `jax.set_mesh`.
@@ -299,8 +299,8 @@ class Placement:
     """Runs `f(x)`, whatever the operations in `f` and the sharding of `x`.
 
     An Explicit mesh requires a sharding for each reshape and gather in `f`; here the compiler
-    chooses, as on an Auto mesh. Results are split along their first dimension if it divides evenly.
-    They have shardings in their types under `jax.set_mesh`, or if the arrays `like` do.
+    chooses, and results are split along their first dimension if it divides evenly. They have
+    shardings in their types if the current mesh is Explicit or, without one, if `like` has them.
     """
     if self.mesh is None:
       return f(x)

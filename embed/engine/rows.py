@@ -140,7 +140,7 @@ def unpacked(rows: Rows) -> jax.Array:
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Returns True if rows can be read and written only by the functions below."""
+  """Returns True if rows must be accessed through a back end or `Lines`, not by indexing."""
   return stack.back_end is not None or isinstance(table, Lines)
 
 

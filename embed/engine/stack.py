@@ -1,7 +1,7 @@
-"""Stacks: tables of equal width, dtype and optimizer that share an array, and its row layout.
+"""Stacks of tables with equal width, dtype and optimizer, and the layout of their rows.
 
-A stack may be split into shards. A shard stores the rows that it owns, one table after another.
-The position of a row is computed by arithmetic, without any index array.
+The tables of a stack share an array, which may be split into shards. A shard stores the rows that
+it owns, one table after another. Arithmetic gives the position of a row, without any index array.
 """
 
 import dataclasses

@@ -338,7 +338,7 @@ def step_in_chunks(
 ) -> Arrays:
   """Steps the distinct rows `at` of a table and its slots; skips ids out of range.
 
-  Works in chunks, so that old and new rows and slots take little memory beside the gradients.
+  Works in chunks: old and new rows and slots take little memory compared with the gradients.
   """
   return grads_lib.in_chunks(
     functools.partial(_step_part, stack, row_step), arrays, stack.dim, at, g

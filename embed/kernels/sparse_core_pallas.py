@@ -22,7 +22,7 @@ _WINDOW = 128  # ids; the most that one indirect copy takes
 
 
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:
-  """Reads the rows `[N, D]` at ids, int32 `[N]`, of a table `[V, D]`; undefined for other ids."""
+  """Reads rows `[N, D]` of a table `[V, D]` at int32 `ids` `[N]`; undefined for ids outside it."""
   (size, dim), count = table.shape, ids.shape[0]
   window = _window(dim)
   ids = _whole_windows(ids, size, window)

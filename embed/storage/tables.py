@@ -214,7 +214,7 @@ def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
 
 
 def stored_bytes(stack: StackSpec) -> tuple[int, int]:
-  """The bytes that the rows and the slots of a stack take on a device."""
+  """The bytes that a stack's rows take on a device, and the bytes that its slots take."""
   per_row = sum(
     (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
     for slot in stack.slots.values()

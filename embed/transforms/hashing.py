@@ -114,6 +114,6 @@ def _rotated(x: np.ndarray, by: int) -> np.ndarray:
 
 
 def buckets(hashes: np.ndarray, num_buckets: int) -> np.ndarray:
-  """Returns `hashes % num_buckets` in int32."""
+  """Returns `hashes % num_buckets` as int32."""
   n = np.uint64(num_buckets)
   return (hashes - hashes // n * n).astype(np.int32)  # NumPy vectorizes division, not remainders
