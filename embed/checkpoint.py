@@ -38,7 +38,7 @@ def to_tree(**nodes: Any) -> Tree:
     **nodes: `nnx` modules and optimizers, by their names in the tree.
 
   Returns:
-    A dict by name of dicts with two keys: "state" holds arrays by path, and "tables" holds
+    A dict by name of dicts with two keys. "state" holds arrays by path, and "tables" holds
     `{"<module path>/<table>": {"parameters": array, slot: array}}`, with rows in order.
   """
   tables = lambda node: _by_key(node, lambda layer: layer.variables)

@@ -129,7 +129,7 @@ def from_keras(
       are read.
 
   Returns:
-    The tables by the names of their layers; for keras-rs, by the names of its `TableConfig`s.
+    The tables by the names of their layers; for keras-rs, by the names of its table configs.
 
   Raises:
     ValueError: if there is no such table, or if arrays of its shape cannot be told apart: the file

@@ -430,7 +430,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """Rows and slots: for each table name, a dict of arrays by "parameters" or slot name.
+    """Rows and slots, as a dict of arrays by "parameters" or slot name for each table.
 
     "parameters" is `[vocabulary_size, dim]`; slots, which the docstrings of the optimizers name,
     are `[vocabulary_size, dim]` or `[vocabulary_size]`. A table with a `DynamicVocabulary` also has
