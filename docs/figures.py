@@ -91,10 +91,6 @@ RANKINGS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
     (("HR@10", "hr@10", ".0788"), ("NDCG@10", "ndcg@10", ".0439")),
   ),
   (
-    "Beauty, S3-Rec's file", "TIGER", "sequence_beauty_tiger",
-    (("HR@10", "hr@10", ".0648"), ("NDCG@10", "ndcg@10", ".0384")),
-  ),
-  (
     "Beauty, BERT4Rec's file", "SASRec", "sequence_beauty_bert4rec_sasrec",
     (("HR@10", "hr@10", ".0533"), ("NDCG@10", "ndcg@10", ".0327")),
   ),
@@ -488,19 +484,6 @@ def labels() -> str:
   return table(header, lines, words=2) + _busy(measured, "labels.json")
 
 
-def cold_items() -> str:
-  measured, names = result("cold_items.json"), ("hr@10", "ndcg@10", "hr@50")
-  models = {"TIGER, by codes": "tiger", "SASRec, by ids": "sasrec"}
-  lines = []
-  for users in ("cold", "others"):
-    of = [measured["results"][key][users] for key in models.values()]
-    rows = _bold([[spread([each[name]]) for name in names] for each in of], names)
-    titles = [f"{users} ({of[0]['users']:,})", ""]
-    lines += [[t, name, *row] for t, name, row in zip(titles, models, rows, strict=True)]
-  header = ("users whose last item is", "model", "HR@10", "NDCG@10", "HR@50")
-  return table(header, lines, words=2) + _busy(measured, "cold_items.json")
-
-
 def first_config() -> str:
   measured, lines = result("first_config.json"), []
   for name, of in measured["tables"].items():
@@ -551,7 +534,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
-    histories, searches, labels, cold_items, first_config, first_rankings,
+    histories, searches, labels, first_config, first_rankings,
   )
 }  # fmt: skip
 

@@ -91,11 +91,6 @@ def export(
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
-  if config.get("model") == "tiger":
-    raise UserError(
-      "an export ranks items by their vectors, and tiger finds them by a beam search: export a run "
-      "of another model; `recipes.evaluate` measures this one"
-    )
   mesh = hosts.start()
   parts = _parts(workdir, config, recipe, mesh)
   hosts.replicate(mesh, parts.model)

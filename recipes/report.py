@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 # Runs that differ only in these do the same work on the same data, and are averaged.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
-_CODES = "codes"  # of the hash of semantic ids, beside those of the data's files
 _BOUND = "best possible"  # the baseline that no model can beat
 
 
@@ -64,17 +63,14 @@ class Run:
   def settings(self) -> dict[str, Any]:
     """The config by dotted names, without incidental settings and settings of every run's default.
 
-    A setting that did not exist when the run was made counts as its default. Semantic ids count by
-    their contents, not by their path.
+    A setting that did not exist when the run was made counts as its default.
     """
     defaults = json.loads(json.dumps(run_settings.RUN))
-    found = {
+    return {
       name: value
       for name, value in flatten_dict(self.result["config"], sep=".").items()
       if name not in _INCIDENTAL and (name not in defaults or value != defaults[name])
     }
-    codes = self.result["data_sha256"].get(_CODES)
-    return found | ({"tiger.codes": codes} if codes else {})
 
   @property
   def subject(self) -> str:
@@ -83,12 +79,8 @@ class Run:
 
   @property
   def table(self) -> tuple[str, str, str]:
-    """The table that the run is in: its recipe, its data set, and the hashes of its files.
-
-    Semantic ids are a setting, and models with them and without are compared.
-    """
-    config, sha256 = self.result["config"], self.result["data_sha256"]
-    hashes = {name: sha256[name] for name in sha256 if name != _CODES}
+    """The table that the run is in: its recipe, its data set, and the hashes of its files."""
+    config, hashes = self.result["config"], self.result["data_sha256"]
     data = config.get("dataset", "")
     if data == "file":
       data = config["data_file"]

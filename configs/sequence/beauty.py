@@ -15,15 +15,6 @@ Number: test HR@10 / NDCG@10 of SASRec .0915 ± .0006 / .0565 ± .0001, of HSTU 
   windows, of 4,800 steps.
 Command: python -m recipes.sequence --config=configs/sequence/beauty.py --config.data_dir=<folder> \
            --workdir=runs/beauty_0 --config.seed=0
-
-`:tiger` predicts published semantic ids of these items, `--config.tiger.codes=<file>` of
-  https://github.com/HonghuiBao2000/LETTER (RQ-VAE; 11,499 distinct ones of 12,101 items).
-Reproduces: HR@10 / NDCG@10 .0648 / .0384 of TIGER.
-Cost: 88 minutes on one CPU core shared with other work, 2026-11-27.
-Number: .0720 / .0427 (seed 0, the last of 80 epochs; validation NDCG@10, .0560, still rises).
-  Chosen on validation NDCG@10 after ten epochs of 20 (seed 0), .0439 here: rates of 1e-3, Xavier's
-  initialization and the paper's block had .0394, and with rows at 1e-2 .0391. The same at a dropout
-  of .3 had .0425 after 117 epochs, and .0594 / .0319 in the test.
 """
 
 _SAMPLED = {
@@ -65,11 +56,6 @@ def get_config(mode: str = "") -> dict:
     config |= _SAMPLED | {"negatives": {"number": 512}}
   if mode == "hstu":
     config |= {"model": "hstu"}
-  if mode == "tiger":
-    config |= {"model": "tiger", "dim": 128, "heads": 4, "tiger": {"first_id": 1}}
-    config |= {"positions": "end", "dropout": 0.1, "warmup_steps": 100}
-    config |= {"table": {"learning_rate": 3e-3}, "learning_rate": 3e-3}
-    config |= {"steps": 6_560, "eval_every": 1_640}  # 80 epochs
   if mode == "smoke":
     config |= {"dim": 8, "max_length": 16, "batch_size": 8, "eval_batch_size": 64}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}

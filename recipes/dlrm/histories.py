@@ -148,17 +148,11 @@ class Histories(nnx.Module):
     single = [f for f in features if f.valency == 1 and not f.history]
     candidates = {table(feature): feature.name for feature in reversed(single)}
     candidates |= {feature.name: feature.name for feature in single}
-    onto = {feature.onto for feature in features}
     self.parts: dict[str, dict[str, str | None]] = {}  # of a history: the candidates by part
     for feature in features:
       if feature.history:
         parts = self.parts.setdefault(feature.history, {})
         parts[feature.name] = candidates.get(feature.candidate or table(feature))
-        if parts[feature.name] in onto:
-          raise UserError(
-            f"the history {feature.history!r} has no codes at its positions, and its candidate "
-            f"{parts[feature.name]!r} has: set history.model='pooled', or remove the codes"
-          )
         if parts[feature.history] is None:
           raise UserError(
             f"the sequence {feature.history!r} shares its table with no single value of the row, "

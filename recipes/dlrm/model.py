@@ -288,7 +288,6 @@ def build_model(
     data.numbers,
     dim=config.dim,
     vectors=data.vectors,
-    onto={feature.name: feature.onto for feature in data.features if feature.onto},
     linear=more,
     **of_dtype,
   )

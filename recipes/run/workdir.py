@@ -11,7 +11,6 @@
     data.json        hashes of the data, and of the transforms fitted on them
     split.parquet    which row of which file is in which split
     init/serve/      the transforms of the run that this one started from
-    codes.parquet    the semantic ids of TIGER's items, or codes.json
     result.json      written when the state has been tested; `recipes.baselines` adds to it
     result-500.json  the result after 500 steps of a run that was lengthened then
     run.lock         held by the process that writes; a second run in the folder is refused
@@ -215,7 +214,7 @@ def resumed(config, workdir: str | Path) -> Any:
   """Returns the config to prepare data and model with, of a run that may be resumed.
 
   A batch size of 0 is the one that the run began with, on any number of devices, and `init_from`
-  and codes are the run's own copies; see `keep_base` and `keep_codes`.
+  is the run's own copy; see `keep_base`.
   """
   workdir = Path(workdir)
 
@@ -226,7 +225,7 @@ def resumed(config, workdir: str | Path) -> Any:
 
   if batch_size := hosts.from_main(stored):
     config = settings.copied(config, batch_size=batch_size)
-  return with_own_copies(config, workdir)
+  return with_own_copy(config, workdir)
 
 
 # --- a run that has ended -------------------------------------------------------------------------
@@ -255,7 +254,7 @@ class Opened:
 
   def load(self) -> Any:
     """Returns the data that the run was trained on; UserError if they have changed."""
-    data = self.train.data_lib.load(with_own_copies(self.config, self.workdir))
+    data = self.train.data_lib.load(with_own_copy(self.config, self.workdir))
     if dict(data.sha256) != self.result["data_sha256"]:
       raise UserError(f"the data of {self.workdir} have changed since it was trained")
     return data
@@ -350,26 +349,11 @@ def keep_base(other: Path, workdir: Path) -> None:
     _copy(source, workdir / _INIT / _SERVE)
 
 
-def keep_codes(config, path: Path, workdir: Path) -> None:
-  """Copies the file of the items' codes."""
-  with path.open("rb") as codes, files.replacing(_codes(config, workdir)) as file:
-    shutil.copyfileobj(codes, file)
-
-
-def _codes(config, workdir: Path) -> Path:
-  # Its suffix tells readers the format; a copy in another format is of a run that never started.
-  return workdir / ("codes.json" if config.tiger.codes.endswith(".json") else "codes.parquet")
-
-
-def with_own_copies(config, workdir: Path) -> Any:
-  """Returns the config to prepare data with: `init_from` and codes are the run's own copies."""
-  own: dict[str, Any] = {}
+def with_own_copy(config, workdir: Path) -> Any:
+  """Returns the config to prepare data with, whose `init_from` is the run's own copy."""
   if config.get("init_from") and files.latest(workdir / _INIT / _SERVE).is_dir():
-    own["init_from"] = str(workdir / _INIT)
-  is_tiger = config.get("model") == "tiger" and has_checkpoint(workdir)
-  if is_tiger and (codes := _codes(config, workdir)).exists():
-    own["tiger"] = settings.copied(config.tiger, codes=str(codes))
-  return settings.copied(config, **own) if own else config
+    return settings.copied(config, init_from=str(workdir / _INIT))
+  return config
 
 
 def _copy(source: Path, target: Path) -> None:

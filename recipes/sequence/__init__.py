@@ -1,1 +1,1 @@
-"""Next-item recommendation with SASRec, BERT4Rec, HSTU and TIGER."""
+"""Next-item recommendation with SASRec, BERT4Rec and HSTU."""

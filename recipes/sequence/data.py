@@ -7,7 +7,6 @@ with fewer than three items train only.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ..datasets import DataSet, Prepared, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
-from ..tables.encoding import Entities
 from . import synthetic, table
 
 DATA_SETS = Registry(
@@ -50,7 +48,6 @@ class SequenceData:
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
     serve: the folder of what serving needs besides the model; None where there is none.
-    codes: of the items, int32 `[num_items, levels]`; None of a model without.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -59,7 +56,6 @@ class SequenceData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
-  codes: np.ndarray | None = None
 
   @property
   def num_examples(self) -> int:
@@ -126,38 +122,14 @@ def load(config) -> SequenceData:
     return {"rows": len(rows["items"])}
 
   packed, _ = arrays.prepared(config.cache_dir, "packed", layout, build)
-  codes, hashes = _codes(config, prepared) if config.model == "tiger" else (None, {})
   return SequenceData(
     columns,
     packed,
     prepared.meta["num_items"],
-    {**prepared.sha256, **hashes},
+    prepared.sha256,
     prepared.best,
     prepared.serve,
-    codes,
   )
-
-
-def _codes(config, prepared: Prepared) -> tuple[np.ndarray, dict[str, str]]:
-  """Returns the codes of the items, int32 `[num_items, levels]`, and the hash of their file."""
-  from .. import semantic_ids
-
-  path, serve = Path(config.tiger.codes).expanduser(), prepared.serve
-  ids, codes = semantic_ids.read(path, first_id=config.tiger.first_id)
-  if serve is not None:
-    items = Entities.load(serve, "items").texts
-  else:
-    items = [str(item) for item in range(prepared.meta["num_items"])]
-  place = {item: row for row, item in enumerate(ids)}
-  if missing := [item for item in items if item not in place]:
-    raise UserError(
-      f"{path} has no codes of {len(missing):,} of the {len(items):,} items, as {missing[0]!r}: "
-      "`python -m recipes.semantic_ids --append` adds new items. If the keys of JSON count items "
-      "from 0, set tiger.first_id to the first item's id"
-    )
-  codes = codes[[place[item] for item in items]]
-  # Of what is used: codes that are appended later are not in this run.
-  return codes, {"codes": hashlib.sha256(codes.tobytes()).hexdigest()}
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:

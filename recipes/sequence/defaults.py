@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "sasrec",  # or "hstu", "bert4rec", "tiger"
+  "model": "sasrec",  # or "hstu", "bert4rec"
   "dim": 64,  # columns of the table, and of the encoder
   "blocks": 2,  # of the encoder
   "heads": 1,  # of attention in a block
@@ -30,12 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "shared": True,  # whether all targets of a batch have the same
     "logq": True,  # whether the sampled softmax corrects for how often they are drawn
     "calibration": 0.75,  # of gbce
-  },
-  "tiger": {
-    "codes": "",  # the file of the items' codes: of recipes.semantic_ids, or published JSON
-    "first_id": 0,  # the id of the item that is "0" in JSON
-    "blocks": 1,  # of the decoder over levels
-    "beam": 50,  # prefixes of codes that the search keeps at each level
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"

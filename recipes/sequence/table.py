@@ -82,8 +82,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append("no time is declared: the rows of a user count as being in the order of time")
   features = [feature.name for side in (log.users, log.items) for feature in side.features]
   if features:
-    why = "the sequence recipe learns from ids alone, TIGER from tiger.codes"
-    notes.append(f"not used: {', '.join(features)}; {why}")
+    notes.append(f"not used: {', '.join(features)}; the sequence recipe learns from ids alone")
   return {
     "num_items": len(log.items.texts),
     "notes": notes,

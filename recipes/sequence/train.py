@@ -26,10 +26,9 @@ from ..run.loop import Run, check_select
 from ..training import build, layers, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
-from . import tiger
 from .model import build_model
 
-MODELS = (*model_lib.BLOCKS, "tiger")
+MODELS = tuple(model_lib.BLOCKS)
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
@@ -62,10 +61,6 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     "sequence", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
     data=data, writers=writers,
   ) as run:  # fmt: skip
-    if run.is_new and config.model == "tiger":
-      from ..semantic_ids import codes_file  # with it comes scikit-learn, which only TIGER needs
-
-      hosts.from_main(lambda: runs.keep_codes(config, codes_file(config.tiger.codes), run.workdir))
     warm_start.start(run)
     train_objective, options = objective(config, data), train_step.options(config)
     step = train_step.Step(train_objective, model, optimizer, options, mesh)
@@ -81,8 +76,6 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
 
   All but "softmax" look up the rows of the targets and the samples only.
   """
-  if config.model == "tiger":
-    return tiger.loss_fn
   beta, negatives = 1.0, config.negatives
   if config.loss == "gbce":
     beta = losses.gbce_beta(negatives.number, num_items, negatives.calibration)
@@ -132,8 +125,6 @@ def make_recommend(
   def recommend(model, batch):
     query = model_lib.queries(model, batch)
     seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
-    if isinstance(model, tiger.Tiger):
-      return tiger.top_k(model, query, k, seen)[1]
     if mesh is None:
       items = model.candidates(model.embed.tables[model_lib.ITEM])
       return retrieval.top_k(query, items, k, seen)[1]
@@ -168,7 +159,6 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
   train_step.check(config, mesh)
-  tiger.check(config)
   if config.model not in MODELS:
     raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
   if config.loss not in LOSSES:
@@ -205,9 +195,6 @@ def make_state(
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
-    if data.codes is None:
-      model = build_model(config, data.num_items, mesh, inputs)
-    else:
-      model = tiger.build_model(config, data.codes, data_lib.train_counts(data), mesh, inputs)
+    model = build_model(config, data.num_items, mesh, inputs)
     train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, build.dense_optimizer(config))

@@ -253,11 +253,6 @@ def _check_names(table: Table) -> None:
     if both := [name for name in source.kinds if name in declared]:
       raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
-  for name, kind in table.kinds.items():
-    if isinstance(kind, spec.Codes):
-      if not kind.side:
-        raise UserError(f"config.columns[{name!r}] has no side: write item or user")
-      table.require(_SIDES[kind.side], f"whose codes {name!r} holds")
   of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)

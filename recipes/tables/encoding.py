@@ -408,28 +408,7 @@ class Encoder:
   @property
   def own_features(self) -> tuple[Feature, ...]:
     """The features of the row itself, in the order of their columns in what `encode` returns."""
-    features = [feature for fitted in self.all_fitted for feature in fitted.features]
-    dims, owners = {feature.name: feature.dim for feature in features}, self._owners
-    return tuple(
-      dataclasses.replace(feature, onto=owner, dim=dims[owner])
-      if (owner := owners.get(feature.name))
-      else feature
-      for feature in features
-    )
-
-  @property
-  def _owners(self) -> dict[str, str]:
-    """The name of the user or item that each column of codes is of."""
-    rows = self.fitted.kinds
-    names = {"user": spec.only(rows, spec.User), "item": spec.only(rows, spec.Item)}
-    of_rows = {n: names[kind.side] for n, kind in rows.items() if isinstance(kind, spec.Codes)}
-    of_sides = {
-      n: key
-      for key, side in self.sides.items()
-      for n, kind in side.fitted.kinds.items()
-      if isinstance(kind, spec.Codes)
-    }
-    return {name: owner for name, owner in (of_rows | of_sides).items() if owner}
+    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
 
   @property
   def vectors(self) -> dict[str, tuple[int, int]]:

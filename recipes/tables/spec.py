@@ -232,26 +232,6 @@ class Ordered(Bag):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Codes(Bag):
-  """Semantic ids of the item, or of the user: a list of codes, from coarse to fine.
-
-  Each prefix is a value: 3, 7, 1 has 3, 3/7 and 3/7/1. Their vectors are summed, and added to the
-  vector of the item, so that an item without training rows has what those with the same prefixes
-  have learned (Zheng et al. 2025, "Enhancing Embedding Representation Stability in Recommendation
-  Systems with Semantic ID", prefix-ngram, arXiv:2504.02137).
-  """
-
-  kind: ClassVar[str] = "codes"
-  side: str = _choice("item", "user", "")
-  oov: int = _count(0)
-  combiner: str = _choice("sum")
-
-  @property
-  def read_as(self) -> ReadAs:
-    return ("codes", self.separator)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Vector(Side):
   """Numbers that another model has computed, such as the embedding of a text or an image.
 
@@ -340,7 +320,7 @@ class Title(Kind):
 KINDS: dict[str, type[Kind]] = {
   cls.kind: cls
   for cls in (
-    Label, Number, Category, Bag, Ordered, Codes, Vector, Cross, User, Item, Time, Weight, Split,
+    Label, Number, Category, Bag, Ordered, Vector, Cross, User, Item, Time, Weight, Split,
     Title,
   )
 }  # fmt: skip
@@ -379,12 +359,6 @@ _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     Bag,
     lambda k: k.columns and (k.column or len(k.columns) < 2),
     "columns is {columns}: name two or more columns of flags, and no column",
-  ),
-  (
-    Codes,
-    lambda k: k.columns or k.pattern or k.size or k.table or k.dim,
-    "the prefixes of codes have a table of the item's width: remove columns, pattern, size, table "
-    "and dim",
   ),
   (Vector, lambda k: not k.width, "width is 0: give the number of values in each vector"),
   (

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # How a column is read: "text", "number", "time", "any", or ("list", separator); of lists whose
-# items belong to those of other lists, ("aligned", separator), which keeps missing items; of codes
-# ("codes", separator); of numbers that another model has computed ("vector", separator, width).
+# items belong to those of other lists, ("aligned", separator), which keeps missing items; of numbers
+# that another model has computed ("vector", separator, width).
 ReadAs = str | tuple[str, ...]
 
 INTEGER = r"^[+-]?\d+$"
@@ -345,31 +345,6 @@ def _list_array(lengths: np.ndarray, items: pa.Array) -> pa.ListArray:
   return pa.ListArray.from_arrays(offsets, items)
 
 
-def as_codes(
-  array: pa.Array, separator: str, missing: Sequence[str]
-) -> tuple[pa.ListArray, list[Problem]]:
-  """Converts N lists of codes, as `as_lists` takes them, to lists of their prefixes.
-
-  >>> as_codes(pa.array([[3, 7, 1], None, [3]]), "|", ())[0].to_pylist()
-  [['3', '3/7', '3/7/1'], [], ['3']]
-  """
-  codes, problems = as_lists(array, separator, missing, keeps_missing=True)
-  lengths, flat = pc.list_value_length(codes).to_numpy(), codes.flatten()
-  row = np.repeat(np.arange(len(codes)), lengths)
-  gaps = np.bincount(row[~bits(flat.is_valid())], minlength=len(codes)) > 0
-  value = lambda row: shown(array[row].as_py())
-  problems += [Problem(gaps, "lacks a code", value)] * bool(gaps.any())
-  starts, levels = np.cumsum(lengths) - lengths, list[pa.Array]()
-  for level in range(int(lengths.max(initial=0))):
-    each = flat.take(pa.array(starts + level, mask=lengths <= level))
-    levels.append(pc.binary_join_element_wise(levels[-1], each, "/") if levels else each)
-  if not levels:
-    return codes, problems
-  level_of = np.arange(len(flat)) - starts[row]
-  prefixes = pa.concat_arrays(levels).take(pa.array(level_of * len(codes) + row))
-  return _list_array(lengths, prefixes), problems
-
-
 def as_vectors(
   array: pa.Array, separator: str, width: int, missing: Sequence[str]
 ) -> tuple[pa.ListArray, list[Problem]]:
@@ -485,8 +460,8 @@ def converted(
       columns of flags, whose names are the items of a row that are set.
     read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
       "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator)
-      and ("aligned", separator), a `pa.ListArray`, see `as_lists`; ("codes", separator), see
-      `as_codes`; ("vector", separator, width), see `as_vectors`; or "any", the array as stored.
+      and ("aligned", separator), a `pa.ListArray`, see `as_lists`; ("vector", separator, width),
+      see `as_vectors`; or "any", the array as stored.
   """
   if len(arrays) > 1:
     numbers, problems = zip(*(as_numbers(plain(array), missing) for array in arrays), strict=True)
@@ -501,8 +476,6 @@ def converted(
     kind, separator, *width = read_as
     if kind == "vector":
       return as_vectors(plain(array), separator, int(width[0]), missing)
-    if kind == "codes":
-      return as_codes(plain(array), separator, missing)
     return as_lists(plain(array), separator, missing, keeps_missing=kind == "aligned")
   if read_as == "time":
     return as_times(plain(array), clocks, names[0], missing)

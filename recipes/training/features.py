@@ -24,7 +24,6 @@ class Feature:
     eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
       an id is two int32 columns, the halves of a raw id.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
-    onto: the feature of one id whose vector this one's is added to; "" is a feature by itself.
     history: of ids in the order of time, the name of the sequence that they are the positions of,
       or beside; "" is a bag in no order.
     candidate: the row's own feature that a history is attended for; "" is one in its table.
@@ -39,7 +38,6 @@ class Feature:
   optimizer: str = ""
   eviction: str = ""
   half_life: int = 0
-  onto: str = ""
   history: str = ""
   candidate: str = ""
 

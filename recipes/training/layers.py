@@ -26,7 +26,6 @@ class Inputs(nnx.Module):
     numbers: the columns of `dense` that are no vector's.
     dim: D, the width that vectors in `dense` are projected to.
     vectors: by name, the first and past the last of their columns.
-    onto: by feature, the one whose vector its own is added to.
     linear: O, the outputs of the linear model; 0 is none. The weights of an id are the last O
       columns of its row.
 
@@ -41,15 +40,14 @@ class Inputs(nnx.Module):
     *,
     dim: int = 0,
     vectors: Mapping[str, tuple[int, int]] | None = None,
-    onto: Mapping[str, str] | None = None,
     linear: int = 0,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    vectors, onto, of_tables = vectors or {}, onto or {}, tables.spec.features
-    self._vectors, self._onto = dict(vectors), dict(onto)
+    vectors = dict(vectors or {})
+    self._vectors = vectors
     self._numbers, self.num_dense = tuple(numbers), len(numbers)
-    own = {name: each.table.dim - linear for name, each in of_tables.items() if name not in onto}
+    own = {name: each.table.dim - linear for name, each in tables.spec.features.items()}
     self.widths, self.linear = own | dict.fromkeys(vectors, dim), linear
     # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
     layer = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -71,8 +69,6 @@ class Inputs(nnx.Module):
       dense: `[B, K]`.
     """
     vectors = {name: activations[name] for name in self.widths if name in activations}
-    for name, owner in self._onto.items():
-      vectors[owner] = vectors[owner] + activations[name]
     for name, (start, stop) in self._vectors.items():
       vectors[name] = self.projections[name](dense[:, start:stop])
     dense = dense[:, np.array(self._numbers, int)] if self._vectors else dense

@@ -29,7 +29,7 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
   programs = ["minimal", "describe", "config", "days", "sweep", "baselines", "evaluate", "export"]
-  programs += ["predict", "report", "semantic_ids", "aot"]
+  programs += ["predict", "report", "aot"]
   assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS

@@ -28,8 +28,7 @@ RESULT = {  # the keys of a result
 # codes or the loss gbce alone, which have their own tests.
 _CONDITIONAL = {
   "init_parts", "init_rename", "epochs", "linear", "history.hidden", "history.blocks",
-  "history.heads", "residual", "init", "table.initial_accumulator", "tiger.codes", "tiger.first_id",
-  "tiger.blocks", "tiger.beam", "negatives.calibration",
+  "history.heads", "residual", "init", "table.initial_accumulator", "negatives.calibration",
 }  # fmt: skip
 _CONDITIONAL_GROUPS = {"hstu"}
 _WRITERS = {

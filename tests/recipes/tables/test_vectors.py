@@ -1,4 +1,4 @@
-"""Vectors that another model has computed, and codes: read, encoded, learned from, and served."""
+"""Vectors that another model has computed: read, encoded, learned from, and served."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ COLUMNS = {
   "query": {"kind": "vector", "width": 2, "project": False},
   "part": "split",
 }
-OF_ITEMS = {"image": {"kind": "vector", "width": 3}, "codes": "codes"}
+OF_ITEMS = {"image": {"kind": "vector", "width": 3}}
 
 
 def write(path, **columns):
@@ -48,7 +48,6 @@ def tables(folder, queries=None):
     folder / "items.parquet",
     id=["c", "b", "a"],
     image=[None, [4.0, 5.0, 6.0], [1.0, 2.0, 3.0]],
-    codes=[[7, 1], [7, 2], [8, 1]],
   )
   return {
     "files": rows,
@@ -106,29 +105,19 @@ def test_columns_by_hand(tmp_path):
   a, b, none = [1, 2, 3], [4, 5, 6], [0, 0, 0]
   assert dense[:, 3:].tolist() == [a, b, a, none, none, b]
   assert dict(loaded.vectors) == {"image": (3, 6)}  # the query's numbers are used as they are
-  # Only the prefix 7 has two of the three training items.
-  movie, codes = loaded.features
-  assert (movie.name, codes.name, codes.onto) == ("movie", "codes", "movie")
-  assert codes.vocabulary_size == 1
-  assert loaded.columns["ids"][:, 1:].tolist() == [
-    [-1, -1], [0, -1], [-1, -1], [0, -1], [-1, -1], [0, -1],
-  ]  # fmt: skip
 
 
 def inputs(dim, **more):
-  """`Inputs` of three tables and a vector, whose projection has the kernel `[[1, 0], [0, 10]]`."""
+  """`Inputs` of two tables and a vector, whose projection has the kernel `[[1, 0], [0, 10]]`."""
   config = lambda name: embed.FeatureConfig(embed.TableConfig(4, 2, name=name))
   rngs = nnx.Rngs(0)
-  tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
-  onto = {"codes": "movie"}
-  made = layers.Inputs(
-    tables, (0, 3), dim=dim, vectors={"image": (1, 3)}, onto=onto, rngs=rngs, **more
-  )
+  tables = embed.SparseEmbed({n: config(n) for n in ("movie", "city")}, rngs=rngs)
+  made = layers.Inputs(tables, (0, 3), dim=dim, vectors={"image": (1, 3)}, rngs=rngs, **more)
   made.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
   return made
 
 
-ROWS = {"movie": [[1, 2]], "codes": [[30, 40]], "city": [[5, 6]]}
+ROWS = {"movie": [[1, 2]], "city": [[5, 6]]}
 ROWS = {name: np.array(x, np.float32) for name, x in ROWS.items()}
 DENSE = np.array([[7.0, 8.0, 9.0, 11.0]], np.float32)
 
@@ -139,7 +128,7 @@ def test_inputs_by_hand():
   assert made.widths == {"movie": 2, "city": 2, "image": 2}
   vectors, numbers, linear = nnx.jit(lambda made: made(ROWS, DENSE))(made)
   assert jax.tree.map(lambda x: x.tolist(), vectors) == {
-    "movie": [[31, 42]], "city": [[5, 6]], "image": [[8, 90]],
+    "movie": [[1, 2]], "city": [[5, 6]], "image": [[8, 90]],
   }  # fmt: skip
   assert numbers.tolist() == [[7, 11]]
   assert float(linear) == 0
@@ -152,10 +141,10 @@ def test_a_linear_model_is_the_last_column_of_everything():
   made.wide.kernel[...] = jnp.array([[100.0], [1000.0]])
   vectors, numbers, linear = nnx.jit(lambda made: made(ROWS, DENSE))(made)
   assert jax.tree.map(lambda x: x.tolist(), vectors) == {
-    "movie": [[31]], "city": [[5]], "image": [[8]],
+    "movie": [[1]], "city": [[5]], "image": [[8]],
   }  # fmt: skip
   assert numbers.tolist() == [[7, 11]]
-  assert linear.tolist() == [[42 + 6 + 90 + 700 + 11_000]]
+  assert linear.tolist() == [[2 + 6 + 90 + 700 + 11_000]]
 
 
 # --- what is learned and served -------------------------------------------------------------------
@@ -181,14 +170,13 @@ def log(tmp_path_factory):
     folder / "items.parquet",
     id=names("i", range(28)),
     image=vectors(28),
-    codes=[list(draw.integers(3, size=2)) for _ in range(28)],
   )
   vector = {"kind": "vector", "width": 5}
   return {
     "files": rows,
     "columns": {"clicked": "label", "who": "user", "what": "item", "when": "time"},
     "user_table": {"files": users, "key": "id", "columns": {"taste": vector}},
-    "item_table": {"files": items, "key": "id", "columns": {"image": vector, "codes": "codes"}},
+    "item_table": {"files": items, "key": "id", "columns": {"image": vector}},
     "batch_size": 16,
     "dim": 4,
     "table": {"optimizer": "sgd"},
@@ -196,7 +184,7 @@ def log(tmp_path_factory):
 
 
 @pytest.mark.weekly
-def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path):
+def test_an_exported_click_model_scores_rows_with_vectors(log, tmp_path):
   training = run_of("dlrm", log | {"model": "dcnv2"}, tmp_path / "run")
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
   rows = pq.read_table(log["files"])
@@ -210,11 +198,11 @@ def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_pat
 
 
 @pytest.mark.ci
-def test_exported_towers_rank_with_vectors_and_codes(log, tmp_path):
+def test_exported_towers_rank_with_vectors(log, tmp_path):
   table = log | {"eval_history": 8, "ks": (5,), "select": "valid_ndcg@5"}
   training = run_of("two_tower", table, tmp_path / "run")
   assert training.config.query[-1] == "taste"
-  assert training.config.candidate[-2:] == ("codes", "image")
+  assert training.config.candidate[-1] == "image"
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
   users, scores, ids = own_towers(training)
   asked, histories = asked_towers(training, served, users)
