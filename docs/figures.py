@@ -427,27 +427,6 @@ def weak_scaling() -> str:
   return table(header, rows)
 
 
-def searches() -> str:
-  """Returns the trials of all sweeps, a row each: the first one, and what others change in it."""
-  lines = []
-  for path in sorted(RESULTS.glob("sweep_*.json")):
-    of = json.loads(path.read_text())
-    first = of["trials"][0]["settings"]
-    for number, trial in enumerate(of["trials"]):
-      name = f"{of['recipe']}: {path.stem.removeprefix('sweep_')}" if number == 0 else ""
-      changed = [
-        f"`{setting}` {value}"
-        for setting, value in trial["settings"].items()
-        if number == 0 or value != first[setting]
-      ]
-      settings = ", ".join(changed)
-      score = f"{trial['metrics'][of['select']]:.4f}".removeprefix("0")
-      bold = "**" if number == of["chosen"] else ""
-      minutes = f"{trial['seconds'] / 60:.0f}"
-      lines.append([name, f"{bold}{settings}{bold}", of["select"], f"{bold}{score}{bold}", minutes])
-  return table(("sweep", "trial", "metric", "score", "minutes"), lines, words=3)
-
-
 # --------------------------------------------------------------------------- models side by side
 
 _METRICS = {"auc": "AUC", "logloss": "log loss"}
@@ -534,7 +513,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
-    histories, searches, labels, first_config, first_rankings,
+    histories, labels, first_config, first_rankings,
   )
 }  # fmt: skip
 

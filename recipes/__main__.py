@@ -18,9 +18,6 @@ nothing. Any setting can be given: --config.batch_size=4096.
 _COMMANDS = {
   f"{__package__}.minimal": "columns to a tested model in one file, to read and to copy",
   f"{__package__}.describe FILE": "a first look at your own table, and a config that trains on it",
-  f"{__package__}.config dlrm": "all settings of a config, their defaults and what they mean",
-  f"{__package__}.days dlrm --config.days=FOLDER": "a run for each day, from the day before's",
-  f"{__package__}.sweep dlrm --config=FILE": "several settings, chosen on validation",
   f"{__package__}.baselines runs/dlrm": "baselines of a run whose data are not small",
   f"{__package__}.evaluate runs/dlrm": "the metrics of a run once more, or on other --files",
   f"{__package__}.export runs/mine --out=served": "a run on a table, to answer raw rows",

@@ -43,12 +43,3 @@ def get_config(mode: str = "") -> dict:
     config |= {"dim": 8, "max_length": 16, "batch_size": 8, "eval_batch_size": 64}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}
   return config
-
-
-def get_sweep() -> list:
-  """The published softmax over all items, and the settings that were best with samples."""
-  sampled = {"loss": "sampled_softmax", "negatives.number": 1024, "table.learning_rate": 1e-2}
-  sampled |= {"blocks": 1, "residual": "input", "init": "xavier", "positions": "end"}
-  sampled |= {"dropout": 0.4, "warmup_steps": 100, "final_rate": 0.1, "steps": 5_840}
-  sampled |= {"eval_every": 1_168, "patience": 0}
-  return [{}, sampled]

@@ -3,7 +3,7 @@
 A config is a Python file whose `get_config(mode)` returns a dict of the settings that differ from
 the defaults: `RUN` here, `DEFAULTS` in the recipe's `defaults.py`, `DATA_SETS` there for those of a
 published or generated data set, and `tables.settings.DEFAULTS` for those of your own table.
-`python -m recipes.config` prints all of them with their meaning, which is the comments here.
+The comments there say what they mean.
 """
 
 import functools
@@ -198,6 +198,3 @@ def check(config: ConfigDict) -> None:
         f"config.writers has {name!r}, and its package is not installed: pip install "
         f"{_WRITERS[name]}"
       )
-  if config.get("days"):
-    program = str(__package__).rpartition(".")[0]
-    raise UserError(f"config.days trains day by day: python -m {program}.days RECIPE ...")

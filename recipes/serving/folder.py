@@ -125,7 +125,7 @@ def float32(rows: jax.Array) -> jax.Array:
 
 def _advice(folder: Path) -> str:
   """Returns what to do with a folder that is no export."""
-  exports = [*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")]  # also of `recipes.days`
+  exports = [*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")]
   if exports:
     newest = max(exports, key=lambda path: path.stat().st_mtime)
     return f"{folder} has no {NAME}, but {newest.parent} has one: give that folder"

@@ -41,8 +41,6 @@ _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 # The settings of a table, which all recipes share, with their defaults.
 DEFAULTS: dict[str, Any] = {
   "dataset": "table",
-  "days": "",  # in place of files: a folder with a file or folder of each day, or a list of these
-  "days_window": 0,  # days that each of their runs trains on; 0: one for dlrm, else all so far
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},
@@ -108,7 +106,7 @@ def _typed(value: Any, default: Any, place: str) -> Any:
   name, is_number = place.rpartition(".")[2], type(value) in (int, float)
   if name == "columns":
     return value
-  if name in ("files", "days"):
+  if name == "files":
     return _files(value, place)
   if name == "sharding" and isinstance(value, Mapping):
     return dict(value)  # a strategy for each of some tables

@@ -4,16 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-import recipe_runs
-import small_tables
-from cases import each, refused
+from cases import refused
 from ml_collections import ConfigDict
 
-from recipes import config as command
 from recipes import errors
 from recipes.run import settings
 from recipes.run import workdir as runs
-from recipes.tables import settings as table_settings
 
 RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 
@@ -21,21 +17,6 @@ RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 def test_the_page_of_recipes_lists_every_setting():
   table = RECIPES.read_text().partition("<!-- run settings -->")[2].partition("<!-- end -->")[0]
   assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(settings.RUN)
-
-
-def test_a_config_is_printed_with_defaults_and_meanings(capsys):
-  def check(recipe):
-    given, of_tables = recipe_runs.load(f"{recipe}.movielens1m", ""), table_settings.DEFAULTS
-    for config in (given, small_tables.completed(recipe, "cache", columns={"a": "item"})):
-      rows = [line.split() for line in command.lines(recipe, config)]
-      assert {row[0].partition(".")[0] for row in rows} == set(config)
-      about = {row[0] for row in rows if len(row) < 3 and row[0].partition(".")[0] not in of_tables}
-      assert not about, "without a meaning"
-    command.show(recipe, given)
-    found = re.search(r"^steps +(\d+) +default 0 +of the whole run", capsys.readouterr().out, re.M)
-    assert int(found[1]) == given.steps
-
-  each({recipe: (recipe,) for recipe in ("dlrm", "sequence", "two_tower")}, check)
 
 
 def test_strategies_by_table_are_one_setting():
