@@ -364,22 +364,6 @@ def pods() -> str:
   return _pods("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
 
 
-def pods_hstu() -> str:
-  return _pods("aot_dlrm_v4")
-
-
-def padding() -> str:
-  """Returns the time of a step of HSTU by the width of its rows, alone and packed in them."""
-  measured, rows = result("hstu.json"), []
-  cases = iter(measured["cases"])
-  for alone, packed in zip(cases, cases, strict=True):
-    columns = [f"{of['columns']:,}" for of in (alone, packed)]
-    times = [f"{of['median'] * 1e3:,.0f}" for of in (alone, packed)]
-    rows.append([f"{alone['past'] + 1}", f"{alone['events']:,.0f}", *columns, *times])
-  header = ("row", "events", "columns, one a row", "columns, packed", "ms, one a row", "ms, packed")
-  return table(header, rows, words=0) + _busy(measured, "hstu.json")
-
-
 def _pods(*names: str) -> str:
   mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
   rows: dict[str, Callable[[Any], str]] = {
@@ -512,7 +496,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
-    vocabulary_memory, admission, admission_hits, drift, pods, pods_hstu, padding, weak_scaling,
+    vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
     histories, labels, first_config, first_rankings,
   )
 }  # fmt: skip

@@ -23,9 +23,9 @@ from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, listens, published, synthetic, tasks
+from . import criteo1tb, published, synthetic, tasks
 
-_FILL = {"ids": -1, "tokens": -1, "contexts": -1}  # of columns; others get 0
+_FILL = {"ids": -1}  # of columns; others get 0
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -49,7 +49,6 @@ DATA_SETS = Registry(
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
-    "listens": DataSet(listens.settings, listens.build, describe=listens.describe),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": _table(table_settings.settings),
   }
@@ -169,8 +168,8 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 def train_batches(data: ClickData, config) -> grain.IterDataset:
   """Returns `config.steps` batches: `label`, `dense` `[B, K]`, `features`.
 
-  Those of `listens` are as `listens.inputs` returns them. Rows are shuffled, or with
-  `config.shuffle=False` in order. B is this process's part of `config.batch_size`.
+  Rows are shuffled, or with `config.shuffle=False` in order. B is this process's part of
+  `config.batch_size`.
   """
   source = pipeline.ShuffledBatches(
     data.columns,
@@ -206,8 +205,6 @@ def eval_batches(
 def _transform(data: ClickData):
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
   configs = feature_configs(data.features, dim=1)
-  if "tokens" in data.columns:
-    return functools.partial(listens.inputs, configs=configs)
   return functools.partial(split_features, features=data.features, configs=configs)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"; "hstu" for the sequences of listens
+  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"
   "dim": 16,  # columns of the tables
   # Adds a linear model of all features to the logits of dlrm and dcnv2. Each table stores its
   # weights in one more column for each output. wide_deep and deepfm always have it.
@@ -37,18 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "blocks": 1,  # transformer, hstu
     "heads": 2,  # transformer, hstu
   },
-  "hstu": {
-    "blocks": 2,  # of HSTU
-    "heads": 2,  # of attention in a block
-    "hidden": 64,  # width of the MLP over the vectors of an event
-    "length": 256,  # positions of events, and what attention is divided by
-    "ages": 0,  # buckets of an event's age, as a vector that is added to it; 0 has none
-    "time_buckets": 64,  # of the bias of attention for the time between two events; 0 has none
-    "action_bias": False,  # whether attention has a bias for what the user did
-    "query_block": 0,  # columns whose attention is computed at once; 0 is all
-    "input_dropout": 0.0,  # rate on the vectors of events
-  },
-  "dropout": 0.2,  # rate in the MLP before the logit, in experts, towers, and the blocks of hstu
+  "dropout": 0.2,  # rate in the MLP before the logit, and in experts and towers
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
@@ -82,16 +71,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "labels": 1,  # or 2, "clicked" and "liked"
     "correlation": 0.5,  # of the logits of two labels, about
     "zipf_exponent": 1.05,  # of the popularity of ids
-  },
-  "listens": {
-    "vocabulary_sizes": (),  # rows of the tables: item, artist, album, user, and seven crosses
-    "num_days": 14,  # of the log; the last one tests, the one before it validates
-    "events": 4.0,  # of a user on a day, in the mean
-    "past": 32,  # the most events before its first target that a sequence has
-    "targets": 1,  # the most events of a day that one sequence predicts
-    "sequences": 1,  # the most sequences of a row
-    "width": 0,  # columns of a row; 0 is enough for that many sequences
-    "data_seed": 0,  # of the draws
   },
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files

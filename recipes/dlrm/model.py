@@ -24,7 +24,6 @@ from ..training import features as features_lib
 from . import histories as histories_lib
 from . import tasks
 from .data import ClickData
-from .hstu import HSTURanker
 
 Batch = Mapping[str, Any]
 Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
@@ -241,7 +240,7 @@ class WideDeep(Ranker):
     return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
 
 
-MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm", "hstu")
+MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm")
 
 
 def build_model(
@@ -256,7 +255,7 @@ def build_model(
   """
   if config.model not in MODELS:
     raise UserError(f"unknown model {config.model!r}: choose {', '.join(MODELS)}")
-  is_wide = config.linear if config.model in ("dlrm", "dcnv2") else config.model != "hstu"
+  is_wide = config.linear or config.model in ("wide_deep", "deepfm")
   more = tasks.num_outputs(data.labels) if is_wide else 0  # columns of first-order weights
   features = features_lib.feature_configs(
     [dataclasses.replace(each, dim=(each.dim or config.dim) + more) for each in data.features],
@@ -267,22 +266,10 @@ def build_model(
     positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
-  if (config.model == "hstu") != ("tokens" in data.columns):
-    raise UserError(
-      f"model is {config.model!r} and dataset {config.dataset!r}: write model='hstu' for the "
-      "sequences of 'listens', and another model for other data"
-    )
   of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
   head = tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"])
   common: Any = {"tables": tables, "head": head, "dropout": config.dropout, **of_dtype}
-  if config.model == "hstu":
-    if config.past + config.targets > config.hstu.length:
-      raise UserError(
-        f"config.hstu.length is {config.hstu.length}: write {config.past + config.targets} or "
-        "more, of past and targets"
-      )
-    return HSTURanker(tables, config, head, rngs=rngs)
   common["inputs"] = layers.Inputs(
     tables,
     data.numbers,

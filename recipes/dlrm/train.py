@@ -157,8 +157,6 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  if config.accumulate > 1 and "tokens" in data.columns:
-    raise UserError("rows of hstu hold several targets, and cannot be cut: set accumulate to 1")
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])

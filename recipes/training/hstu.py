@@ -3,7 +3,6 @@
 B is rows, L columns of a row, D the width, H heads.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -25,8 +24,7 @@ class HSTUBlock(nnx.Module):
       y = x + W' dropout(norm(silu(Q K^T + bias) / length V) * U)
 
   The bias is the same for all heads. It is the sum of one learned number for the distance of
-  columns, one for the time between them (see `time_buckets`), and one for the action of the column
-  that is looked at; each is optional.
+  columns, and one for the time between them (see `time_buckets`); each is optional.
 
   Args:
     dim: D.
@@ -35,9 +33,6 @@ class HSTUBlock(nnx.Module):
     dropout: rate, after the gate.
     distances: whether there is a bias of distance.
     buckets: of the bias of time; 0 has none.
-    actions: how many there are, for the bias of actions; 0 has none.
-    query_block: columns whose attention is computed at once, and computed again for the gradient:
-      scores take `B H query_block L` in place of `B H L L`; 0 is all columns.
     dtype: of the computation; parameters are float32.
     rngs: draws parameters and dropout.
 
@@ -58,12 +53,10 @@ class HSTUBlock(nnx.Module):
     dropout: float,
     distances: bool = True,
     buckets: int = 0,
-    actions: int = 0,
-    query_block: int = 0,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.heads, self.length, self.query_block = heads, length, query_block
+    self.heads, self.length = heads, length
     self.uvqk = layers.linear(dim, 4 * dim, dtype, rngs)
     self.out = layers.linear(dim, dim, dtype, rngs)
     draw = lambda size: nnx.Param(0.02 * jax.random.normal(rngs.params(), (size,)))
@@ -71,7 +64,6 @@ class HSTUBlock(nnx.Module):
     self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
     self.time_bias = draw(buckets) if buckets else None
-    self.action_bias = draw(actions) if actions else None
 
   def __call__(
     self,
@@ -80,7 +72,6 @@ class HSTUBlock(nnx.Module):
     memory: jax.Array | None = None,
     *,
     times: jax.Array | None = None,
-    actions: jax.Array | None = None,
   ) -> jax.Array:
     """Returns `[B, L, D]`.
 
@@ -90,44 +81,27 @@ class HSTUBlock(nnx.Module):
       memory: `[B, M, D]`, the columns that those of `x` look at, in a block without biases; None is
         `x` itself.
       times: int32 `[B, L]`, in seconds, for the bias of time.
-      actions: int `[B, L]`, for the bias of actions; -1 is none.
 
     Raises:
-      UserError: the block has a bias of times or actions, and gets none; or `query_block` does not
-        divide L.
+      UserError: the block has a bias of times, and gets none.
     """
-    for name, bias, values in (
-      ("times", self.time_bias, times),
-      ("actions", self.action_bias, actions),
-    ):
-      if bias is not None and values is None:
-        raise UserError(f"hstu has a bias of {name}, and the data have none: leave the bias out")
+    if self.time_bias is not None and times is None:
+      raise UserError("hstu has a bias of times, and the data have none: leave the bias out")
     split = lambda x: layers.split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
     gate, value, query, key = split(x)
     if memory is not None:
       _, value, _, key = split(memory)
-    attend = functools.partial(self._attend, key=key, value=value, times=times, actions=actions)
-    asking: Any = {"query": query, "mask": mask}
-    asking |= {} if self.bias is None else {"column": jnp.arange(x.shape[1])[None]}
-    asking |= {} if self.time_bias is None else {"time": times}
-    mixed = _in_blocks(attend, asking, self.query_block) if self.query_block else attend(asking)
-    return x + self.out(self.dropout(self.norms[1](mixed.reshape(x.shape)) * gate.reshape(x.shape)))
-
-  def _attend(self, asking: dict[str, jax.Array], *, key, value, times, actions):
-    """Returns what some columns see, `[B, Q, H, D / H]`; `asking` holds their part of each."""
-    scores = jnp.einsum("blhd,bmhd->bhlm", asking["query"], key)
-    take = lambda bias, index: bias[...].astype(scores.dtype)[index][:, None]
+    scores = jnp.einsum("blhd,bmhd->bhlm", query, key)
+    take = lambda bias, index: bias[...].astype(scores.dtype)[index]
     if self.bias is not None:
-      distance = asking["column"][:, :, None] - jnp.arange(key.shape[1])
+      distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(key.shape[1])
       scores += take(self.bias, jnp.clip(distance, 0, self.length - 1))  # the mask hides later ones
-    if self.time_bias is not None:
-      between = asking["time"][:, :, None] - times[:, None]
-      scores += take(self.time_bias, time_buckets(between, len(self.time_bias)))
-    if self.action_bias is not None:
-      of_key = take(self.action_bias, jnp.maximum(actions, 0))
-      scores += jnp.where(actions[:, None] >= 0, of_key, 0)[:, :, None]
-    weights = jnp.where(asking["mask"][:, None], nnx.silu(scores), 0) / self.length
-    return jnp.einsum("bhlm,bmhd->blhd", weights, value)
+    if self.time_bias is not None and times is not None:
+      between = times[:, :, None] - times[:, None]
+      scores += take(self.time_bias, time_buckets(between, len(self.time_bias)))[:, None]
+    weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
+    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value)
+    return x + self.out(self.dropout(self.norms[1](mixed.reshape(x.shape)) * gate.reshape(x.shape)))
 
 
 def time_buckets(seconds: jax.Array, buckets: int) -> jax.Array:
@@ -143,16 +117,3 @@ def time_buckets(seconds: jax.Array, buckets: int) -> jax.Array:
   """
   apart = jnp.maximum(jnp.abs(seconds), 1).astype(jnp.float32)
   return jnp.minimum((jnp.log(apart) / _BASE).astype(jnp.int32), buckets - 1)
-
-
-def _in_blocks(attend, asking: dict[str, jax.Array], size: int) -> jax.Array:
-  """Returns `attend(asking)`, computed for `size` of the columns (the second axis) at a time."""
-  rows, length = asking["query"].shape[:2]
-  if length % size:
-    raise UserError(f"hstu's query_block {size} must divide the {length} columns of a row")
-
-  def cut(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x.reshape(len(x), length // size, size, *x.shape[2:]), 1, 0)
-
-  blocks = jax.lax.map(jax.checkpoint(attend), jax.tree.map(cut, asking))
-  return jnp.moveaxis(blocks, 0, 1).reshape(rows, length, *blocks.shape[3:])

@@ -1,13 +1,11 @@
-"""HSTU's block against slow NumPy: every bias, any mask, and attention in parts.
+"""HSTU's block against slow NumPy: its bias of time, with any mask.
 
 Its distances and its gate are tested with the encoders, in sequence/test_model.py.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import refused
 from flax import nnx
 
 from recipes import errors
@@ -48,42 +46,23 @@ def slowly(model, x, mask, bias):
   return x + (norm(mixed) * gate) @ np.asarray(model.out.kernel[...])
 
 
-def test_times_and_actions_are_biases_of_the_scores():
-  model = block(distances=False, buckets=8, actions=3)
-  time_bias, action_bias = (np.array([*range(8)]) / 4 - 1, np.array([-2.0, 0.5, 2.0]))
-  model.time_bias[...], model.action_bias[...] = jnp.array(time_bias), jnp.array(action_bias)
+def test_times_are_a_bias_of_the_scores():
+  model = block(distances=False, buckets=8)
+  time_bias = np.array([*range(8)]) / 4 - 1
+  model.time_bias[...] = jnp.array(time_bias)
   x, mask = inputs()
   times = np.array([[0, 1, 3, 6, 7, 100], [0, 0, 0, 50, 50, 51]], np.int32)
-  actions = np.array([[0, 1, 2, -1, 1, 0], [2, 2, -1, -1, 0, 1]], np.int32)
   # Seconds to bucket, by hand: floor(log(s) / 0.301), and 7 from 9 seconds on.
   bucket = {0: 0, 1: 0, 2: 2, 3: 3, 4: 4, 5: 5, 6: 5, 7: 6}
 
   def bias(row, one, other):
     apart = abs(int(times[row, one] - times[row, other]))
-    action = actions[row, other]
-    return time_bias[bucket.get(apart, 7)] + (action_bias[action] if action >= 0 else 0)
+    return time_bias[bucket.get(apart, 7)]
 
-  found = nnx.jit(lambda model: model(x, mask, times=times, actions=actions))(model)
+  found = nnx.jit(lambda model: model(x, mask, times=times))(model)
   np.testing.assert_allclose(found, slowly(model, x, mask, bias), rtol=1e-4, atol=1e-5)
 
 
-def test_attention_in_parts_is_the_same():
-  x, mask = inputs()
-  more = {"times": np.arange(12, dtype=np.int32).reshape(2, 6) ** 2}
-  slopes = nnx.jit(nnx.grad(lambda model: jnp.sum(model(x, mask, **more) ** 2)))
-  whole, parts = (block(buckets=8, query_block=size) for size in (0, 2))
-  for found, expected in zip(
-    jax.tree.leaves(slopes(parts)), jax.tree.leaves(slopes(whole)), strict=True
-  ):
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-  call = nnx.jit(lambda model: model(x, mask, **more))
-  np.testing.assert_allclose(call(parts), call(whole), rtol=1e-6, atol=1e-6)
-
-
-def test_what_a_block_cannot_have():
-  cases = [
-    ({"buckets": 4}, "a bias of times"),
-    ({"actions": 4}, "a bias of actions"),
-    ({"query_block": 4}, "query_block"),
-  ]
-  refused(cases, lambda options: block(**options)(*inputs()), errors.UserError)
+def test_a_block_with_a_bias_of_times_needs_times():
+  with pytest.raises(errors.UserError, match="a bias of times"):
+    block(buckets=4)(*inputs())

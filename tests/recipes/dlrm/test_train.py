@@ -29,7 +29,7 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   """On eight devices, of which the other configs need none."""
   if name != "synthetic":
     monkeypatch.setattr(hosts, "start", lambda: None)
-  changes = {"dlrm_v4": {"model": "hstu"}, "criteo_kaggle": {"vocabulary": "min_count"}}
+  changes = {"criteo_kaggle": {"vocabulary": "min_count"}}
   config = dlrm_smoke(name, tmp_path, **{"model": "dcnv2"} | changes.get(name, {}))
   with recorded_reads() as unread:
     check_result(train.run(config, str(tmp_path / "run")), config, tmp_path / "run")
