@@ -15,9 +15,10 @@ import argparse
 import itertools
 import json
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import contenders as lib
 import jax
@@ -30,8 +31,8 @@ from flax import nnx
 
 import embed
 from recipes.dlrm import model as dlrm
-from recipes.dlrm import train
-from recipes.training import layers, train_step
+from recipes.dlrm import tasks, train
+from recipes.training import layers
 
 RATE, DENSE_RATE, ACCUMULATOR, DENSE = 0.01, 0.01, 0.1, 13
 
@@ -99,7 +100,9 @@ def ours(problem: Problem, model: dlrm.DLRM) -> Trained:
     }
     for ids, dense, labels in zip(problem.ids, problem.dense, problem.labels, strict=True)
   ]
-  take, turn = train_step.Step(train.OBJECTIVE, model, optimizer), itertools.cycle(batches)
+  config, data = types.SimpleNamespace(clip_norm=0.0), types.SimpleNamespace(labels=tasks.ONE_CLICK)
+  take_step = train.make_train_step(config, cast(Any, data))
+  take, turn = embed.jit_step(take_step, model, optimizer), itertools.cycle(batches)
   loss: list[Any] = [0.0]
 
   def step(i):

@@ -25,9 +25,9 @@ from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
 from recipes import baselines, describe
+from recipes import config as config_lib
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
-from recipes.run import settings
 from recipes.training.features import cut_ids
 
 # Rows, the rate of clicks, values of each column of ids, numbers, and values of the tags.
@@ -145,7 +145,7 @@ def main() -> None:
       train.run(config | {"seed": seed}, str(folder))
       for seed, folder in zip(args.seeds, folders, strict=True)
     ]
-    data = data_lib.load(settings.completed("dlrm", config))
+    data = data_lib.load(config_lib.complete("dlrm", config))
     found[name] = {
       "rows": len(data.columns["label"]),
       "runs": [{key: of[key] for key in ("seed", "seconds", "metrics")} for of in results],

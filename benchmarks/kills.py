@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py --sigkill=30 --sigterm=10 --pairs=5
 
-A run of the dlrm recipe on generated clicks saves every other step, in full or as a delta, so that
-many signals fall into a save. Each disturbed run is killed once or twice, between its start and its
+A run of the dlrm recipe on generated clicks saves every other step, so that many signals fall into
+a save. Each disturbed run is killed once or twice, between its start and its
 end, and the same command is given until it ends. Its log, its metrics and every array of its last
 checkpoint must equal those of the run that was left alone, to the bit. A run of two processes
 (`--pairs`) loses both to SIGKILL, or is told by a SIGTERM to one of them. Prints the counts, and
@@ -37,7 +37,7 @@ def start(workdir: pathlib.Path, cache: pathlib.Path, count: int) -> list[subpro
     sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={cache}", f"--config.steps={_STEPS}",
     "--config.log_every=1", "--config.eval_every=10", f"--config.checkpoint_every={_EVERY}",
-    "--config.dropout=0.2", "--config.baseline.max_rows=0", "--config.full_checkpoint_every=3",
+    "--config.dropout=0.2", "--config.baseline.max_rows=0",
   ]  # fmt: skip
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
@@ -109,27 +109,15 @@ def disturb(
 
 
 def arrays_of(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-  """Returns the arrays of a state by path: those of a full checkpoint with its deltas applied."""
+  """Returns the arrays of a checkpoint by path."""
   import jax
   import orbax.checkpoint as ocp
 
-  from recipes.run import checkpoints
-
-  folder = workdir / "checkpoints"
-  chain = checkpoints.of_step(folder, step)
   with ocp.PyTreeCheckpointer() as reader:
-    path = checkpoints.base(folder, chain)
+    path = workdir / "checkpoints" / str(step) / "state"
     metadata = reader.metadata(path).item_metadata.tree
     args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
     tree = reader.restore(path, restore_args=args)
-  for delta in checkpoints.deltas(folder, chain):
-    for node, tables in delta.tables.items():
-      tree[node]["state"] = delta.state[node]
-      for key, rows in tables.items():
-        for name, values in rows.values.items():
-          array = np.array(tree[node]["tables"][key][name])
-          array[rows.ids] = values
-          tree[node]["tables"][key][name] = array
   return {
     jax.tree_util.keystr(where): np.asarray(x)
     for where, x in jax.tree_util.tree_leaves_with_path(tree)

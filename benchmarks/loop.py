@@ -24,8 +24,9 @@ import jax
 import step as timing  # before `recipes`, which it finds
 from absl import flags
 
-from recipes.run import loop, settings
-from recipes.training import build, train_step
+import embed
+from recipes import config as config_lib
+from recipes import log
 
 # Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
 _KEPT = 64
@@ -35,7 +36,7 @@ def load(name: str, changes: list[str]) -> Any:
   """Returns the config `<recipe>/<config>[:mode]` with changes `name=value`."""
   name, _, mode = name.partition(":")
   module = importlib.import_module(f"configs.{name.replace('/', '.')}")
-  config = settings.completed(name.partition("/")[0], module.get_config(mode))
+  config = config_lib.complete(name.partition("/")[0], module.get_config(mode))
   with config.unlocked():
     for name, text in (change.split("=", 1) for change in changes):
       try:
@@ -43,7 +44,7 @@ def load(name: str, changes: list[str]) -> Any:
       except (SyntaxError, ValueError):
         value = text
       config.update_from_flattened_dict({name: value})
-    config.update({"select": "", "patience": 0, "checkpoint_every": 0, "checkpoint_minutes": 0.0})
+    config.update({"select": "", "patience": 0, "checkpoint_every": 0, "test": False})
   return config
 
 
@@ -68,18 +69,13 @@ def bare(config, parts: "Parts", seconds: float) -> list[float]:
   return [config.log_every * config.batch_size / x for x in times]
 
 
-def in_loop(config, parts: "Parts", recipe: str, steps: int) -> list[float]:
+def in_loop(config, parts: "Parts", steps: int) -> list[float]:
   """Returns the examples a second of a run, as its log says."""
-  config = settings.copied(config, steps=steps, eval_every=steps)
-  rate = build.rate(config)
+  config = config_lib.copied(config, steps=steps, eval_every=steps)
   with tempfile.TemporaryDirectory() as folder:
-    state = {"model": parts.model, "optimizer": parts.optimizer}
-    with loop.Run(recipe, config, folder, **state) as run:
-      step = parts.step()
-      for batch in run.steps(parts.batches()):
-        run.log(**step(batch), learning_rate=rate)
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [line["examples_per_second"] for line in lines][1:]
+    parts.train.run(config, folder)
+    found = [line.get("examples_per_second") for line in log.lines(Path(folder))]
+    return list(filter(None, found))[1:]
 
 
 def input_alone(config, parts: "Parts", seconds: float) -> list[float]:
@@ -92,13 +88,13 @@ class Parts:
   """Model, optimizer, step and batches of a recipe."""
 
   def __init__(self, recipe: str, config):
-    train = importlib.import_module(f"recipes.{recipe}.train")
+    self.train = train = importlib.import_module(f"recipes.{recipe}.train")
     data = train.data_lib.load(config)
     config = train.decide(config, data)
     self.model, self.optimizer = train.make_state(config, data)
     self.batches = lambda: train.data_lib.train_batches(data, config)
-    objective, options = train.objective(config, data), train_step.options(config)
-    self.step = lambda: train_step.Step(objective, self.model, self.optimizer, options)
+    take = train.make_train_step(config, data)
+    self.step = lambda: embed.jit_step(take, self.model, self.optimizer)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     rates["step"] += bare(config, training, args.seconds)
     count = int(args.seconds * statistics.median(rates["step"]) / config.batch_size)
     count = max(count // config.log_every, 4) * config.log_every
-    rates["loop"] += in_loop(config, training, recipe, count)
+    rates["loop"] += in_loop(config, training, count)
     rates["input"] += input_alone(config, training, args.seconds)
   best = {key: max(values) for key, values in rates.items()}
   median = {key: statistics.median(values) for key, values in rates.items()}

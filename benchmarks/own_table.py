@@ -30,9 +30,9 @@ _CATEGORIES, _NUMBERS = 26, 13
 _USERS, _ITEMS = 500_000, 200_000
 _PREPARE = """
 import json, sys, time
-from recipes.run import settings
+from recipes import config as config_lib
 from recipes.{recipe} import data
-config = settings.completed("{recipe}", json.load(open(sys.argv[1])))
+config = config_lib.complete("{recipe}", json.load(open(sys.argv[1])))
 began = time.perf_counter()
 data.load(config)
 print(json.dumps(time.perf_counter() - began))

@@ -25,9 +25,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import step as timing
 
+from recipes import config as config_lib
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
-from recipes.run import settings
 from recipes.training.features import cut_ids
 
 _PAST = 30  # positions of a history, the same for all models
@@ -85,7 +85,7 @@ def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, An
   """Draws two labels as the data set `synthetic` does; returns a table and the best scores."""
   drawn: dict[str, Any] = {"dataset": "synthetic", "labels": 2, "correlation": correlation}
   drawn |= {"rows": args.rows, "cache_dir": str(args.folder / "cache")}
-  data = data_lib.load(settings.completed("dlrm", drawn))
+  data = data_lib.load(config_lib.complete("dlrm", drawn))
   columns: dict[str, Any] = {}
   values: dict[str, Any] = dict(zip(data.labels, np.asarray(data.columns["label"]).T, strict=True))
   for feature in data.features:

@@ -13,19 +13,18 @@ from typing import Any
 
 from absl import logging
 
-from . import arrays, errors, hosts
+from . import errors, files, hosts, results
+from . import run as run_lib
 from .errors import UserError, terminal
-from .run import results
-from .run import workdir as runs
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
 
 
 def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, Any]:
-  """Fits the baselines that a finished run lacks; returns its result with them and with its notes.
+  """Fits the baselines that a finished run lacks; returns its result with them.
 
-  The result is written before and after each baseline, and in the end with its `notes`. A baseline
-  that failed, or that ended the process, has no metrics there.
+  The result is written before and after each baseline. A baseline that failed, or that ended the
+  process, has no metrics there.
 
   Args:
     most_rows: fits nothing where more rows train, and nothing that has failed before.
@@ -33,7 +32,7 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   Raises:
     UserError: the run has not ended, or the data are not those that it was trained on.
   """
-  run = runs.open_run(workdir)
+  run = run_lib.opened(workdir)
   result, path = run.result, Path(workdir) / "result.json"
   recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
   data = run.load()
@@ -46,7 +45,7 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
       continue
     hosts.say(f"fitting the baseline {name}")
     known[name] = {}
-    arrays.write_json(path, result)
+    files.write_json(path, result)
     try:
       known[name] = dict(task())
     except KeyboardInterrupt:
@@ -57,12 +56,10 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
     except Exception as error:  # a library's, which must not hide the result of the run
       hosts.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
     finally:
-      arrays.write_json(path, result)
+      files.write_json(path, result)
   if data.best:
     known["best possible"] = dict(data.best)
-  telling = getattr(recipe, "most_telling", None)
-  result["notes"] = results.notes(result, telling and (lambda: telling(data)))
-  arrays.write_json(path, result)
+  files.write_json(path, result)
   return result
 
 
@@ -73,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     result = fit(arguments.run)
-  print(terminal(results.report(result)))
+  print(terminal(results.table(result)))
 
 
 if __name__ == "__main__":

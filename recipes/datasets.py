@@ -1,6 +1,6 @@
 """The interface of a data set, and the data sets of a recipe by name.
 
-A data set is prepared once into a folder of columns (see `recipes.arrays`); the batches of a recipe
+A data set is prepared once into a folder of columns (see `recipes.cache`); the batches of a recipe
 read them. Another data set needs no code if a config can declare its columns. With a name of its
 own it is a function that returns such a declaration, as `recipes.two_tower.published.gowalla`,
 wrapped by `recipes.tables.settings.declared`; what no declaration describes is a module with
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import arrays, hosts
+from . import cache, hosts
 from .errors import UserError
 
 
@@ -44,7 +44,7 @@ class Prepared:
   @property
   def serve(self) -> Path | None:
     """The folder of what serving needs besides the model; None where there is none."""
-    folder = self.columns.folder / "serve" if isinstance(self.columns, arrays.Columns) else None
+    folder = self.columns.folder / "serve" if isinstance(self.columns, cache.Columns) else None
     return folder if folder is not None and folder.is_dir() else None
 
   @property
@@ -62,7 +62,7 @@ class DataSet:
       source files included. Raises UserError for a wrong setting or a missing file.
     build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
       of `meta.json`. Raises UserError for a damaged file. A change of what it writes raises
-      `arrays.FORMAT`.
+      `cache.FORMAT`.
     view: returns the columns as batches read them; by default as they are stored.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.
@@ -101,7 +101,7 @@ class Registry(dict[str, DataSet]):
     data_set = self[config.dataset]
     settings = data_set.settings(config)
     try:
-      columns, meta = arrays.prepared(
+      columns, meta = cache.prepared(
         config.cache_dir,
         f"{self._prefix}{config.dataset}",
         settings,

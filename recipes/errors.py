@@ -36,18 +36,6 @@ class DivergedError(UserError, FloatingPointError):
   """The numbers of a training are no longer finite."""
 
 
-class Stopped(KeyboardInterrupt):
-  """Ctrl-C in a run; the message says at which step, and how to go on."""
-
-  code = 130  # of a shell, for a program that SIGINT has ended
-
-
-class Preempted(Stopped):
-  """SIGTERM in a run; the message is as of `Stopped`."""
-
-  code = os.EX_TEMPFAIL  # 75: the same command, started again, resumes
-
-
 @contextlib.contextmanager
 def from_settings() -> Iterator[None]:
   """Turns a ValueError of the code within into a UserError.

@@ -18,14 +18,13 @@ import jax
 import numpy as np
 import pyarrow as pa
 from absl import logging
-from scipy.special import logit as logit_of
 
-from . import errors, export, hosts, packing, serving
+from . import config as config_lib
+from . import errors, export, hosts, packing, results, serving
+from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
-from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
-from .run import results, settings
-from .run import workdir as runs
+from .evaluation.metrics import RankingMetrics
 from .tables import interactions, spec
 from .tables import settings as table_settings
 from .tables.encoding import Codes
@@ -40,9 +39,9 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   Raises:
     UserError: the run has not ended, or its data have changed.
   """
-  mesh, run = hosts.start(), runs.open_run(workdir)
+  mesh, run = hosts.start(), run_lib.opened(workdir)
   data = run.load()
-  config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
+  config, model = config_lib.with_even_evaluation(run.config, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)
   valid, test = (results.scalars(split, measure(model, split)) for split in ("valid", "test"))
   return valid | test
@@ -54,8 +53,8 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   Raises:
     UserError: the run is of no table, or has not ended; or a file cannot be read.
   """
-  run = runs.open_run(workdir)
-  config = settings.copied(run.config, files=files)
+  run = run_lib.opened(workdir)
+  config = config_lib.copied(run.config, files=files)
   with tempfile.TemporaryDirectory() as folder:
     return of_export(export.export(workdir, Path(folder) / "served"), config)
 
@@ -65,7 +64,7 @@ def of_export(served: Path, config) -> dict[str, Any]:
 
   Returns:
     `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
-    and of `GroupedClickMetrics`, of several labels as `dlrm.tasks.named` names them; or what
+    and of `group_metrics`, of several labels as `dlrm.tasks.named` names them; or what
     `RankingMetrics` computes of one ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
@@ -92,32 +91,12 @@ def _clicks(
     weight = values[weight_name] if weight_name else np.ones(count)
     chunks.append((model.scores(inputs), rows.label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
-  score, label = score.reshape(len(label), -1), label.reshape(len(label), -1)
-  found, targets, place = {}, dict(zip(table.labels, label.T, strict=True)), 0
-  for name, kind in model.labels.items():
-    own, target = score[:, place : (place := place + kind.num_outputs)], targets[name]
-    counts = ~np.isnan(target) & (weight > 0)
-    target, own, amount = target[counts], own[counts], weight[counts]
-    found[name] = _of_label(kind, target, own, amount)
-    if kind.loss == "binary" and grouping:
-      ids = {each: x[counts] for each, x in of_rows.items()}
-      of_groups = GroupedClickMetrics(grouping)
-      of_groups = of_groups.update(logit_of(own[:, 0]), target, ids, weight=amount)
-      found[name] |= of_groups.compute()
-  return {"rows": len(label), "metrics": tasks.named(table.labels, found)}
-
-
-def _of_label(
-  kind: spec.Label, target: np.ndarray, scores: np.ndarray, weight: np.ndarray
-) -> dict[str, float]:
-  """Returns the metrics of a label on the rows in which it counts."""
-  if kind.loss == "binary" or not len(target):
-    return click_metrics(logit_of(scores[:, 0]), target, weight, strict=False)
-  mean = lambda x: float(np.average(x, weights=weight))
-  if kind.loss == "squared_log":
-    return {"squared_loss": mean(np.square(np.log1p(scores[:, 0]) - target))}
-  right = scores[np.arange(len(target)), target.astype(int)]
-  return {"logloss": mean(-np.log(right)), "accuracy": mean(scores.argmax(axis=1) == target)}
+  outputs = tasks.of_served(model.labels, score)
+  # The labels of the table are in the order of its declaration, as those of the model may not be.
+  places = [list(table.labels).index(name) for name in model.labels]
+  targets = label.reshape(len(label), -1)[:, places]
+  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows, strict=False)
+  return {"rows": len(label), "metrics": {k: x for k, x in metrics.items() if not np.ndim(x)}}
 
 
 def _ranking(

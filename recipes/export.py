@@ -1,6 +1,5 @@
 """Writes the model of a finished run on a table for `recipes.predict`, with all that it needs.
 
-manifest.json   the size and the checksum of every other file, which `serving.load` compares
 served.json     the recipe, the declared columns, and what to install for predictions
 model.npz       the program of the model, as `jax.export` writes it, and the arrays that it reads
 candidates.npy  two_tower, sequence with a temperature: the vectors of the items
@@ -10,6 +9,7 @@ README.md       how to use it
 """
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +23,11 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import arrays, errors, files, hosts
-from .errors import DamagedFileError, MissingFileError, UserError, from_settings, markdown
+from . import config as config_lib
+from . import errors, files, hosts
+from . import run as run_lib
+from .errors import MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
-from .run import settings
-from .run import workdir as runs
 from .serving import folder as folder_lib
 from .tables import spec
 from .tables.encoding import Encoder, Entities
@@ -35,7 +35,6 @@ from .tables.settings import READING
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-_READING = {"columns": {str: dict}, "format": dict}  # of what the file of that name holds
 # Not from an index by name: a package of that name there need not be ours.
 _WHEEL = "./sparse_embed-{}-py3-none-any.whl"
 
@@ -92,7 +91,8 @@ def export(
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
   mesh = hosts.start()
-  parts = _parts(workdir, config, recipe, mesh)
+  with from_settings():
+    parts = _RECIPES[recipe](config, serve, mesh)
   hosts.replicate(mesh, parts.model)
   run.restore(parts.model)
   parts.model.eval()
@@ -107,43 +107,27 @@ def export(
       with np.load(partial / folder_lib.MODEL) as read:
         vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
       retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
-    files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
+    shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
     # Popularity is in the vectors of the items: predictions do not read the order of the log.
     (partial / folder_lib.TRANSFORMS / "history_when.npy").unlink(missing_ok=True)
-    about = _about(run, arrays.read_json(serve / READING, schema=_READING), ann) | parts.about
-    arrays.write_json(partial / folder_lib.NAME, about)
+    about = _about(run, files.read_json(serve / READING), ann) | parts.about
+    files.write_json(partial / folder_lib.NAME, about)
     files.write(partial / "README.md", _readme(about, workdir))
-    arrays.write_manifest(partial, {})
   return out
 
 
-def _opened(workdir: Path) -> runs.Opened:
+def _opened(workdir: Path) -> run_lib.Run:
   """Opens a run on a table."""
-  if runs.has_checkpoint(workdir) and not (workdir / "serve").is_dir():
+  if (workdir / "result.json").exists() and not (workdir / "serve").is_dir():
     raise MissingFileError(
       f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have. If "
       "its data set is a table now, train again"
     )
-  return runs.open_run(workdir)
+  return run_lib.opened(workdir)
 
 
-def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = None) -> _Parts:
-  """Returns the parts of a run's recipe."""
-  serve = workdir / "serve"
-  try:
-    with from_settings():
-      return _RECIPES[recipe](config, serve, mesh)
-  except UserError as error:
-    raise type(error)(f"{workdir / 'config.json'} or {serve}: {error}") from error
-  except Exception as error:  # wherever a value that no run has written fails first
-    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    raise DamagedFileError(
-      f"{workdir / 'config.json'} or {serve} is damaged ({reason}): train again"
-    ) from error
-
-
-def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
-  versions, columns = runs.versions(), reading["columns"]
+def _about(run: run_lib.Run, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
+  versions, columns = run_lib.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [
@@ -213,7 +197,7 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  kinds = spec.parse(arrays.read_json(serve / READING, schema=_READING)["columns"])
+  kinds = spec.parse(files.read_json(serve / READING)["columns"])
   known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
   data = data_lib.ClickData(columns, {}, features, {}, {}, **known)
   model = train.build_model(config, data, mesh)
@@ -246,7 +230,7 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   )  # fmt: skip
   count = 1 if mesh is None else mesh.size
   size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
-  config = settings.copied(config, eval_batch_size=size)
+  config = config_lib.copied(config, eval_batch_size=size)
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)

@@ -1,21 +1,20 @@
 """Source files of data sets: their folders, hashes, downloads, locks and replacement."""
 
 import contextlib
-import errno
 import hashlib
+import json
 import os
 import shutil
-import stat
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import filelock
 from tqdm import tqdm
 
-from .errors import DamagedFileError, DownloadError, MissingFileError, UserError
+from .errors import DownloadError, MissingFileError, UserError
 
 _BLOCK = 1 << 20
 
@@ -36,68 +35,8 @@ def stamp(path: Path) -> list[Any]:
   return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def inside(folder: Path, name: str) -> Path:
-  """Returns the path of a folder's file by a name that somebody else has written.
-
-  Raises DamagedFileError for one that leads out of the folder, or through a link.
-  """
-  path = PurePosixPath(name)
-  if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-    raise DamagedFileError(f"{folder} names {name!r}, which is not the name of a file in it")
-  for parent in list(path.parents)[:-1]:
-    if (folder / parent).is_symlink():
-      raise DamagedFileError(f"{folder / parent} is a symbolic link, which is not followed")
-  return folder / path
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-  """Opens a file of a run, an export or a cache, whoever wrote the folder.
-
-  A symbolic link, a device or a pipe, which could lead elsewhere or never end, is a
-  DamagedFileError; what does not exist is a MissingFileError.
-  """
-  try:
-    # Without O_NONBLOCK the call waits for the other end of a pipe.
-    number = _open(path, os.O_RDONLY | os.O_NONBLOCK)
-  except (FileNotFoundError, NotADirectoryError) as error:
-    raise MissingFileError(f"{path} is missing") from error
-  with os.fdopen(number, "rb", buffering=0) as file:
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-      raise DamagedFileError(f"{path} is no regular file")
-    yield file
-
-
-def read(path: Path, *, at_most: int = 64 << 20) -> bytes:
-  """Returns the content of a file; errors are as of `opened`, or it has too many bytes."""
-  with opened(path) as file:
-    content = file.read(at_most + 1) if os.fstat(file.fileno()).st_size <= at_most else None
-  if content is None or len(content) > at_most:
-    raise DamagedFileError(f"{path} has more than {at_most:,} bytes")
-  return content
-
-
-def names(folder: Path) -> list[str]:
-  """Returns what a folder holds at any depth, relative to it, but folders; sorted."""
-  paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-  return sorted(path.relative_to(folder).as_posix() for path in paths)
-
-
-def copy_folder(source: Path, target: Path) -> None:
-  """Copies the regular files of a folder into a new one; errors are as of `opened`."""
-  if source.is_symlink():
-    raise DamagedFileError(f"{source} is a symbolic link, which is not followed")
-  new_folder(target)
-  for name in names(source):
-    (target / name).parent.mkdir(parents=True, exist_ok=True)
-    with opened(inside(source, name)) as file, (target / name).open("xb") as copy:
-      shutil.copyfileobj(file, copy, _BLOCK)
-
-
 def new_folder(path: Path) -> Path:
-  """Returns a new, empty folder in place of what has its name; a link is removed, not followed."""
-  if path.is_symlink() or path.is_file():
-    path.unlink()
+  """Returns a new, empty folder in place of what has its name."""
   shutil.rmtree(path, ignore_errors=True)
   path.mkdir()
   return path
@@ -107,22 +46,19 @@ def new_folder(path: Path) -> Path:
 def replacing_folder(path: Path) -> Iterator[Path]:
   """Yields a new folder that takes the place of `path` when all of it is written.
 
-  Nothing is left of it after an error. A folder cannot be renamed over another: between two renames
-  `path` is missing, also after a kill there, and `latest` finds the earlier folder.
+  An error leaves an earlier folder as it was.
   """
   path = path.absolute()
-  partial, old = path.with_name(f"{path.name}.partial"), _earlier(path)
+  partial, old = (path.with_name(f"{path.name}.{name}") for name in ("partial", "old"))
   try:
     yield new_folder(partial)
-    if os.path.lexists(path):
-      path.rename(new_folder(old.parent) / old.name)
+    if path.exists():
+      path.rename(new_folder(old) / path.name)
     partial.rename(path)
-  except BaseException:
-    if not os.path.lexists(path) and old.is_dir():
-      old.rename(path)
+  finally:
     shutil.rmtree(partial, ignore_errors=True)
-    raise
-  shutil.rmtree(old.parent, ignore_errors=True)
+    if path.exists():
+      shutil.rmtree(old, ignore_errors=True)
 
 
 def check_out(out: Path, marker: str) -> None:
@@ -137,29 +73,6 @@ def check_out(out: Path, marker: str) -> None:
   if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
     raise UserError(f"--out={out} cannot be written to, because {parent} cannot: choose another")
   out.absolute().parent.mkdir(parents=True, exist_ok=True)
-
-
-def latest(path: Path) -> Path:
-  """Returns a folder that `replacing_folder` writes, or the earlier one while there is none."""
-  return _earlier(path) if not os.path.lexists(path) and _earlier(path).is_dir() else path
-
-
-def _earlier(path: Path) -> Path:
-  return path.with_name(f"{path.name}.removed") / "old"
-
-
-def append(path: Path) -> IO[str]:
-  """Opens a file to add lines to, which a link does not lead elsewhere."""
-  return os.fdopen(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
-
-
-def _open(path: Path, flags: int) -> int:
-  try:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-  except OSError as error:
-    if error.errno != errno.ELOOP:
-      raise
-    raise DamagedFileError(f"{path} is a symbolic link, which is not followed") from error
 
 
 def require(folder: Path, *names: str, hint: str) -> Path:
@@ -241,29 +154,15 @@ def download(url: str, path: Path, *, sha256: str) -> Path:
   return path
 
 
-def acquire(path: Path, *, wait: bool) -> filelock.BaseFileLock:
-  """Takes a lock among the processes of a machine; a process that ends loses its locks.
-
-  Raises filelock.Timeout if another process holds it and `wait` is False.
-  """
-  lock = filelock.FileLock(path)
-  try:
-    lock.acquire(blocking=wait)
-  except OSError as error:
-    if error.errno != errno.ELOOP:
-      raise
-    raise UserError(f"the lock file {path} is a symbolic link: remove it") from error
-  return lock
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
   """Makes the processes of a machine take turns; says so on stderr if this one has to wait."""
+  lock = filelock.FileLock(path)
   try:
-    lock = acquire(path, wait=False)
+    lock.acquire(blocking=False)
   except filelock.Timeout:
     print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
-    lock = acquire(path, wait=True)
+    lock.acquire()
   try:
     yield
   finally:
@@ -272,24 +171,30 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-  """Opens a new file that takes the place of `path` when all of it is on the disk.
+  """Opens a new file that takes the place of `path` when all of it is written."""
+  partial = path.with_name(f"{path.name}.part")
+  with partial.open("wb") as file:
+    yield file
+  partial.replace(path)
 
-  A link that has the name of the new file is removed, not followed.
+
+def write(path: Any, content: str | bytes) -> None:
+  """Writes a file, UTF-8, so that a reader sees the old content or all of the new, never a part.
+
+  Args:
+    path: a `Path`, or one of etils, which may be in a bucket.
+    content: of the file.
   """
-  partial = path.with_name(path.name + ".part")
-  partial.unlink(missing_ok=True)
-  try:
-    with partial.open("xb") as file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    partial.replace(path)
-  except BaseException:
-    partial.unlink(missing_ok=True)
-    raise
+  partial = path.with_name(f"{path.name}.part")
+  partial.write_bytes(content.encode() if isinstance(content, str) else content)
+  partial.replace(path)
 
 
-def write(path: Path, content: str | bytes) -> None:
-  """Writes a new file, UTF-8, in place of what has its name; a link is replaced, not followed."""
-  with replacing(path) as file:
-    file.write(content.encode() if isinstance(content, str) else content)
+def write_json(path: Any, value: Any) -> None:
+  """Writes a value as JSON; see `write`."""
+  write(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Any) -> Any:
+  """Returns the value of a JSON file."""
+  return json.loads(path.read_text())

@@ -6,18 +6,12 @@ and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same p
 part of every batch, and takes the same decisions.
 """
 
-import contextlib
-import datetime
 import functools
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
 
 import grain
 import jax
@@ -28,8 +22,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from . import files
-from .errors import Preempted, UserError, terminal
+from .errors import UserError, terminal
 
 AXIS = "data"
 _AHEAD = 2  # batches on the devices that no step has asked for
@@ -99,36 +92,9 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-  """Prints a line on stderr, in the main process, and writes it to the log of the run."""
+  """Prints a line on stderr, in the main process."""
   if is_main():
     print(terminal(text), file=sys.stderr, flush=True)
-    write_log(text)
-
-
-_log: IO[str] | None = None
-_unlogged: list[str] = []  # lines before a run has begun
-
-
-def write_log(text: str) -> None:
-  """Writes a line with the time to the log of the run, or of the run that begins next."""
-  now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-  _unlogged.append("".join(f"{now}  {line}\n" for line in text.splitlines()))
-  if _log is not None:
-    _log.write("".join(_unlogged))
-    _log.flush()
-    _unlogged.clear()
-
-
-@contextlib.contextmanager
-def logged_to(path: Path) -> Iterator[None]:
-  """Appends every printed line to a file, with times, and lines printed before it was opened."""
-  global _log
-  with files.append(path) as _log:
-    try:
-      write_log("")
-      yield
-    finally:
-      _log = None
 
 
 def shard() -> tuple[int, int]:
@@ -136,9 +102,14 @@ def shard() -> tuple[int, int]:
   return jax.process_index(), jax.process_count()
 
 
+def num_devices(mesh: Mesh | None) -> int:
+  """Returns the number of devices that share a batch."""
+  return 1 if mesh is None else mesh.size
+
+
 def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
   """Raises UserError where a global batch cannot be split evenly over the devices; names it."""
-  count = 1 if mesh is None else mesh.size
+  count = num_devices(mesh)
   for name, size in sizes.items():
     if name.endswith("batch_size") and size < 1:
       raise UserError(f"{name} is {size}: choose {count} or more")
@@ -210,13 +181,6 @@ def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
     nnx.update(node, jax.tree.map(place, nnx.state(node)))
 
 
-def everywhere(condition: bool) -> bool:
-  """Returns whether a condition holds in every process."""
-  if jax.process_count() == 1:
-    return condition
-  return bool(np.all(multihost_utils.process_allgather(np.bool_(condition))))
-
-
 def from_main(f: Callable[[], Any]) -> Any:
   """Calls `f` in the main process alone, and returns its JSON value in every process.
 
@@ -245,45 +209,3 @@ def from_main(f: Callable[[], Any]) -> Any:
     kind = UserError if said["user"] else RuntimeError
     raise kind(f"the main process failed: {said['error']}")
   return said["value"]
-
-
-class PreemptionNotice:
-  """Handles SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
-
-  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. The handler
-  is set where it may be: in the main thread of a process that is alone. Of several processes each
-  has JAX's handler, by which the one that gets the signal tells all.
-
-  Attributes:
-    is_deferred: whether a signal is remembered until the run asks for it, between two steps; else
-      it raises `Preempted` at once, for work of which nothing has to be saved.
-  """
-
-  def __init__(self) -> None:
-    self.is_deferred, self._received = False, False
-
-  def __enter__(self) -> "PreemptionNotice":
-    self._is_set = jax.process_count() == 1
-    self._is_set &= threading.current_thread() is threading.main_thread()
-    if self._is_set:
-      self._previous = signal.signal(signal.SIGTERM, self._receive)
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    if self._is_set:
-      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-  def _receive(self, number: int, frame: FrameType | None) -> None:
-    if not self.is_deferred:
-      raise Preempted
-    self._received = True
-
-  def is_due(self, step: int) -> bool:
-    """Returns whether to save and end: the same in every process.
-
-    Every process asks before every step, with the number of those taken. JAX lets all of them go
-    on to the same step.
-    """
-    if jax.process_count() == 1:
-      return self._received
-    return multihost_utils.reached_preemption_sync_point(step)

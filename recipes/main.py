@@ -1,7 +1,6 @@
 """The command line that all recipes share: `--config`, `--workdir`, and mistakes in one line."""
 
 import difflib
-import functools
 import importlib
 import os
 import re
@@ -18,7 +17,7 @@ with errors.importing():
   from absl import app, flags, logging
   from ml_collections import ConfigDict, config_flags
 
-  from .run import settings
+  from . import config as config_lib
   from .tables.spec import nearest
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
@@ -35,7 +34,7 @@ def train(recipe: str, config, workdir: str) -> None:
     return
   folders = [Path(workdir) / f"seed_{seed}" for seed in seeds]
   for seed, folder in zip(seeds, folders, strict=True):
-    train_one(recipe, settings.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
+    train_one(recipe, config_lib.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
   from . import hosts, report
 
   if hosts.is_main():
@@ -47,23 +46,15 @@ def train_one(recipe: str, config, workdir: Path, is_first: bool = True) -> None
   # What takes seconds is imported here, so that a wrong flag is answered at once.
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
-    from . import baselines, hosts
-    from .run import results
+    from . import baselines, hosts, results
   result = module.run(config, str(workdir))
   if not hosts.is_main():
     return
-  try:
-    # Of other seeds the baselines are the same; and other processes would wait for them.
-    if config.test and "notes" not in result and hosts.shard()[1] == 1 and is_first:
-      signal.signal(signal.SIGTERM, functools.partial(_preempted, text=_FITTING))
-      result = baselines.fit(workdir, most_rows=baselines.SMALL)
-    elif not result["baselines"] and is_first:
-      print(f"baselines: python -m {__package__}.baselines {workdir}", file=sys.stderr)
-  except KeyboardInterrupt:
-    raise errors.Stopped(_FITTING) from None
-  finally:
-    print(terminal(results.report(result)))
-    _show(workdir)
+  # Of other seeds the baselines are the same; and other processes would wait for them.
+  if config.test and is_first and hosts.shard()[1] == 1:
+    result = baselines.fit(workdir, most_rows=baselines.SMALL)
+  print(terminal(results.table(result)))
+  _show(workdir)
 
 
 def _show(workdir: Path) -> None:
@@ -128,9 +119,9 @@ def program(
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
       run(recipe, config.value, workdir.value)
-    except KeyboardInterrupt as stop:
-      print(f"\n{str(stop) or _NOT_BEGUN}", file=sys.stderr)
-      sys.exit(getattr(stop, "code", errors.Stopped.code))
+    except KeyboardInterrupt:
+      print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
+      sys.exit(130)  # of a shell, for a program that SIGINT has ended
     except (ValueError, OSError) as error:
       text = errors.explain(error)
       if logging.level_debug() or text is None:
@@ -140,14 +131,10 @@ def program(
   return lambda: app.run(main, flags_parser=parse)
 
 
-_NOT_BEGUN = "stopped before the first step; the same command begins again"
-_FITTING = "stopped while fitting the baselines; the same command fits those that are missing"
-
-
-def _preempted(number: int, frame: Any, text: str = _NOT_BEGUN) -> None:
+def _preempted(number: int, frame: Any) -> None:
   """Ends at once: an exception in the import of an extension module is lost, or crashes it."""
-  os.write(2, f"\n{text}\n".encode())
-  os._exit(errors.Preempted.code)
+  os.write(2, b"\nstopped; the same command resumes from the last checkpoint\n")
+  os._exit(os.EX_TEMPFAIL)
 
 
 class _ConfigFile(flags.ArgumentParser):
@@ -176,7 +163,7 @@ class _ConfigFile(flags.ArgumentParser):
       raise ValueError(f"it has no mode {mode!r}; {nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     if config is not None:
-      config = settings.completed(self._recipe, config)
+      config = config_lib.complete(self._recipe, config)
     for arg in sys.argv:  # as ml_collections does
       if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
         _check(config, setting[1])

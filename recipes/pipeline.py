@@ -251,17 +251,18 @@ def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[i
 
 
 def batches(
-  source: Source, transform: Callable[[Any], Any], *, num_workers: int = 0
+  source: Source, transform: Callable[[Any], Any], *, start: int = 0, num_workers: int = 0
 ) -> grain.IterDataset:
   """Returns a Grain dataset whose elements are `transform(batch)`, read ahead in the background.
 
   Args:
     source: of the batches.
+    start: the number of the first batch; those before it are not read.
     transform: NumPy to NumPy; picklable where `num_workers > 0`. It runs in a thread or a worker
       process, and must not touch a device.
     num_workers: worker processes; 0 reads in a thread of this one.
   """
-  dataset = grain.MapDataset.source(source).map(transform)
+  dataset = grain.MapDataset.source(source)[start:].map(transform)
   options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   iterable = dataset.to_iter_dataset(options)
   if num_workers:

@@ -36,9 +36,9 @@ from .errors import markdown as markdown_text
 with importing():
   import uniplot
 
-  from . import arrays, files
-  from .run import settings as run_settings
-  from .run.results import gain
+  from . import config as config_lib
+  from . import files
+  from .results import gain
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ class Run:
 
     A setting that did not exist when the run was made counts as its default.
     """
-    defaults = json.loads(json.dumps(run_settings.RUN))
+    defaults = json.loads(json.dumps(config_lib.RUN))
     return {
       name: value
       for name, value in flatten_dict(self.result["config"], sep=".").items()
@@ -105,7 +105,6 @@ def load(path: str | Path) -> Run:
 
   Raises:
     MissingFileError: the folder holds no result: the run has not ended, or it is another folder.
-    DamagedFileError: a file is not JSON, no regular file, or lacks a part; names it.
   """
   path = Path(path)
   result, journal = path / "result.json", path / "metrics.jsonl"
@@ -122,12 +121,8 @@ def load(path: str | Path) -> Run:
       f"did you mean {ended[close[0]]}?" if close else "give the workdirs of runs that have ended"
     )
     raise MissingFileError(f"{path} has no {missing[0]}: {hint}")
-  lines = files.read(journal, at_most=1 << 30).splitlines() if journal.is_file() else []
-  return Run(
-    path,
-    arrays.read_json(result, schema=run_settings.RESULT),
-    [arrays.parse_json(line, str(journal), schema=run_settings.LINE) for line in lines],
-  )
+  lines = journal.read_text().splitlines() if journal.is_file() else []
+  return Run(path, json.loads(result.read_text()), list(map(json.loads, lines)))
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:

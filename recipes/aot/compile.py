@@ -2,7 +2,7 @@
 
 The compiler is the real one, from libtpu or JAX's CUDA plugin, and needs no chip; model and
 optimizer are shapes, so that nothing is allocated and no data is read. The step is the one that
-training calls, from `recipes.training.train_step`. Nothing runs, so the report
+training compiles. Nothing runs, so the report
 (`recipes.aot.report`) has no times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
@@ -31,9 +31,8 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import arrays, hosts
+from .. import files, hosts
 from ..errors import MissingPackageError, UserError
-from ..training import train_step
 from . import report as report_lib
 from .parts import Parts
 
@@ -116,7 +115,7 @@ def main(
     MissingPackageError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
   """
   if _REPORT in os.environ:
-    arrays.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
+    files.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
     return 0
   for topology in wanted:
     _check(topology)
@@ -126,7 +125,7 @@ def main(
     reports[topology] = _child(module, topology, timeout)
     print(report_lib.text(reports[topology]), flush=True)
   path.parent.mkdir(parents=True, exist_ok=True)
-  arrays.write_json(path, reports)
+  files.write_json(path, reports)
   return int(any(report["problems"] for report in reports.values()))
 
 
@@ -226,8 +225,8 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   model, optimizer = place(part.model, mesh), place(part.optimizer, mesh)
   batch = hosts.over_examples(mesh, part.batch)
   began = time.perf_counter()
-  step = train_step.make_train_step(part.loss_fn, part.options, mesh)
-  lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
+  step: Any = nnx.jit(part.step, donate_argnums=(0, 1))
+  lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)
   traced = time.perf_counter()
   report: dict[str, Any] = {
     "topology": topology,

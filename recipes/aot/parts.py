@@ -12,7 +12,6 @@ import embed
 
 from .. import hosts
 from ..evaluation import retrieval
-from ..training import train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Parts:
 
   Attributes:
     model: built on the mesh it is given.
-    loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`.
+    step: `(model, optimizer, batch) -> scalars by name`, the function that training compiles.
     predict: the compiled `(model, batch) -> outputs` that evaluation calls.
     batch: a dict of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
     eval_batch: what `predict` gets, with shardings; None for a batch like the one of training.
@@ -29,11 +28,10 @@ class Parts:
 
   model: nnx.Module
   optimizer: embed.Optimizer
-  loss_fn: train_step.Objective | train_step.LossFn
+  step: Any
   predict: Any
   batch: Any
   eval_batch: Any = None
-  options: train_step.Options = dataclasses.field(default_factory=train_step.Options)
 
 
 def of_recipe(recipe: str, config, mesh: jax.sharding.Mesh) -> Parts:
@@ -50,8 +48,8 @@ def of_recipe(recipe: str, config, mesh: jax.sharding.Mesh) -> Parts:
   model, optimizer = nnx.eval_shape(lambda: train.make_state(config, data, mesh))
   predict, ranked = _EVALUATIONS[recipe](train, data, config, mesh)
   eval_batch = None if ranked is None else hosts.over_examples(mesh, ranked)
-  objective, options = train.objective(config, data, mesh), train_step.options(config)
-  return Parts(model, optimizer, objective, predict, batch, eval_batch, options)
+  step = train.make_train_step(config, data, mesh)
+  return Parts(model, optimizer, step, predict, batch, eval_batch)
 
 
 def _clicks(train, data, config, mesh):

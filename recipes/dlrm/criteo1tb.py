@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, files
+from .. import cache, files
 from ..datasets import Prepared
 from ..errors import DamagedFileError, UserError
 from ..tables.encoding import logarithm
@@ -100,11 +100,11 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   days = _survey(paths, folder)
   sizes = np.array([feature["vocabulary_size"] for feature in settings["features"]])
   total = sum(day["rows"] for day in days)
-  label = arrays.column(folder, "label", (total,), np.uint8)
-  dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
-  ids = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
+  label = cache.column(folder, "label", (total,), np.uint8)
+  dense = cache.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
+  ids = cache.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
   position = folder / "position.json"  # days that are written, for a start after a kill
-  done = arrays.read_json(position)["files"] if position.exists() else 0
+  done = files.read_json(position)["files"] if position.exists() else 0
   at = sum(day["rows"] for day in days[:done])
   with files.progress("preparing", total, "row") as bar, Stage(folder / "stage") as stage:
     bar.update(at)
@@ -122,7 +122,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise DamagedFileError(f"{path} has empty lines, or has changed. Get it again.")
       for column in (label, dense, ids):
         column.flush()
-      arrays.write_json(position, {"files": number})
+      files.write_json(position, {"files": number})
   last = days[-1]["rows"]
   train, valid = total - last, total - last // 2  # the odd row validates, as in MLPerf
   return {
@@ -135,12 +135,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
   """Returns rows and hash of every file, saved file by file: reading them all takes hours."""
   saved = folder / "days.json"
-  days = arrays.read_json(saved) if saved.exists() else []
+  days = files.read_json(saved) if saved.exists() else []
   with files.progress("counting rows", len(paths), "file") as bar:
     bar.update(len(days))
     for path in paths[len(days) :]:
       days.append({"rows": count_rows(path), "sha256": files.digest(path)})
-      arrays.write_json(saved, days)
+      files.write_json(saved, days)
       bar.update()
   return days
 

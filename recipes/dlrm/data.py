@@ -18,7 +18,7 @@ import numpy as np
 
 import embed
 
-from .. import arrays, hosts, pipeline
+from .. import cache, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
@@ -34,7 +34,7 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared) -> Prepared:
-  assert isinstance(prepared.columns, arrays.Columns)
+  assert isinstance(prepared.columns, cache.Columns)
   folder = prepared.columns.folder
   if "shards" in prepared.meta:
     return dataclasses.replace(prepared, columns=spark.Shards(folder))
@@ -165,8 +165,8 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
   )
 
 
-def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` batches: `label`, `dense` `[B, K]`, `features`.
+def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
+  """Returns the batches of `config.steps` from `start` on: `label`, `dense` `[B, K]`, `features`.
 
   Rows are shuffled, or with `config.shuffle=False` in order. B is this process's part of
   `config.batch_size`.
@@ -181,7 +181,8 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     apart=isinstance(data.columns, spark.Shards),
     shuffle=config.shuffle,
   )
-  return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
+  transform = _transform(data)
+  return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
 
 
 def eval_batches(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from .. import arrays, files, sampling
+from .. import cache, files, sampling
 from ..errors import UserError
 from ..evaluation.metrics import click_metrics
 from ..tables import spec
@@ -51,14 +51,14 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     _Teacher(np.random.default_rng((seed, *place)), settings["zipf_exponent"])
     for place in ((0,), (2,))[: settings.get("labels", 1)]
   )
-  splits = arrays.cut(rows, valid=0.1, test=0.1)
+  splits = cache.cut(rows, valid=0.1, test=0.1)
   labels: dict[str, Any] = dict.fromkeys(
     ["clicked", "liked"] if others else ["label"], spec.Label()
   )
   shape, dtype = ((2,), np.float32) if others else ((), np.uint8)
-  label = arrays.column(folder, "label", (rows, *shape), dtype)
-  dense = arrays.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
-  ids = arrays.column(folder, "ids", (rows, len(_SIZES) + _MAX_TAGS), np.int32)
+  label = cache.column(folder, "label", (rows, *shape), dtype)
+  dense = cache.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
+  ids = cache.column(folder, "ids", (rows, len(_SIZES) + _MAX_TAGS), np.int32)
   digest, tested = hashlib.sha256(), []
   with files.progress("drawing clicks", rows, "row") as bar:
     for start in range(0, rows, _CHUNK):

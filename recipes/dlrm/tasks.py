@@ -5,7 +5,6 @@ the number of labels, O of outputs: one of a label, or as many as it has classes
 not count in a row, since its value is missing or its mask is not 1, is NaN there.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from scipy.special import logit
 
 from ..errors import UserError
-from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics, Groups, added
+from ..evaluation.metrics import (
+  CLICK_NAMES,
+  Groups,
+  click_metrics,
+  group_metrics,
+  reliability,
+)
 from ..tables.spec import Label, is_one_click
 from ..training import layers, losses
 
@@ -163,7 +168,7 @@ def head(
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def loss_of(label: Label, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+def loss_of(label: Label, outputs: Any, targets: Any) -> jax.Array:
   """Returns the loss of each row `[B]`.
 
   Args:
@@ -181,7 +186,7 @@ def loss_of(label: Label, outputs: jax.Array, targets: jax.Array) -> jax.Array:
   return optax.sigmoid_binary_cross_entropy(outputs[:, 0], targets)
 
 
-def cut(labels: Labels, outputs: jax.Array, targets: jax.Array) -> Iterator[tuple[Any, ...]]:
+def cut(labels: Labels, outputs: Any, targets: Any) -> Iterator[tuple[Any, ...]]:
   """Yields of each label its name, options, outputs, targets and whether it counts, bool `[B]`.
 
   Args:
@@ -197,19 +202,6 @@ def cut(labels: Labels, outputs: jax.Array, targets: jax.Array) -> Iterator[tupl
     at += label.num_outputs
 
 
-def with_weights(batch: Any) -> dict[str, jax.Array]:
-  """Returns a whole batch with `label_weight` `[B, T]`, how much a label counts in a row.
-
-  The sum over the rows, divided by their weights in all, is 1. So the sum over a part of the batch,
-  divided by its weights, is the part's share of a mean over the rows in which the label counts.
-  """
-  counts = ~jnp.isnan(batch["label"])
-  rows = batch.get("weight", jnp.ones(len(counts), jnp.float32))
-  weights = jnp.where(counts, rows[:, None], 0)
-  scale = jnp.sum(rows) / jnp.maximum(jnp.sum(weights, axis=0), _TINY)
-  return dict(batch) | {"label_weight": weights * scale}
-
-
 def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
   """Returns the sum of the labels' losses, each by its weight, and the losses by name.
 
@@ -217,15 +209,15 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
 
   Args:
     model: returns `[B]` or `[B, O]`.
-    batch: of `with_weights`, or a part of it.
+    batch: has `label` `[B]` or `[B, T]`, NaN where a label does not count.
+    labels: in the order of the columns of `label`.
   """
-  weights, metrics, total = batch["label_weight"], {}, jnp.float32(0)
-  rows = jnp.sum(batch["weight"]) if "weight" in batch else jnp.float32(len(weights))
-  for place, (name, label, outputs, targets, _) in enumerate(
-    cut(labels, model(batch), batch["label"])
-  ):
-    of_rows = loss_of(label, outputs, targets) * weights[:, place]
-    metrics[f"{name}_loss"] = jnp.sum(of_rows) / jnp.maximum(rows, _TINY)
+  rows = batch.get("weight", jnp.ones(len(batch["label"]), jnp.float32))
+  metrics, total = {}, jnp.float32(0)
+  for name, label, outputs, targets, counts in cut(labels, model(batch), batch["label"]):
+    weights = jnp.where(counts, rows, 0)
+    of_rows = loss_of(label, outputs, targets) * weights
+    metrics[f"{name}_loss"] = jnp.sum(of_rows) / jnp.maximum(jnp.sum(weights), _TINY)
     total += label.weight * metrics[f"{name}_loss"]
   return total, metrics
 
@@ -233,127 +225,65 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("clicks", "grouped", "sums"),
-  meta_fields=("labels", "mesh"),
-)
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-  """The metrics of all labels, as a metric of `evaluation.metrics`.
-
-  Of clicks those of `ClickMetrics` and `GroupedClickMetrics`, of classes `logloss` and `accuracy`,
-  of a regression `squared_loss`, the mean of the squared errors of log(1 + value), of which none
-  below 0 is served. One label of clicks has them by these names; several have them under their own
-  names, and `logloss` is the weighted sum of their losses.
-
-  Attributes:
-    clicks, grouped: metrics of the labels of clicks by name.
-    sums: float64 sums of the measures of other labels by name, and of weights, on the host.
-    mesh: over which the batches are split.
-  """
-
-  clicks: dict[str, ClickMetrics]
-  grouped: dict[str, GroupedClickMetrics]
-  sums: dict[str, np.ndarray]
-  labels: tuple[tuple[str, Label], ...]
-  mesh: jax.sharding.Mesh | None = None
-
-  @classmethod
-  def empty(
-    cls, labels: Labels, groups: Groups = _NO_GROUPS, mesh: jax.sharding.Mesh | None = None
-  ) -> "Metrics":
-    """Returns the metrics of no example."""
-    clicks = [name for name, label in labels.items() if label.loss == "binary"]
-    return cls(
-      {name: ClickMetrics.empty(mesh) for name in clicks},
-      {name: GroupedClickMetrics(groups) for name in clicks if groups},
-      {},
-      tuple(labels.items()),
-      mesh,
-    )
-
-  def update(
-    self,
-    outputs: jax.Array,
-    targets: jax.Array,
-    ids: Mapping[str, jax.Array],
-    mask: jax.Array,
-    weight: jax.Array | None,
-  ) -> "Metrics":
-    """Returns the metrics with a batch more, which take over the memory of these.
-
-    Args:
-      outputs: `[B]` or `[B, O]`.
-      targets: `[B]` or `[B, T]`.
-      ids: of users and slices; see `GroupedClickMetrics.update`.
-      mask: bool `[B]`, False for rows that only fill up the last batch.
-      weight: float `[B]`, or None.
-    """
-    clicks, sums = _compiled(self.labels, self.mesh)(outputs, targets, mask, weight)
-    of_clicks, grouped = dict(self.clicks), dict(self.grouped)
-    for name, (logits, target, amount) in clicks.items():
-      of_clicks[name] = of_clicks[name].update(logits, target, weight=amount)
-      if name in grouped:
-        grouped[name] = grouped[name].update(logits, target, ids, weight=amount)
-    sums = added(self.sums, jax.device_get(sums))
-    return dataclasses.replace(self, clicks=of_clicks, grouped=grouped, sums=sums)
-
-  def merge(self, other: "Metrics") -> "Metrics":
-    """Returns the metrics of the examples of both."""
-    both = lambda a, b: {name: a[name].merge(b[name]) for name in a}
-    return dataclasses.replace(
-      self,
-      clicks=both(self.clicks, other.clicks),
-      grouped=both(self.grouped, other.grouped),
-      sums=added(self.sums, other.sums),
-    )
-
-  def compute(self) -> dict[str, Any]:
-    """Returns the metrics by name, and of each label of clicks its `reliability`, an array."""
-    scores: dict[str, dict[str, Any]] = {}
-    for name, label in self.labels:
-      if label.loss == "binary":
-        metric = self.clicks[name]
-        scores[name] = metric.compute() | {"reliability": metric.reliability()}
-        if name in self.grouped:
-          scores[name] |= self.grouped[name].compute()
-      else:
-        *sums, total = self.sums[name].tolist()
-        names = (label.metric, "accuracy")[: len(sums)]
-        scores[name] = {each: x / total for each, x in zip(names, sums, strict=True)}
-    return named(dict(self.labels), scores)
-
-
-@functools.cache
-def _compiled(labels: tuple[tuple[str, Label], ...], mesh: jax.sharding.Mesh | None) -> Any:
-  """Returns `_measured` of the labels, whose sums are whole in every process."""
-  whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-  return jax.jit(functools.partial(_measured, dict(labels)), out_shardings=(None, whole))
-
-
-def _measured(
+def metrics(
   labels: Labels,
-  outputs: jax.Array,
-  targets: jax.Array,
-  mask: jax.Array,
-  weight: jax.Array | None,
-) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-  """Returns logits, targets and weights `[B]` of labels of clicks; sums of the others' measures."""
-  clicks: dict[str, Any] = {}
-  sums: dict[str, jax.Array] = {}
-  rows = jnp.where(mask, 1.0 if weight is None else weight, 0).astype(jnp.float32)
-  for name, label, own, target, counts in cut(labels, outputs, targets):
-    amount = jnp.where(counts, rows, 0)
+  outputs: np.ndarray,
+  targets: np.ndarray,
+  weights: np.ndarray,
+  groups: Groups = _NO_GROUPS,
+  ids: Mapping[str, np.ndarray] = {},
+  *,
+  strict: bool = True,
+) -> dict[str, Any]:
+  """Returns the metrics of all rows of a split by name, and `reliability`, an array.
+
+  Of clicks those of `click_metrics` and `group_metrics`, of classes `logloss` and `accuracy`, of a
+  regression `squared_loss`, the mean of the squared errors of log(1 + value), of which none below 0
+  is served. One label of clicks has them by these names; several have them under their own names,
+  and `logloss` is the weighted sum of their losses.
+
+  Args:
+    labels: in the order of the columns of `targets`.
+    outputs: float `[N]` or `[N, O]`.
+    targets: `[N]` or `[N, T]`, NaN where a label does not count.
+    weights: float `[N]`, how often a row counts.
+    groups, ids: see `group_metrics`.
+    strict: as of `click_metrics`.
+  """
+  scores: dict[str, dict[str, Any]] = {}
+  for name, label, *rows in cut(labels, outputs, targets):
+    own, target, counts = map(np.asarray, rows)
+    counts = counts & (weights > 0)
+    own, target, amount = own[counts], target[counts], weights[counts]
     if label.loss == "binary":
-      clicks[name] = own[:, 0], target, amount
+      examples = own[:, 0], target, amount
+      scores[name] = click_metrics(*examples, strict=strict)
+      if len(target):
+        scores[name]["reliability"] = reliability(*examples)
+        scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
       continue
-    own = jnp.maximum(own, 0) if label.loss == "squared_log" else own
-    values = [loss_of(label, own, target), jnp.ones_like(amount)]
+    own = np.maximum(own, 0) if label.loss == "squared_log" else own
+    mean = lambda x, amount=amount: float(np.average(x, weights=amount))
+    scores[name] = {label.metric: mean(np.asarray(loss_of(label, own, target)))}
     if label.loss == "softmax":
-      values.insert(1, jnp.argmax(own, axis=1) == target)
-    sums[name] = jnp.stack([jnp.sum(jnp.where(amount > 0, x * amount, 0)) for x in values])
-  return clicks, sums
+      scores[name]["accuracy"] = mean(own.argmax(axis=1) == target)
+  return named(labels, scores)
+
+
+def of_served(labels: Labels, scores: np.ndarray) -> np.ndarray:
+  """Returns outputs that give what is served: probabilities, probabilities of classes, and values.
+
+  Args:
+    labels: of the model.
+    scores: float `[N]` or `[N, O]`.
+  """
+  inverse = {"binary": logit, "softmax": np.log, "squared_log": np.log1p}
+  parts, start = [], 0
+  for label in labels.values():
+    own = scores.reshape(len(scores), -1)[:, start : start + label.num_outputs]
+    parts.append(inverse[label.loss](np.asarray(own, np.float64)))
+    start += label.num_outputs
+  return np.concatenate(parts, axis=1)
 
 
 def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:

@@ -1,32 +1,26 @@
-"""Trains a click model: `run` reads from top to bottom; what it calls is below it.
-
-A second loss, a teacher or a further metric is a change of this file; `tasks` has the losses of
-several labels. `loss_fn` returns the loss to minimise, or `(loss, {name: scalar})`, whose scalars
-are logged beside it, as means since the last line. `run.steps` takes a function that adds a
-teacher's outputs to each batch, and `warm_start.take` loads the teacher from its run. `run.log`
-logs any further scalar.
-"""
+"""Trains a click model: `run` reads from top to bottom; what it calls is below it."""
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from etils import epath
 from flax import nnx
 
 import embed
 
-from .. import hosts
+from .. import checkpoints, hosts, log, warm_start
+from .. import config as config_lib
+from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import groups
-from ..run import settings, warm_start
-from ..run import workdir as runs
-from ..run.journal import Writer
-from ..run.loop import Run, check_select
-from ..training import build, train_step
+from ..results import check_select, scalars
+from ..training import build
 from . import data as data_lib
 from . import histories, tasks
 from .model import build_model
@@ -34,76 +28,87 @@ from .model import build_model
 _PENDING = 8  # batches of an evaluation by which the host runs ahead of the devices
 
 
-def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  call resumes a run that was stopped, on any number of devices.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `settings.completed`.
-    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
+    config: of the run, or a plain dict that declares a table; see `config.complete`.
+    workdir: the folder of the run; see `recipes.run`.
+    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
-    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
+    UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
+      another run.
+    Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, asked = hosts.start(), settings.completed("dlrm", config)
-  if (result := runs.finished(asked, workdir)) is not None:
+  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  config = run_lib.resumed(config_lib.complete("dlrm", config), folder)
+  if (result := run_lib.finished(config, folder)) is not None:
     return result
-  config = runs.resumed(asked, workdir)
   check(config, mesh)
-
   data = data_lib.load(config)
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
-  evaluate = evaluator(data, config, mesh)
-  rate = build.rate(config)
-  epoch = lambda steps: steps * config.batch_size / data.num_examples
+  step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
+  evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  with Run(
-    "dlrm", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh, data=data,
-    writers=writers,
-  ) as run:  # fmt: skip
-    warm_start.start(run)
-    objective_ = objective(config, data, mesh)
-    step = train_step.Step(objective_, model, optimizer, train_step.options(config), mesh)
-    for batch in run.steps(data_lib.train_batches(data, config)):
-      run.log(**step(batch), learning_rate=rate, epoch=epoch)
-      if run.evaluates:
-        run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test") if config.test else {})
-
-
-def loss_fn(model, batch) -> Any:
-  """Returns the mean cross-entropy of a batch's labels `[B]`, by `weight` `[B]` if there is one."""
-  outputs = model(batch)
-  losses = optax.sigmoid_binary_cross_entropy(outputs, batch["label"])
-  # A batch without any weight has no loss, and no gradient.
-  return jnp.sum(losses * batch.get("weight", 1.0)) / jnp.maximum(total_weight(batch), 1e-30)
-
-
-def total_weight(batch) -> jax.Array:
-  """Returns the sum of a batch's row weights, or its number of rows: its weight in a mean."""
-  if "weight" in batch:
-    return jnp.sum(batch["weight"], dtype=jnp.float32)
-  return jnp.float32(batch["label"].shape[0])
+  run_lib.begin(config, folder, data, model)
+  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
+    if start == 0:
+      warm_start.take(config, model, data.serve)
+    with log.Log(folder, config, start, memory, writers) as writer:
+      batches = data_lib.train_batches(data, config, start)
+      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+        if writer.has_stalled(config.select, config.patience):
+          break
+        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+        evaluates = step == config.steps or step % config.eval_every == 0
+        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+        writer.eval(step, metrics)
+        stops = stop.has_come(step)
+        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+        if stops:
+          raise run_lib.Preempted(step)
+      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      metrics = evaluate(model, "test") if config.test else {}
+      return run_lib.finish("dlrm", config, folder, data, writer, tested, metrics)
 
 
-def admit(model, batch, ahead: bool = False):
-  """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
-  return batch | {"features": model.embed.admit(batch["features"], ahead=ahead)}
+def make_train_step(
+  config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None
+) -> Callable[..., dict[str, jax.Array]]:
+  """Returns `(model, optimizer, batch) -> {"loss": ...}`, which trains in place, not compiled.
 
-
-OBJECTIVE = train_step.Objective(loss_fn, total_weight, prepare=admit)
-
-
-def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
-  """Returns what training minimises."""
-  del config, mesh
+  Every scalar that it returns is logged, as its mean since the last line.
+  """
+  del mesh
+  losses: Any = functools.partial(tasks.loss_fn, labels=data.labels)
   if tasks.is_one_click(data.labels):
-    return OBJECTIVE
-  loss = functools.partial(tasks.loss_fn, labels=data.labels)
-  prepare = lambda model, batch, ahead=False: admit(model, tasks.with_weights(batch), ahead)
-  return train_step.Objective(loss, total_weight, prepare=prepare)
+    losses = lambda model, batch: (loss_fn(model, batch), {})
+
+  def train_step(model, optimizer, batch):
+    # Columns with a dynamic vocabulary have raw ids, which get rows here.
+    batch = batch | {"features": model.embed.admit(batch["features"])}
+    with jax.named_scope("dense"):
+      (loss, metrics), grads = embed.value_and_grad(losses, has_aux=True)(model, batch)
+    grads, norm = build.clipped(grads, config.clip_norm)
+    optimizer.update(model, grads)
+    return {"loss": loss} | metrics | norm
+
+  return train_step
+
+
+def loss_fn(model, batch) -> jax.Array:
+  """Returns the mean cross-entropy of labels `[B]`, weighted by `weight` `[B]` if there is one."""
+  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
+  weight = batch.get("weight", jnp.ones_like(losses))
+  # A batch without any weight has no loss, and no gradient.
+  return jnp.sum(losses * weight) / jnp.maximum(jnp.sum(weight), 1e-30)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
@@ -120,7 +125,7 @@ def logits(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  They are those of `tasks.Metrics`: of users where a table declares one, and of `config.slices`. A
+  They are those of `tasks.metrics`: of users where a table declares one, and of `config.slices`. A
   row counts by its `weight`, if there is one. A split without rows has no metrics.
   """
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
@@ -128,18 +133,20 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   def evaluate(model, split: str) -> dict[str, Any]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    view, metrics = train_step.evaluated(model), tasks.Metrics.empty(data.labels, grouping, mesh)
+    view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
-    pending = collections.deque[jax.Array]()
+    ahead, rows = collections.deque[Any](), list[Any]()
     for batch in hosts.put_ahead(mesh, batches):
-      outputs, weight = predict(view, batch), batch.get("weight")
-      pending.append(outputs)
-      if len(pending) > _PENDING:
-        pending.popleft().block_until_ready()
-      metrics = metrics.update(outputs, batch["label"], batch["features"], batch["mask"], weight)
-    return metrics.compute()
+      ids = {name: batch["features"][name] for name in grouping.features}
+      amount = batch["mask"] * batch.get("weight", jnp.float32(1))
+      ahead.append((predict(view, batch), batch["label"], amount, ids))
+      if len(ahead) > _PENDING:
+        rows.append(hosts.gather(ahead.popleft()))
+    rows += map(hosts.gather, ahead)
+    outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+    return tasks.metrics(data.labels, outputs, targets, weights, grouping, ids)
 
   return evaluate
 
@@ -149,9 +156,8 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
-  settings.check(config)
+  config_lib.check(config, mesh)
   histories.check(config)
-  train_step.check(config, mesh)
 
 
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
@@ -160,7 +166,7 @@ def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = No
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
-  return train_step.with_schedule(config, data.num_examples, mesh)
+  return config_lib.with_schedule(config, data.num_examples, mesh)
 
 
 def make_state(
@@ -170,8 +176,9 @@ def make_state(
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
-    train_step.keep_averages(model, config.ema)
-    return model, embed.Optimizer(model, dense_optimizer(config))
+    optimizer = embed.Optimizer(model, dense_optimizer(config))
+  hosts.replicate(mesh, model, optimizer)
+  return model, optimizer
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:

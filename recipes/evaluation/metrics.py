@@ -1,44 +1,22 @@
-"""Metrics of clicks and of rankings: frozen dataclasses that are fed batch by batch.
-
-    metrics = ClickMetrics.empty(mesh)
-    for batch in batches:
-      metrics = metrics.update(logits(batch), batch["label"])
-    print(metrics.compute())
-
-A metric is a JAX pytree, as in `clu.metrics`: `update` returns the metric with one more batch,
-`merge` that of the examples of two, and `compute` numbers, the same in every process.
-
-Streaming AUCs with a few hundred thresholds (keras and metrax with 200, torchmetrics with
-`thresholds=`) approximate the curve, and the error grows as the scores crowd together near 0, as
-click probabilities do; it can exceed the differences that papers report. `ClickMetrics` counts
-logits in two million bins on the devices, for any number of examples, and knows how far off it may
-be. `click_metrics` takes all scores at once, and is exact, and so is `GroupedClickMetrics`, which
-keeps the rows: the AUC of a user has few of them, and there are too many users for bins.
-"""
+"""Metrics of clicks, on all rows of a split, and of rankings, fed batch by batch."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from scipy.special import entr, expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from .. import hosts
 from ..errors import UserError
 
 CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
 
 
 def click_metrics(logits, labels, weights=None, *, strict: bool = True) -> dict[str, float]:
-  """Returns the metrics of all examples at once, in float64, exactly as scikit-learn does.
+  """Returns the metrics of examples, in float64, as scikit-learn does.
 
-  `auc` and `logloss` are scikit-learn's. `ne` is the normalised entropy, the log loss over that of
+  `auc` and `logloss` are scikit-learn's. `ne` is the normalized entropy, the log loss over that of
   predicting the rate of clicks for every example (He et al. 2014, equation 1): below 1 is better
   than that rate. `calibration` is the mean prediction over the rate of clicks; 1 is best.
 
@@ -62,305 +40,49 @@ def click_metrics(logits, labels, weights=None, *, strict: bool = True) -> dict[
   logits, labels = np.asarray(logits, np.float64), np.asarray(labels)
   weights = np.ones(len(labels)) if weights is None else np.asarray(weights, np.float64)
   clicks, total = float(weights[labels == 1].sum()), float(weights.sum())
-  _check_outcomes(clicks, total, finite=bool(np.isfinite(logits).all()), strict=strict)
+  if not np.isfinite(logits).all():
+    raise UserError("the model's logits are not finite: lower the learning rates")
+  if strict and clicks in (0, total):
+    raise UserError(
+      f"AUC needs both outcomes, but {clicks:.16g} of the {total:.16g} examples are clicks: take a "
+      "larger split"
+    )
   if not total:
     return {}
   # In float32 expit(17) is 1.0, and one such mistake would make the log loss infinite.
-  predictions = expit(logits)
+  predictions, rate = expit(logits), clicks / total
   loss = float(log_loss(labels, predictions, labels=[0, 1], sample_weight=weights))
-  metrics = _of_sums(loss * total, float(weights @ predictions), clicks, total)
-  if 0 < clicks < total:
-    metrics = {"auc": float(roc_auc_score(labels, logits, sample_weight=weights))} | metrics
-  return metrics
-
-
-def _of_sums(loss: float, prediction: float, clicks: float, total: float) -> dict[str, float]:
-  """Returns what sums over examples define: log loss, normalised entropy and calibration."""
-  metrics, rate = {"logloss": loss / total}, clicks / total
+  metrics = {"logloss": loss}
   if 0 < rate < 1:
-    metrics["ne"] = metrics["logloss"] / float(entr(rate) + entr(1 - rate))
+    auc = float(roc_auc_score(labels, logits, sample_weight=weights))
+    metrics = {"auc": auc, "logloss": loss, "ne": loss / float(entr(rate) + entr(1 - rate))}
   if clicks:
-    metrics["calibration"] = prediction / clicks
+    metrics["calibration"] = float(weights @ predictions) / clicks
   return metrics
 
 
-def _check_outcomes(clicks: float, examples: float, *, finite: bool, strict: bool = True) -> None:
-  """Raises UserError where there is no AUC; the numbers are weights where there are any."""
-  if not finite:
-    raise UserError("the model's logits are not finite: lower the learning rates")
-  if strict and clicks in (0, examples):
-    raise UserError(
-      f"AUC needs both outcomes, but {clicks:.16g} of the {examples:.16g} examples are clicks: "
-      "take a larger split"
-    )
+def reliability(logits, labels, weights, bins: int = 20) -> np.ndarray:
+  """Returns the reliability histogram: bins of examples in the order of their predictions.
 
+  Bins have about equally many examples, since clicks are rare, and equal widths would leave nearly
+  all predictions in the first one.
 
-# --- sums on the devices --------------------------------------------------------------------------
+  Args:
+    logits: float `[N]`, before the sigmoid.
+    labels: `[N]`, 0 or 1.
+    weights: float `[N]`, how often an example counts.
+    bins: at most so many; examples with one prediction are in one bin.
 
-# A sum is two float32, the nearest one and what it leaves out: 48 bits, as devices have no float64.
-Double = tuple[jax.Array, jax.Array]
-
-
-def plus(a: Double, b: Double) -> Double:
-  """Returns the sum of two sums; the error of float32 is found by Knuth's TwoSum."""
-  high = a[0] + b[0]
-  part = high - a[0]
-  low = (a[0] - (high - part)) + (b[0] - part) + (a[1] + b[1])
-  total = high + low
-  return total, low - (total - high)
-
-
-def _run_sums(keys: jax.Array, amounts: jax.Array) -> Double:
-  """Returns at the end of each run of equal keys `[..., B]` the sum of its amounts `[..., B]`.
-
-  Other places hold sums of the run so far. It is the parallel prefix sum of Hillis and Steele.
+  Returns:
+    float64 `[bins, 3]`: mean prediction, rate of clicks, and the share of the examples.
   """
-  size = keys.shape[-1]
-
-  def step(i, sums):
-    shift = jnp.left_shift(1, i)
-    back = lambda x: jnp.roll(x, shift, axis=-1)
-    is_run = (back(keys) == keys) & (jnp.arange(size) >= shift)
-    return plus(sums, (jnp.where(is_run, back(sums[0]), 0), jnp.where(is_run, back(sums[1]), 0)))
-
-  return jax.lax.fori_loop(0, max(size - 1, 0).bit_length(), step, (amounts, amounts * 0))
-
-
-# --- clicks, in bins ------------------------------------------------------------------------------
-
-# The bins of logits: 2**16 for every unit from -16 to 16, and beyond that 2**10 for every power of
-# two up to the largest float32.
-_UNIT, _EDGE, _TAIL_BITS = 1 << 16, 16, 10
-_EDGE_BITS = int(np.float32(_EDGE).view(np.int32))
-_TAIL = (int(np.float32(np.inf).view(np.int32)) - _EDGE_BITS) >> (23 - _TAIL_BITS)
-_MIDDLE = _UNIT * _EDGE
-_BINS = 2 * (_TAIL + _MIDDLE) + 1  # the last one is for what is not finite
-_SUMS = 2 * _BINS + 2  # of bins without and with a click, of predictions, and of losses
-# scikit-learn clips probabilities to [eps, 1 - eps] of float64, which is logits to this.
-_MAX_LOGIT = float(-np.log(np.finfo(np.float64).eps))
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=("high", "low"), meta_fields=("mesh",)
-)
-@dataclasses.dataclass(frozen=True)
-class ClickMetrics:
-  """Counts logits in fixed bins on the devices, and computes AUC (ROC), log loss and calibration.
-
-  Memory does not grow with the examples: a device holds 38 MB, and the host as much in `compute`.
-  On a mesh every device counts its own part of a batch, and nothing is sent before `compute`.
-
-  The AUC is the share of the pairs of a click and a non-click that are in order, ties counted half.
-  Bins are in the order of the logits, so that a pair from two bins is counted as it is. A pair from
-  one bin is counted as a tie, which is off by a half if it is not one. Hence the bound:
-
-      |auc - exact auc| <= (pairs from one bin) / (2 * all pairs)
-
-  `auc_error` returns it for the examples seen. Bins are 2**-16 wide for logits between -16 and 16,
-  and 0.1 % of the logit beyond. Where scores have a spread of 1 or more, some 6e-6 of the pairs are
-  from one bin or fewer: the bound is below 3e-6. As non-ties fall on both sides, the difference
-  from scikit-learn is far smaller, around 1e-8 for a million examples. It is large where nearly all
-  logits are equal to four digits, as those of a model that has not been trained.
-
-  All sums are of 48 bits: counts are exact, and weights as good as in float64. A loss and a
-  prediction are float32, off by some 1e-7 of themselves.
-
-  Attributes:
-    high, low: float32 `[devices, sums]`; a sum is `high + low`, and `low` the rounding of `high`.
-    mesh: over which the batches are split; None is one device.
-
-  >>> metrics = ClickMetrics.empty()
-  >>> logits, labels = jnp.array([0.0, 1.0, -1.0, 9.0]), jnp.array([1, 0, 0, 1])
-  >>> metrics = metrics.update(logits, labels, mask=jnp.arange(4) < 3)
-  >>> metrics.compute()["auc"], metrics.auc_error()
-  (0.5, 0.0)
-  """
-
-  high: jax.Array
-  low: jax.Array
-  mesh: Mesh | None = None
-
-  @classmethod
-  def empty(cls, mesh: Mesh | None = None) -> "ClickMetrics":
-    """Returns the metric of no example."""
-    high, low = _compiled(mesh)[0]()
-    return cls(high, low, mesh)
-
-  def update(
-    self,
-    logits: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None = None,
-    weight: jax.Array | None = None,
-  ) -> "ClickMetrics":
-    """Returns the metric with one batch more, without waiting for it.
-
-    It takes over the memory of this one, which cannot be used any more.
-
-    Args:
-      logits: float `[B]`, before the sigmoid; on a mesh, a global array split over it.
-      labels: `[B]`, 0 or 1.
-      mask: bool `[B]`, False for rows that only fill up the last batch; None counts all rows.
-      weight: float `[B]`, 0 or more, how often a row counts; None counts each once.
-
-    Raises:
-      ValueError: the shapes differ or are not `[B]`.
-    """
-    logits, labels, amount = _checked(logits, labels, mask, weight)
-    high, low = _compiled(self.mesh)[1](self.high, self.low, logits, labels, amount)
-    return ClickMetrics(high, low, self.mesh)
-
-  def merge(self, other: "ClickMetrics") -> "ClickMetrics":
-    """Returns the metric of the examples of both, which are over one mesh."""
-    high, low = _merged((self.high, self.low), (other.high, other.low))
-    return ClickMetrics(high, low, self.mesh)
-
-  def compute(self) -> dict[str, float]:
-    """Returns `{"auc", "logloss", "ne", "calibration"}`; see `click_metrics`.
-
-    A logit beyond +-36 counts as 36 in the log loss, as scikit-learn has it.
-
-    Raises:
-      UserError: there is no click or nothing but clicks, so that AUC is undefined; or a logit is
-        not a number.
-    """
-    misses, clicks = self._counts
-    # Doubles: the pairs of 10**10 examples are more than an int64 counts.
-    in_order = np.dot(clicks, np.cumsum(misses) - 0.5 * misses)
-    auc = float(in_order / (clicks.sum() * misses.sum()))
-    prediction, loss = self._total[2 * _BINS :].tolist()
-    total = float(clicks.sum() + misses.sum())
-    return {"auc": auc} | _of_sums(loss, prediction, float(clicks.sum()), total)
-
-  def auc_error(self) -> float:
-    """Returns the bound on the error of the AUC so far: see the class."""
-    misses, clicks = self._counts
-    return float(np.dot(clicks, misses) / (2 * clicks.sum() * misses.sum()))
-
-  def reliability(self, bins: int = 20) -> np.ndarray:
-    """Returns the reliability histogram: bins of examples in the order of their predictions.
-
-    Bins have about equally many examples, since clicks are rare, and equal widths would leave
-    nearly all predictions in the first one.
-
-    Args:
-      bins: at most so many; examples with one prediction are in one bin.
-
-    Returns:
-      float64 `[bins, 3]`: mean prediction, rate of clicks, and the share of the examples.
-    """
-    misses, clicks = self._counts
-    amount, prediction = misses + clicks, expit(_middles()[self._total_bins])
-    middle = (np.cumsum(amount) - amount / 2) / amount.sum()
-    place = np.minimum((middle * bins).astype(int), bins - 1)
-    sums = [np.bincount(place, x, bins) for x in (amount * prediction, clicks, amount)]
-    predicted, clicked, total = np.stack(sums)[:, sums[2] > 0]
-    return np.stack([predicted / total, clicked / total, total / amount.sum()], axis=1)
-
-  @functools.cached_property
-  def _total(self) -> np.ndarray:
-    """The sums over all devices, float64 `[_SUMS]`."""
-    high, low = _compiled(self.mesh)[2](self.high, self.low)
-    return (np.asarray(high, np.float64) + np.asarray(low))[:_SUMS]
-
-  @functools.cached_property
-  def _total_bins(self) -> np.ndarray:
-    """The bins with any examples."""
-    return np.flatnonzero(self._total[: 2 * _BINS].reshape(2, _BINS).any(axis=0))
-
-  @functools.cached_property
-  def _counts(self) -> np.ndarray:
-    """The number or weight of non-clicks and clicks in each bin with any, float64 `[2, N]`."""
-    counts = self._total[: 2 * _BINS].reshape(2, _BINS)
-    totals = counts.sum(axis=1)
-    _check_outcomes(totals[1].item(), totals.sum().item(), finite=not counts[:, -1].any())
-    return counts[:, self._total_bins]
-
-
-def _checked(logits, labels, mask, weight) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns logits, labels, and how often each row counts, float32; raises ValueError by shape."""
-  logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-  mask = jnp.ones_like(labels, bool) if mask is None else jnp.asarray(mask)
-  weight = mask if weight is None else jnp.asarray(weight)
-  if not logits.shape == labels.shape == mask.shape == weight.shape or logits.ndim != 1:
-    raise ValueError(
-      f"logits {logits.shape}, labels {labels.shape}, mask {mask.shape} and weight "
-      f"{weight.shape} must all be [batch]"
-    )
-  return logits, labels, jnp.where(mask, weight, 0).astype(jnp.float32)
-
-
-def _bins(logits: jax.Array) -> jax.Array:
-  """Returns the bins of float32 logits, int32; no larger logit has a smaller bin.
-
-  Both steps are exact: a multiple of a power of two, and the leading bits of a float's magnitude.
-  """
-  tail = (jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32) - _EDGE_BITS) >> (
-    23 - _TAIL_BITS
-  )
-  middle = jnp.floor(jnp.clip(logits, -_EDGE, _EDGE) * _UNIT).astype(jnp.int32)
-  bins = jnp.where(logits < 0, -1 - tail - _MIDDLE, tail + _MIDDLE)
-  bins = jnp.where(jnp.abs(logits) < _EDGE, middle, bins) + _MIDDLE + _TAIL
-  return jnp.where(jnp.isfinite(logits), bins, _BINS - 1)
-
-
-@functools.cache
-def _middles() -> np.ndarray:
-  """Returns a logit of each bin, float64 `[_BINS]`: its middle, and beyond the edge +-the edge."""
-  middles = (np.arange(_BINS) - _TAIL - _MIDDLE + 0.5) / _UNIT
-  return np.clip(middles, -_EDGE, _EDGE)
-
-
-def _add(high, low, logits, labels, amount) -> Double:
-  """Returns the sums `[1, sums]` of one device with a batch's.
-
-  A bin that several examples of the batch are in is written once.
-  """
-  logits, is_click, counts = logits.astype(jnp.float32), labels != 0, amount > 0
-  bins = jnp.where(counts, _bins(logits) + jnp.where(is_click, _BINS, 0), _SUMS)
-  margin = jnp.clip(jnp.where(is_click, -logits, logits), -_MAX_LOGIT, _MAX_LOGIT)
-  factors = jnp.stack([jnp.ones_like(logits), jax.nn.sigmoid(logits), jax.nn.softplus(margin)])
-  amounts, order = jnp.where(counts, amount * factors, 0), jnp.argsort(bins)
-  whole = jnp.full((2, bins.size), 2 * _BINS) + jnp.arange(2)[:, None]
-  keys = jnp.concatenate([bins[order][None], whole])
-  sums = _run_sums(keys, amounts[:, order])
-  is_last = jnp.concatenate([keys[:, 1:] != keys[:, :-1], jnp.ones((3, 1), bool)], axis=1)
-  at = jnp.where(is_last & (keys < _SUMS), keys, high.shape[1])
-  known = [x[0].at[keys].get(mode="fill", fill_value=0) for x in (high, low)]
-  high_sum, low_sum = plus((known[0], known[1]), sums)
-  put = lambda x, new: x.at[0, at].set(new, mode="drop")
-  return put(high, high_sum), put(low, low_sum)
-
-
-_merged = jax.jit(plus)
-
-
-@functools.cache
-def _compiled(mesh: Mesh | None) -> tuple[Any, Any, Any]:
-  """Returns `() -> sums`, `(*sums, batch) -> sums`, which donates them, and `sums -> total`.
-
-  Sums are `[devices, sums]`, each device's its own; the total is `[sums]` on every device.
-  """
-  devices, add, total, split, whole = 1, _add, lambda *x: (x[0][0], x[1][0]), None, None
-  if mesh is not None:
-    part, devices = P(mesh.axis_names), mesh.size
-    split, whole = NamedSharding(mesh, part), NamedSharding(mesh, P())
-
-    def total_of_own(*sums):
-      # Each device adds up a part of the sums: a float32 all-reduce would round them.
-      cut = lambda x: x.reshape(devices, -1)
-      high, low = (jax.lax.all_to_all(cut(x), mesh.axis_names, 0, 0) for x in sums)
-      return functools.reduce(plus, zip(high, low, strict=True))
-
-    add = jax.shard_map(_add, mesh=mesh, in_specs=part, out_specs=part)
-    total = jax.shard_map(total_of_own, mesh=mesh, in_specs=part, out_specs=part)
-  width = -(-_SUMS // devices) * devices
-  zeros = lambda: (jnp.zeros((devices, width)), jnp.zeros((devices, width)))
-  return (
-    jax.jit(zeros, out_shardings=split),
-    jax.jit(add, donate_argnums=(0, 1), out_shardings=split),
-    jax.jit(total, out_shardings=whole),
-  )
+  values, place = np.unique(np.asarray(logits, np.float64), return_inverse=True)
+  amount, clicks = (np.bincount(place, weights * x) for x in (np.ones(len(labels)), labels))
+  middle = (np.cumsum(amount) - amount / 2) / amount.sum()
+  of = np.minimum((middle * bins).astype(int), bins - 1)
+  sums = [np.bincount(of, x, bins) for x in (amount * expit(values), clicks, amount)]
+  predicted, clicked, total = np.stack(sums)[:, sums[2] > 0]
+  return np.stack([predicted / total, clicked / total, total / amount.sum()], axis=1)
 
 
 # --- clicks, by user and by slice -----------------------------------------------------------------
@@ -437,94 +159,45 @@ class Groups:
     return (*of_users, *(f"{metric}[{each}]" for each in slices for metric in CLICK_NAMES))
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=("batches",), meta_fields=("groups",)
-)
-@dataclasses.dataclass(frozen=True)
-class GroupedClickMetrics:
-  """Keeps rows, and computes GAUC and the click metrics of slices from all of them, exactly.
+def group_metrics(
+  groups: Groups, logits, labels, weights, ids: Mapping[str, Any]
+) -> dict[str, float]:
+  """Returns the metrics of users and slices by name.
 
-  A row takes 9 bytes, 4 more for each slice, and 4 or 8 for the user, on the devices that its batch
-  is split over; in `compute` the host of every process holds all rows, twice. Ten million rows with
-  users are 130 MB. A slice or user with one outcome has no AUC: it is left out, and counted.
+  With users `gauc` and `gauc_share`; see `gauc`. For each slice the metrics of `click_metrics` that
+  its rows define, as `auc[sex=F]`, and for a column some of whose slices have rows of one outcome
+  only, how many these are: `one_outcome[sex]`.
 
-  Attributes:
-    batches: arrays `[B]` of each batch; `merge` joins them.
+  Args:
+    groups: what to measure.
+    logits, labels, weights: `[N]` each, as of `click_metrics`.
+    ids: int32 `[N]` of the groups' features, negative where there is none; raw ids of a dynamic
+      vocabulary uint32 `[N, 2]`.
 
-  >>> metrics = GroupedClickMetrics(Groups("user", slices=(("sex", ("F", "M")),)))
-  >>> ids = {"user": jnp.array([0, 0, 1, 1]), "sex": jnp.array([0, 0, 0, 1])}
-  >>> metrics = metrics.update(jnp.array([1.0, 0.0, 2.0, 3.0]), jnp.array([1, 0, 0, 1]), ids)
-  >>> found = metrics.compute()
+  >>> groups = Groups("user", slices=(("sex", ("F", "M")),))
+  >>> ids = {"user": np.array([0, 0, 1, 1]), "sex": np.array([0, 0, 0, 1])}
+  >>> rows = np.array([1.0, 0.0, 2.0, 3.0]), np.array([1, 0, 0, 1]), np.ones(4)
+  >>> found = group_metrics(groups, *rows, ids)
   >>> found["gauc"], found["auc[sex=F]"], found["one_outcome[sex]"]
   (1.0, 0.5, 1.0)
   """
-
-  groups: Groups
-  batches: tuple[Mapping[str, jax.Array], ...] = ()
-
-  def update(
-    self,
-    logits: jax.Array,
-    labels: jax.Array,
-    ids: Mapping[str, Any],
-    mask: jax.Array | None = None,
-    weight: jax.Array | None = None,
-  ) -> "GroupedClickMetrics":
-    """Returns the metric with one batch more.
-
-    Args:
-      logits, labels, mask, weight: as `ClickMetrics.update`.
-      ids: int32 `[B]` of the groups' features, negative where there is none; raw ids of a dynamic
-        vocabulary uint32 `[B, 2]`. Other features have no effect.
-    """
-    logits, labels, amount = _checked(logits, labels, mask, weight)
-    batch = {"logit": logits, "label": labels.astype(bool), "amount": amount}
-    for name in self.groups.features:
-      batch[f"of {name}"] = jnp.asarray(ids[name])
-      if len(ids[name]) != len(logits):
-        raise UserError(
-          f"{name!r} has {len(ids[name])} ids for {len(logits)} labels: slices and users need data "
-          "with one id for each label"
-        )
-    return dataclasses.replace(self, batches=(*self.batches, batch))
-
-  def merge(self, other: "GroupedClickMetrics") -> "GroupedClickMetrics":
-    """Returns the metric of the rows of both."""
-    return dataclasses.replace(self, batches=self.batches + other.batches)
-
-  def compute(self) -> dict[str, float]:
-    """Returns the metrics by name.
-
-    With users `gauc` and `gauc_share`; see the function `gauc`. For each slice the metrics of
-    `click_metrics` that its rows define, as `auc[sex=F]`, and for a column some of whose slices
-    have rows of one outcome only, how many these are: `one_outcome[sex]`.
-
-    Raises:
-      UserError: a logit is not a number.
-    """
-    batches = [hosts.gather(batch) for batch in self.batches]
-    if not batches:
-      return {}
-    rows = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    counts = rows["amount"] > 0
-    rows = {name: column[counts] for name, column in rows.items()}
-    examples, metrics = (rows["logit"], rows["label"], rows["amount"]), dict[str, float]()
-    if self.groups.user:
-      users = _as_users(rows[f"of {self.groups.user}"], self.groups.num_users)
-      known = users >= 0
-      logit, label, amount = (x[known] for x in examples)
-      within, share = gauc(logit, label, users[known], amount)
-      metrics |= {"gauc": within} if within is not None else {}
-      of_all = examples[2].sum(dtype=np.float64) or 1.0
-      metrics["gauc_share"] = share * float(amount.sum(dtype=np.float64) / of_all)
-    for name, values in self.groups.slices:
-      ids, one_outcome = rows[f"of {name}"], 0
-      for value, text in enumerate(values):
-        found = click_metrics(*(x[ids == value] for x in examples), strict=False)
-        metrics |= {f"{metric}[{name}={text}]": x for metric, x in found.items()}
-        one_outcome += bool(found) and "auc" not in found
-      metrics |= {f"one_outcome[{name}]": float(one_outcome)} if one_outcome else {}
-    return metrics
+  examples, metrics = (logits, labels, weights), dict[str, float]()
+  if groups.user:
+    users = _as_users(ids[groups.user], groups.num_users)
+    known = users >= 0
+    logit, label, amount = (x[known] for x in examples)
+    within, share = gauc(logit, label, users[known], amount)
+    metrics |= {"gauc": within} if within is not None else {}
+    of_all = weights.sum(dtype=np.float64) or 1.0
+    metrics["gauc_share"] = share * float(amount.sum(dtype=np.float64) / of_all)
+  for name, values in groups.slices:
+    one_outcome = 0
+    for value, text in enumerate(values):
+      found = click_metrics(*(x[ids[name] == value] for x in examples), strict=False)
+      metrics |= {f"{metric}[{name}={text}]": x for metric, x in found.items()}
+      one_outcome += bool(found) and "auc" not in found
+    metrics |= {f"one_outcome[{name}]": float(one_outcome)} if one_outcome else {}
+  return metrics
 
 
 def _as_users(ids: np.ndarray, num_users: int | None) -> np.ndarray:
@@ -559,11 +232,6 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
   return (*(f"{name}@{k}" for k in ks for name in each), "mrr")
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("sums", "examples", "best", "popularity"),
-  meta_fields=("ks",),
-)
 @dataclasses.dataclass(frozen=True)
 class RankingMetrics:
   """What was recommended and what was right, averaged over the examples, in float64 on the host.
@@ -580,7 +248,7 @@ class RankingMetrics:
 
   Attributes:
     sums: of the examples so far, float64 by name.
-    examples: int `[]`, how many.
+    examples: how many.
     best: int32 `[items]`, the best place, from 0, that an item has had; `[0]` without a catalogue.
     popularity: `[items]`, how often each item is in training; `[0]` if it is not known.
 
@@ -592,7 +260,7 @@ class RankingMetrics:
 
   ks: tuple[int, ...]
   sums: dict[str, Any]
-  examples: np.ndarray
+  examples: int
   best: np.ndarray
   popularity: np.ndarray
 
@@ -608,7 +276,7 @@ class RankingMetrics:
     """
     popularity = np.empty(0) if popularity is None else np.asarray(popularity)
     best = np.full(len(popularity) or num_items, _NEVER, np.int32)
-    return cls(tuple(ks), {}, np.zeros((), np.int64), best, popularity)
+    return cls(tuple(ks), {}, 0, best, popularity)
 
   def update(self, top_ids, relevant, mask=None) -> "RankingMetrics":
     """Returns the metric with one batch more.
@@ -646,17 +314,8 @@ class RankingMetrics:
     if len(best):
       places = np.broadcast_to(np.arange(top_ids.shape[1], dtype=np.int32), top_ids.shape)
       np.minimum.at(best, top_ids[top_ids >= 0], places[top_ids >= 0])
-    sums = added(self.sums, {name: x.sum(dtype=np.float64) for name, x in values.items()})
+    sums = {name: self.sums.get(name, 0.0) + x.sum(dtype=np.float64) for name, x in values.items()}
     return dataclasses.replace(self, sums=sums, examples=self.examples + len(hits), best=best)
-
-  def merge(self, other: "RankingMetrics") -> "RankingMetrics":
-    """Returns the metric of the examples of both."""
-    return dataclasses.replace(
-      self,
-      sums=added(self.sums, other.sums),
-      examples=self.examples + other.examples,
-      best=np.minimum(self.best, other.best),
-    )
 
   def compute(self) -> dict[str, float]:
     """Returns `{"recall@k", "ndcg@k", "hr@k", "precision@k" for every k, "mrr"}`.
@@ -674,12 +333,6 @@ class RankingMetrics:
 
 
 _NEVER = np.iinfo(np.int32).max
-
-
-def added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the sums of float64 numbers or arrays by name; those that one side lacks are 0."""
-  of = lambda sums, name: np.asarray(sums.get(name, 0), np.float64)
-  return {name: of(a, name) + of(b, name) for name in {**a, **b}}
 
 
 def _ranking(

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import arrays, hosts, packing, pipeline, sampling
-from ..datasets import DataSet, Prepared, Registry
+from .. import cache, hosts, packing, pipeline
+from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
@@ -34,6 +34,7 @@ DATA_SETS = Registry(
 Batch = dict[str, np.ndarray]
 _TRIES = 8  # to draw negatives that are not in the row
 _ROWS = 4096  # that are looked at at once
+_HIDDEN = 0.2  # share of a sequence that BERT4Rec hides, as in the authors' `gen_data_fin.py`
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
 
@@ -91,12 +92,11 @@ def load(config) -> SequenceData:
   prepared = DATA_SETS.load(config)
   columns = prepared.columns
   layout = {
-    "format": 2,
+    "format": 3,
     "of": prepared.name,
     "max_length": config.max_length,
     "positions": config.positions,
     "windows": config.windows,
-    "overlap": config.overlap,
     "next": config.model != "bert4rec",
     "times": _has_times(config),
   }
@@ -114,14 +114,13 @@ def load(config) -> SequenceData:
       positions=layout["positions"],
       next_item=layout["next"],
       windows=layout["windows"],
-      overlap=layout["overlap"],
       times=columns["times"] if layout["times"] else None,
     )
     for name, array in rows.items():
-      arrays.column(folder, name, array.shape, array.dtype)[:] = array
+      cache.column(folder, name, array.shape, array.dtype)[:] = array
     return {"rows": len(rows["items"])}
 
-  packed, _ = arrays.prepared(config.cache_dir, "packed", layout, build)
+  packed, _ = cache.prepared(config.cache_dir, "packed", layout, build)
   return SequenceData(
     columns,
     packed,
@@ -145,7 +144,6 @@ def pack(
   positions: str,
   next_item: bool,
   windows: bool = True,
-  overlap: int = 0,
   times: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
   """Returns the training items of all users in rows of `width`, int32 `[rows, width]` each.
@@ -156,25 +154,22 @@ def pack(
     positions: see `packing.positions`.
     next_item: every item but the first is the target of the one before it. Otherwise `targets` are
       the items themselves, of which a masked model hides a part.
-    windows: cuts longer sequences into windows, the last of which ends with the sequence. Otherwise
-      only the last `width` items are kept.
-    overlap: how many items a window also has of the one before it. They are its context and not its
-      targets, so that every item is the target of one window.
+    windows: cuts longer sequences into windows, the last of which ends with the sequence, so that
+      every item is the target of one window. Otherwise only the last `width` items are kept.
     times: of the items; None of a model that reads none.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
     -1 for none; `positions`, the place in the sequence; and `times`, of the items.
   """
-  starts, step = offsets[:-1] + next_item, width - overlap
+  starts = offsets[:-1] + next_item
   ends = offsets[:-1] + train_lengths(np.diff(offsets))
-  more = -(-np.maximum(ends - starts - width, 0) // step) if windows else np.zeros_like(ends)
+  more = -(-np.maximum(ends - starts - width, 0) // width) if windows else np.zeros_like(ends)
   counts = np.where(ends > starts, 1 + more, 0)
   user, earlier = np.repeat(np.arange(len(counts)), counts), packing.ranges(0 * counts, counts)
-  ends = ends[user] - step * earlier
+  ends = ends[user] - width * earlier
   first = np.maximum(starts[user], ends - width)
   lengths = ends - first
-  aims = np.where(earlier < more[user], ends - step, first)  # the first target
   row, column = packing.place(lengths, width)
   rows = int(row.max(initial=-1)) + 1
   where = packing.ranges(row * width + column, lengths)
@@ -190,7 +185,7 @@ def pack(
   last = packing.ranges(first, lengths)
   return {
     "items": laid(items[last - next_item], -1),
-    "targets": laid(np.where(last >= np.repeat(aims, lengths), items[last], -1), -1),
+    "targets": laid(items[last], -1),
     "segments": laid(np.repeat(numbers, lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
     **({} if times is None else {"times": laid(times[last - next_item], 0)}),
@@ -230,10 +225,10 @@ def train_counts(data: SequenceData) -> np.ndarray:
   return np.bincount(items, minlength=data.num_items)
 
 
-def train_batches(data: SequenceData, config) -> grain.IterDataset:
-  """Returns the batches of `TrainBatches`."""
+def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
+  """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=hosts.shard())
-  return pipeline.batches(source, dict, num_workers=config.num_workers)
+  return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
 
 
 def batch_shapes(data: SequenceData, config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -256,11 +251,9 @@ class TrainBatches:
   so that they do not depend on how many hosts there are.
 
   Args:
-    config: `batch_size`, `seed`, `steps`, `model`, `mask_rate`, `loss` and `negatives`.
+    config: `batch_size`, `seed`, `steps`, `model`, `loss` and `negatives`.
     shard: `(index, count)`; this host's part of every batch.
 
-  Raises:
-    UserError: an unknown distribution of negatives, or numbers that make no sense.
   """
 
   def __init__(self, data: SequenceData, config, *, shard: tuple[int, int] = (0, 1)):
@@ -274,73 +267,58 @@ class TrainBatches:
     )
     self._batch_size, self._seed = config.batch_size, config.seed
     self._part = slice(*pipeline.part(config.batch_size, shard))
-    self._mask_rate = config.mask_rate if config.model == "bert4rec" else None
-    if self._mask_rate is not None:
-      if not 0 < self._mask_rate < 1:
-        raise UserError(f"mask_rate must be between 0 and 1, got {self._mask_rate}")
-      self._most_hidden = most_hidden(data.packed, self._mask_rate)
+    self._hides = config.model == "bert4rec"
+    if self._hides:
+      self._most_hidden = most_hidden(data.packed)
+    self._num_items, self._shared = data.num_items, config.negatives.shared
     self._negatives = 0 if config.loss == "softmax" else config.negatives.number
-    if config.loss != "softmax":
-      probabilities = _item_probabilities(data, config.negatives.distribution)
-      if self._negatives < 1:
-        raise UserError(f"negatives.number must be at least 1, got {self._negatives}")
-      expected = np.maximum(self._negatives * probabilities, 1e-30)
-      self._log_expected = np.log(expected).astype(np.float32)
-      self._cumulative, self._shared = sampling.cumulative(probabilities), config.negatives.shared
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def __getitem__(self, number: int) -> Batch:
     batch, draw = self._rows[number], np.random.default_rng((self._seed, number, 1))
-    if self._mask_rate is not None:
+    if self._hides:
       order = draw.random((self._batch_size, batch["items"].shape[1]))[self._part]
-      batch = masked(batch, self._mask_rate, order, self._most_hidden)
+      batch = masked(batch, order, self._most_hidden)
     if self._negatives:
       negatives = self._draw_shared(draw) if self._shared else self._draw_unseen(draw, batch)
-      batch = batch | {"negatives": negatives, "log_expected": self._log_expected[negatives]}
+      log_expected = np.full(negatives.shape, np.log(self._negatives / self._num_items), np.float32)
+      batch = batch | {"negatives": negatives, "log_expected": log_expected}
     return batch
+
+  def _draw(self, draw: np.random.Generator, shape: Any) -> np.ndarray:
+    return (draw.random(shape) * self._num_items).astype(np.int32)
 
   def _draw_shared(self, draw: np.random.Generator) -> np.ndarray:
     first, last = (
       self._negatives * row // self._batch_size for row in (self._part.start, self._part.stop)
     )
-    return sampling.draw(draw, self._cumulative, self._negatives)[first:last]
+    return self._draw(draw, self._negatives)[first:last]
 
   def _draw_unseen(self, draw: np.random.Generator, batch: Batch) -> np.ndarray:
-    row = np.arange(len(batch["items"])) * len(self._cumulative)
+    row = np.arange(len(batch["items"])) * self._num_items
     seen = np.concatenate([batch["items"], batch["targets"]], axis=1)
     seen = np.unique((row[:, None] + seen)[seen >= 0])
     shape = (self._batch_size, batch["targets"].shape[1], self._negatives)
     # Drawn for all hosts every time, so that the draws of one do not depend on another's.
-    drawn = lambda: sampling.draw(draw, self._cumulative, shape)[self._part]
-    negatives = drawn()
+    negatives = self._draw(draw, shape)[self._part]
     for _ in range(_TRIES):
       bad = np.isin(row[:, None, None] + negatives, seen)
       if not bad.any():
         break
-      negatives = np.where(bad, drawn(), negatives)
+      negatives = np.where(bad, self._draw(draw, shape)[self._part], negatives)
     return negatives
 
   def __repr__(self) -> str:
     return f"TrainBatches({self._rows!r}, negatives={self._negatives})"
 
 
-def _item_probabilities(data: SequenceData, distribution: str) -> np.ndarray:
-  if distribution == "uniform":
-    return np.full(data.num_items, 1 / data.num_items)
-  if distribution == "popularity":
-    counts = train_counts(data)
-    return counts / counts.sum()
-  raise UserError(f"unknown distribution {distribution!r}: choose uniform or popularity")
-
-
-def masked(batch: Batch, rate: float, order: np.ndarray, most: int) -> Batch:
-  """Returns a batch with a share of every sequence hidden: BERT4Rec's cloze task.
+def masked(batch: Batch, order: np.ndarray, most: int) -> Batch:
+  """Hides a fifth of every sequence, at least one item: BERT4Rec's cloze task.
 
   Args:
     batch: packed rows, `[B, L]`.
-    rate: the share of a sequence's targets; at least one, as in the authors' `gen_data_fin.py`.
     order: random `[B, L]`; the least of a sequence are hidden.
     most: the width of `where`; see `most_hidden`.
 
@@ -353,7 +331,7 @@ def masked(batch: Batch, rate: float, order: np.ndarray, most: int) -> Batch:
   rank = np.empty(len(by_order), np.int64)  # of an item within its sequence
   in_turn = sequence.ravel()[by_order]
   rank[by_order] = np.arange(len(in_turn)) - np.searchsorted(in_turn, in_turn)
-  hidden = rank.reshape(order.shape) < _hidden(number, rate)[sequence]
+  hidden = rank.reshape(order.shape) < _hidden(number)[sequence]
   where = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
   is_hidden = np.take_along_axis(hidden, where, axis=1)
   targets = np.where(is_hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
@@ -364,12 +342,12 @@ def masked(batch: Batch, rate: float, order: np.ndarray, most: int) -> Batch:
   }
 
 
-def most_hidden(packed: Mapping[str, np.ndarray], rate: float) -> int:
+def most_hidden(packed: Mapping[str, np.ndarray]) -> int:
   """Returns how many items `masked` hides in a row at most, of all packed rows."""
   most, length = 1, packed["segments"].shape[1]
   for start in range(0, len(packed["segments"]), _ROWS):
     part = {name: packed[name][start : start + _ROWS] for name in ("segments", "targets")}
-    hidden = _hidden(_sequences(part)[1], rate)[:-1].reshape(-1, length).sum(axis=1)
+    hidden = _hidden(_sequences(part)[1])[:-1].reshape(-1, length).sum(axis=1)
     most = max(most, int(hidden.max()))
   return most
 
@@ -377,7 +355,7 @@ def most_hidden(packed: Mapping[str, np.ndarray], rate: float) -> int:
 def _sequences(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
   """Returns the number of each target's sequence, int `[B, L]`, and the sequences' sizes.
 
-  Sequence s of row b is `b * L + s`, and the last number is that of what is no target, of size 0.
+  Sequence s of row b is `b * L + s`; the last entry collects non-targets, and has size 0.
   """
   rows, length = batch["segments"].shape
   sequence = np.arange(rows)[:, None] * length + batch["segments"]
@@ -385,8 +363,8 @@ def _sequences(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]
   return sequence, np.append(np.bincount(sequence.ravel(), minlength=rows * length + 1)[:-1], 0)
 
 
-def _hidden(sizes: np.ndarray, rate: float) -> np.ndarray:
-  return np.where(sizes > 0, np.maximum(np.round(rate * sizes).astype(np.int64), 1), 0)
+def _hidden(sizes: np.ndarray) -> np.ndarray:
+  return np.where(sizes > 0, np.maximum(np.round(_HIDDEN * sizes).astype(np.int64), 1), 0)
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:

@@ -11,7 +11,6 @@ DEFAULTS: dict[str, Any] = {
   # Whether longer histories train in several windows, so that every item is a target; False trains
   # on their last items only.
   "windows": True,
-  "overlap": 0,  # items that a window has of the one before it, as context and not as targets
   "positions": "end",  # the last item is at the last position; or "start", the first at the first
   "dropout": 0.2,  # rate on the input and in the blocks
   # What a block of sasrec adds to: "input", as in the paper, or "norm", as in the authors' code.
@@ -22,11 +21,9 @@ DEFAULTS: dict[str, Any] = {
   # Scores of sasrec and hstu are cosines, divided by this; 0 leaves them dot products. HSTU's
   # authors have 0.05.
   "temperature": 0.0,
-  "mask_rate": 0.2,  # share of each sequence's items that bert4rec hides
   "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
   "negatives": {
     "number": 256,  # drawn for a batch
-    "distribution": "uniform",  # or "popularity"
     "shared": True,  # whether all targets of a batch have the same
     "logq": True,  # whether the sampled softmax corrects for how often they are drawn
     "calibration": 0.75,  # of gbce

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, files
+from .. import cache, files
 from ..errors import UserError
 from ..evaluation.metrics import RankingMetrics, ranking_names
 
@@ -52,9 +52,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       bar.update(number)
   lengths = np.array([len(sequence) for sequence in sequences])
   total = int(lengths.sum())
-  items = arrays.column(folder, "items", (total,), np.int32)
+  items = cache.column(folder, "items", (total,), np.int32)
   items[:] = np.concatenate(sequences)
-  offsets = arrays.column(folder, "offsets", (len(lengths) + 1,), np.int64)
+  offsets = cache.column(folder, "offsets", (len(lengths) + 1,), np.int64)
   offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
   best = RankingMetrics.empty(settings["ks"], num_items=settings["items"])
   for start in range(0, len(sequences), _CHUNK):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .. import arrays, files
+from .. import cache, files
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import parsed, serve_folder
@@ -72,10 +72,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       "are needed"
     )
   items, offsets = log.history()
-  arrays.column(folder, "items", items.shape, items.dtype)[:] = items
-  arrays.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
+  cache.column(folder, "items", items.shape, items.dtype)[:] = items
+  cache.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
   if (times := log.history_times()) is not None:
-    arrays.column(folder, "times", times.shape, times.dtype)[:] = times
+    cache.column(folder, "times", times.shape, times.dtype)[:] = times
   log.save(serve_folder(settings, folder))
   notes = log.notes
   if table.name_of(spec.Time) is None:

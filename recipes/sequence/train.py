@@ -1,29 +1,23 @@
-"""Trains a sequence model: `run` reads from top to bottom; what it calls is below it.
+"""Trains a sequence model: `run` reads from top to bottom; what it calls is below it."""
 
-A second loss, a teacher or a further metric is a change of this file. What `loss_function` returns
-gives the loss to minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as
-means since the last line. `run.steps` takes a function that adds a teacher's outputs to each
-batch, and `warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from flax import nnx
 
 import embed
 
-from .. import hosts
+from .. import checkpoints, hosts, log, warm_start
+from .. import config as config_lib
+from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
-from ..run import settings, warm_start
-from ..run import workdir as runs
-from ..run.journal import Writer
-from ..run.loop import Run, check_select
-from ..training import build, layers, losses, train_step
+from ..results import check_select, scalars
+from ..training import build, layers, losses
 from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
@@ -32,46 +26,78 @@ MODELS = tuple(model_lib.BLOCKS)
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
-def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  call resumes a run that was stopped, on any number of devices.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `settings.completed`.
-    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
+    config: of the run, or a plain dict that declares a table; see `config.complete`.
+    workdir: the folder of the run; see `recipes.run`.
+    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
-    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
+    UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
+      another run.
+    Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, asked = hosts.start(), settings.completed("sequence", config)
-  if (result := runs.finished(asked, workdir)) is not None:
+  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  config = run_lib.resumed(config_lib.complete("sequence", config), folder)
+  if (result := run_lib.finished(config, folder)) is not None:
     return result
-  config = runs.resumed(asked, workdir)
   check(config, mesh)
-
   data = data_lib.load(config)
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
-  evaluate = evaluator(data, config, mesh)
-  rate = build.rate(config)
-  epoch = lambda steps: steps * config.batch_size / data.num_examples
+  step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
+  evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  with Run(
-    "sequence", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
-    data=data, writers=writers,
-  ) as run:  # fmt: skip
-    warm_start.start(run)
-    train_objective, options = objective(config, data), train_step.options(config)
-    step = train_step.Step(train_objective, model, optimizer, options, mesh)
-    for batch in run.steps(data_lib.train_batches(data, config)):
-      run.log(**step(batch), learning_rate=rate, epoch=epoch)
-      if run.evaluates:
-        run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test") if config.test else {})
+  run_lib.begin(config, folder, data, model)
+  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
+    if start == 0:
+      warm_start.take(config, model, data.serve)
+    with log.Log(folder, config, start, memory, writers) as writer:
+      batches = data_lib.train_batches(data, config, start)
+      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+        if writer.has_stalled(config.select, config.patience):
+          break
+        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+        evaluates = step == config.steps or step % config.eval_every == 0
+        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+        writer.eval(step, metrics)
+        stops = stop.has_come(step)
+        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+        if stops:
+          raise run_lib.Preempted(step)
+      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      metrics = evaluate(model, "test") if config.test else {}
+      return run_lib.finish("sequence", config, folder, data, writer, tested, metrics)
 
 
-def loss_function(config, num_items: int) -> train_step.LossFn:
+def make_train_step(
+  config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None
+) -> Callable[..., dict[str, jax.Array]]:
+  """Returns `(model, optimizer, batch) -> {"loss": ...}`, which trains in place, not compiled.
+
+  Every scalar that it returns is logged, as its mean since the last line.
+  """
+  del mesh
+  loss_fn = loss_function(config, data.num_items)
+
+  def train_step(model, optimizer, batch):
+    with jax.named_scope("dense"):
+      loss, grads = embed.value_and_grad(loss_fn)(model, batch)
+    grads, norm = build.clipped(grads, config.clip_norm)
+    optimizer.update(model, grads)
+    return {"loss": loss} | norm
+
+  return train_step
+
+
+def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> loss`, the mean of `config.loss` over the targets of a batch.
 
   All but "softmax" look up the rows of the targets and the samples only.
@@ -80,7 +106,7 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
   if config.loss == "gbce":
     beta = losses.gbce_beta(negatives.number, num_items, negatives.calibration)
 
-  def loss_fn(model, batch) -> Any:
+  def loss_fn(model, batch) -> jax.Array:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
       each = losses.cross_entropy(model.scores(hidden), targets)
@@ -98,19 +124,6 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
     return losses.generalized_bce(positive, negative, hits, beta=beta)
 
   return loss_fn
-
-
-def objective(
-  config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None
-) -> train_step.Objective:
-  """Returns the loss, the number of targets of a batch, and the samples that all of them share."""
-  del mesh
-  has_shared = config.loss != "softmax" and config.negatives.shared
-  return train_step.Objective(
-    loss_function(config, data.num_items),
-    weight=lambda batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32),
-    shared=("negatives", "log_expected") if has_shared else (),
-  )
 
 
 def make_recommend(
@@ -144,7 +157,8 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   empty = RankingMetrics.empty(config.ks, popularity=data_lib.train_counts(data))
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = empty, train_step.evaluated(model)
+    metrics = empty
+    view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
       metrics = metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
@@ -157,8 +171,7 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
-  settings.check(config)
-  train_step.check(config, mesh)
+  config_lib.check(config, mesh)
   if config.model not in MODELS:
     raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
   if config.loss not in LOSSES:
@@ -166,18 +179,15 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
     if config[name] not in known:
       raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
-  settings.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
+  config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.dim % config.heads:
     raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
-  if not 0 <= config.overlap < config.max_length or (config.overlap and not config.windows):
-    raise UserError(
-      f"config.overlap is {config.overlap}: choose 0 to {config.max_length - 1}, below max_length, "
-      "and leave windows on"
-    )
   if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
     raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
   if config.temperature < 0 or (config.temperature and config.model not in ("sasrec", "hstu")):
     raise UserError("temperature is for the models sasrec and hstu, and 0 or more: leave it out")
+  if config.loss != "softmax":
+    config_lib.at_least(config, {"negatives.number": 1})
   if config.loss != "softmax" and config.negatives.shared:
     hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
@@ -186,7 +196,7 @@ def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None =
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
   check_select(config.select, [f"valid_{name}" for name in names])
-  return train_step.with_schedule(config, data.num_examples, mesh, smallest_batch=8)
+  return config_lib.with_schedule(config, data.num_examples, mesh, smallest_batch=8)
 
 
 def make_state(
@@ -196,5 +206,6 @@ def make_state(
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)
-    train_step.keep_averages(model, config.ema)
-    return model, embed.Optimizer(model, build.dense_optimizer(config))
+    optimizer = embed.Optimizer(model, build.dense_optimizer(config))
+  hosts.replicate(mesh, model, optimizer)
+  return model, optimizer

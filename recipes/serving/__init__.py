@@ -56,7 +56,7 @@ def load(folder: str | Path) -> ClickModel | Recommender:
     A `ClickModel` of dlrm, a `Recommender` of two_tower and sequence.
 
   Raises:
-    UserError: the folder is none, is damaged, or is of another version.
+    UserError: the folder is no export, or is of another version.
   """
-  with folder_lib.opened(folder) as served:
-    return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)
+  served = folder_lib.read(folder)
+  return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)

@@ -1,18 +1,15 @@
 """The folder that `recipes.export` writes: its description, its program, and the arrays of both."""
 
-import contextlib
 import dataclasses
-import os
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import arrays, files
-from ..errors import DamagedFileError, MissingFileError, UserError
+from .. import files
+from ..errors import MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
 
@@ -23,10 +20,6 @@ MODEL = "model.npz"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
 INDEX = "index.usearch"
-_SCHEMA = {
-  "format": int, "recipe": str, "step": int, "columns": {str: dict}, "text": dict, "ann": bool,
-  "exclude_seen": bool,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,35 +48,19 @@ class Served:
     return self.program(self.arrays, inputs)
 
 
-@contextlib.contextmanager
-def opened(folder: str | Path) -> Iterator[Served]:
-  """Yields an export, all files of which are as they were written until it is read.
+def read(folder: str | Path) -> Served:
+  """Reads an export.
 
   Raises:
-    UserError: the folder is no export, or of another version; a file is missing, changed, or of
-      another export, and is named; or another export has replaced the folder meanwhile.
+    UserError: the folder is no export, or of another version; says what to do.
   """
-  path = files.latest(Path(folder)) / NAME
-  if not os.path.lexists(path):
+  path = Path(folder) / NAME
+  if not path.exists():
     raise MissingFileError(_advice(path.parent))
-  try:
-    content = arrays.check_manifest(path.parent)
-    about = arrays.read_json(path, schema=_SCHEMA)
-  except UserError as error:
-    raise type(error)(f"{error}: export the run again") from error
+  about = files.read_json(path)
   if about.get("format") != FORMAT:
     raise UserError(f"{path} is of another version of recipes: export the run again")
-  try:
-    yield _read(path.parent, about)
-  except UserError:
-    raise
-  except (OSError, TypeError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    raise DamagedFileError(
-      f"{path.parent} is damaged or being replaced ({reason}): export the run again"
-    ) from error
-  if arrays.read_manifest(path.parent) != content:
-    raise UserError(f"another export has replaced {path.parent} meanwhile: load it again")
+  return _read(path.parent, about)
 
 
 def _read(folder: Path, about: dict[str, Any]) -> Served:
@@ -91,10 +68,7 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
   with np.load(folder / MODEL) as file:
     stored = dict(file)
   name = about.get("candidates")
-  try:
-    program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
-  except Exception as error:  # flatbuffers names no exceptions of its own
-    raise ValueError(f"program.bin: {error}") from error
+  program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   read = jax.device_put(stored)
   return Served(
     transforms=folder / TRANSFORMS,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import arrays, files
+from .. import cache, files
 from ..errors import UserError
 from . import entities, histories, spec
 from .encoding import Encoder
@@ -224,12 +224,12 @@ def write_columns(
   labels, weight = label_columns(table), table.name_of(spec.Weight)
   shape, dtype = ((), np.uint8) if table.is_one_click else ((len(labels),), np.float32)
   columns = {
-    "label": arrays.column(folder, "label", (total, *shape), dtype),
-    "dense": arrays.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
-    "ids": arrays.column(folder, "ids", (total, width), np.int32),
+    "label": cache.column(folder, "label", (total, *shape), dtype),
+    "dense": cache.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
+    "ids": cache.column(folder, "ids", (total, width), np.int32),
   }
   if weight:
-    columns["weight"] = arrays.column(folder, "weight", (total,), np.float32)
+    columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
   at = np.cumsum(sizes) - sizes
   for values, of_row in store:
     rows = len(of_row["split"])

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import embed
 from embed import transforms
 
-from .. import arrays, files
+from .. import files
 from ..training.features import Feature
 from . import spec
 from .histories import History, Log, Part, taken
@@ -273,7 +273,7 @@ class Fitted:
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     about = {"kinds": spec.as_dicts(self.kinds), "tables": list(self.vocabularies)}
     about |= {"numbers": self.numbers, "widths": self.widths, "spellings": self.spellings}
-    arrays.write_json(folder / f"{name}.json", about)
+    files.write_json(folder / f"{name}.json", about)
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Fitted":
@@ -474,14 +474,14 @@ class Encoder:
     self.fitted.save(folder, "columns")
     for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
-    arrays.write_json(folder / "sides.json", list(self.sides))
-    arrays.write_json(folder / "histories.json", [*map(dataclasses.asdict, self.histories)])
+    files.write_json(folder / "sides.json", list(self.sides))
+    files.write_json(folder / "histories.json", [*map(dataclasses.asdict, self.histories)])
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
-    names = arrays.read_json(folder / "sides.json")
+    names = files.read_json(folder / "sides.json")
     sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
     path = folder / "histories.json"  # runs before there were histories have none
-    histories = [History.loaded(each) for each in arrays.read_json(path)] if path.exists() else []
+    histories = [History.loaded(each) for each in files.read_json(path)] if path.exists() else []
     return cls(Fitted.load(folder, "columns"), sides, histories)

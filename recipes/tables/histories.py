@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from .. import arrays
+from .. import cache, files
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
@@ -366,15 +366,15 @@ def log_of(
 
 
 def _write(folder: Path, name: str, values: np.ndarray) -> None:
-  arrays.column(folder, _PREFIX + name, values.shape, values.dtype)[:] = values
+  cache.column(folder, _PREFIX + name, values.shape, values.dtype)[:] = values
 
 
-class Columns(arrays.Columns):
+class Columns(cache.Columns):
   """Prepared columns; `ids` have the positions of histories behind them when they are read."""
 
   def __init__(self, folder: str | Path):
     super().__init__(folder)
-    self._histories = arrays.read_json(self.folder / "meta.json")["histories"]
+    self._histories = files.read_json(self.folder / "meta.json")["histories"]
 
   def __iter__(self) -> Iterator[str]:
     return (name for name in self._names if not name.startswith(_PREFIX))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import arrays
+from .. import cache
 from ..errors import UserError
 from . import entities, spec, splitting
 from .encoding import Entities, extracted
@@ -59,9 +59,9 @@ class Interactions:
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
-    arrays.column(folder, "history", items.shape, np.int32)[:] = items
-    arrays.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
-    arrays.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
+    cache.column(folder, "history", items.shape, np.int32)[:] = items
+    cache.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
+    cache.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
     self.users.save(folder, "users")
     self.items.save(folder, "items")
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .. import arrays
+from .. import cache
 from ..errors import UserError
 from . import spec, splitting
 from .encoding import extracted
@@ -227,7 +227,7 @@ class RowReader:
       assert hashes is not None
       return chunk, splitting.by_hash(hashes, self._shares[files_of])
     if by == "order":
-      ranges = arrays.cut(self._bounds.rows, settings["valid"], settings["test"])
+      ranges = cache.cut(self._bounds.rows, settings["valid"], settings["test"])
       places = self._bounds.firsts[chunk.file] + chunk.rows - 1
       firsts = np.array([ranges["valid"][0], ranges["test"][0]])
       return chunk, np.searchsorted(firsts, places, side="right").astype(np.int8)

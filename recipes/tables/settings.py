@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import arrays, files
+from .. import files
 from ..errors import DamagedFileError, UserError
 from . import spec
 from .formats import Format, paths
@@ -262,7 +262,7 @@ def settings(config) -> dict[str, Any]:
     )
   for side, source in table.sides.items():
     spec.check_shared(source.kinds, f"config.{side}_table.columns")
-  serve = files.latest(Path(config.init_from).expanduser().resolve() / "serve")
+  serve = Path(config.init_from).expanduser().resolve() / "serve"
   if config.init_from and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about
@@ -272,7 +272,7 @@ def serve_folder(settings: Mapping[str, Any], folder: Path) -> Path:
   """Makes and returns the folder `serve` of the columns; it tells predictions how rows are read."""
   serve = files.new_folder(folder / "serve")
   about = {"columns": settings["rows"]["columns"], "format": settings["rows"]["format"]}
-  arrays.write_json(serve / READING, about)
+  files.write_json(serve / READING, about)
   return serve
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import arrays, files
+from .. import cache, files
 from ..errors import UserError
 from . import clicks, rows
 from .encoding import Encoder
@@ -146,21 +146,17 @@ class Cluster:
     """Writes a shard for each file with rows; see `clicks.OneMachine`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
     files.new_folder(self._folder / _SHARDS)
-    written = self._run(
+    self._run(
       functools.partial(_write, serve=serve.absolute(), target=self._folder, sizes=self._sizes)
     )
-    some = next(number for number, columns in enumerate(written) if columns)
-    formats = arrays.Columns(_shard(self._folder, some))
+    written = [number for number, sizes in enumerate(self._sizes) if sizes.sum()]
+    formats = cache.Columns(_shard(self._folder, written[0]))
     return {
       "sha256": {
         name: self._digests.get(path) or files.digest(path)
         for path, name in self._table.names.items()
       },
-      "shards": [
-        {"number": number, "sizes": sizes.tolist(), "columns": columns}
-        for number, (sizes, columns) in enumerate(zip(self._sizes, written, strict=True))
-        if columns
-      ],
+      "shards": [{"number": number, "sizes": self._sizes[number].tolist()} for number in written],
       "formats": {name: [x.dtype.str, x.shape[1:]] for name, x in formats.items()},
     }
 
@@ -296,17 +292,14 @@ def _read(file: _File, *, bounds: rows.Bounds) -> tuple[rows.Account, np.ndarray
     return reader.account, sizes, files.digest(table.rows.all_files[0])
 
 
-def _write(
-  file: _File, *, serve: Path, target: Path, sizes: Sequence[np.ndarray]
-) -> dict[str, dict[str, Any]]:
-  """Writes the columns of a file's rows; returns the sizes and hashes of what it has written."""
+def _write(file: _File, *, serve: Path, target: Path, sizes: Sequence[np.ndarray]) -> None:
+  """Writes the columns of a file's rows."""
   if not sizes[file.number].sum():
-    return {}
+    return
   shard = _shard(target, file.number)
   with Stage() as stage, _written(shard) as folder:
     store = clicks.store_of(file.table, stage, file.rows)
     clicks.write_columns(store, file.table, _encoder(serve), folder, sizes[file.number])
-  return arrays.stamped(shard)
 
 
 @functools.lru_cache(1)
@@ -318,7 +311,7 @@ def _encoder(serve: Path) -> Encoder:
 # --- in training ----------------------------------------------------------------------------------
 
 
-class Shards(arrays.Columns):
+class Shards(cache.Columns):
   """Columns in shards, memory-mapped on first use: the rows of train, then valid, then test.
 
   Each shard holds rows of all splits in this order. A column is read by a slice or an array of row
@@ -327,10 +320,10 @@ class Shards(arrays.Columns):
 
   def __init__(self, folder: str | Path):
     super().__init__(folder)
-    meta = arrays.read_json(self.folder / "meta.json")
+    meta = files.read_json(self.folder / "meta.json")
     self._shards, self._formats = meta["shards"], meta["formats"]
     self._names = tuple(self._formats)
-    self._opened: dict[int, arrays.Columns] = {}
+    self._opened: dict[int, cache.Columns] = {}
     sizes = np.array([shard["sizes"] for shard in self._shards])
     self.ends = np.cumsum(sizes.T)  # of each shard's rows of train, of valid, of test
     # What is added to a row's number for its place in the shard.
@@ -341,18 +334,13 @@ class Shards(arrays.Columns):
       raise KeyError(f"{self.folder} has no column {name!r}; it has {list(self._names)}")
     return _Column(self, name, *self._formats[name])
 
-  def shard(self, part: int) -> arrays.Columns:
-    """Returns the columns of the shard with a part of the rows.
-
-    Raises:
-      DamagedFileError: a file is not the one that was written.
-    """
+  def shard(self, part: int) -> cache.Columns:
+    """Returns the columns of the shard with a part of the rows."""
     number = part % len(self._shards)
     if number not in self._opened:
       shard = self._shards[number]
       path = _shard(self.folder, shard["number"])
-      arrays.check(path, shard["columns"])
-      self._opened[number] = arrays.Columns(path)
+      self._opened[number] = cache.Columns(path)
     return self._opened[number]
 
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # How a column is read: "text", "number", "time", "any", or ("list", separator); of lists whose
-# items belong to those of other lists, ("aligned", separator), which keeps missing items; of numbers
-# that another model has computed ("vector", separator, width).
+# items belong to those of other lists, ("aligned", separator), which keeps missing items; of
+# numbers that another model has computed ("vector", separator, width).
 ReadAs = str | tuple[str, ...]
 
 INTEGER = r"^[+-]?\d+$"

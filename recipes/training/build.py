@@ -57,6 +57,14 @@ def rate(config) -> Callable[[int], float]:
   return lambda steps: float(of(steps - 1))
 
 
+def clipped(grads: embed.Grads, max_norm: float) -> tuple[embed.Grads, dict[str, jax.Array]]:
+  """Clips gradients to a norm; returns them and `grad_norm` before, to log. 0 does neither."""
+  if not max_norm:
+    return grads, {}
+  with jax.named_scope("update"):
+    return embed.clip_by_global_norm(grads, max_norm), {"grad_norm": embed.global_norm(grads)}
+
+
 def dense_optimizer(config) -> optax.GradientTransformation:
   """Returns AdamW, for everything but the tables."""
   return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)

@@ -16,7 +16,7 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, pipeline, sampling
+from .. import hosts, pipeline
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -169,10 +169,10 @@ def load(config) -> RetrievalData:
   )
 
 
-def train_batches(data: RetrievalData, config) -> grain.IterDataset:
-  """Returns the batches of `TrainBatches`."""
+def train_batches(data: RetrievalData, config, start: int = 0) -> grain.IterDataset:
+  """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=hosts.shard())
-  return pipeline.batches(source, dict, num_workers=config.num_workers)
+  return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
 
 
 def batch_shapes(data: RetrievalData, config) -> dict[str, Any]:
@@ -194,17 +194,11 @@ class TrainBatches:
       processes' extra negatives of a batch.
 
   Args:
-    config: `batch_size`, `seed`, `steps`, `history`, and of `negatives` their `number`,
-      their `distribution`, "uniform" over the catalogue or "popularity", and the `power` of that.
+    config: `batch_size`, `seed`, `steps`, `history` and `negatives.number`.
     shard: `(index, count)`; this process's part of every batch.
   """
 
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
-    distribution = config.negatives.distribution
-    if distribution not in ("uniform", "popularity"):
-      raise UserError(
-        f"unknown negatives.distribution {distribution!r}: choose uniform or popularity"
-      )
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
     self._extra = config.negatives.number
@@ -219,14 +213,7 @@ class TrainBatches:
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
     self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
-    start, stop = data.splits["train"]
-    weights = np.bincount(data.columns["item"][start:stop], minlength=data.num_items)
-    weights = weights.astype(np.float64) ** (
-      config.negatives.power if distribution == "popularity" else 0.0
-    )
-    probability = weights / weights.sum()
-    self._rate = (self._extra * probability).astype(np.float32)
-    self._cumulative = sampling.cumulative(probability)
+    self._rate = np.float32(self._extra / data.num_items)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -236,20 +223,20 @@ class TrainBatches:
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    negative = sampling.draw(draw, self._cumulative, self._extra)[self._extra_part]
+    negative = (draw.random(self._extra) * self._data.num_items).astype(np.int32)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._history_without(user, rows["place"], turn, stride)
     batch = {
       "query": query_inputs(self._data, user, history),
       "positive_candidate": candidate_inputs(self._data, positive),
       "positive": positive,
-      "positive_rate": self._rate[positive],
+      "positive_rate": np.full(len(positive), self._rate),
     }
     if self._extra:
       batch |= {
         "negative_candidate": candidate_inputs(self._data, negative),
         "negative": negative,
-        "negative_rate": self._rate[negative],
+        "negative_rate": np.full(len(negative), self._rate),
       }
     return batch
 

@@ -12,7 +12,6 @@ DEFAULTS: dict[str, Any] = {
   "query_hidden": (),  # widths of the query tower's MLP; () makes it a weighted sum
   "candidate_hidden": (),  # of the candidate tower's
   "dropout": 0.0,  # rate in the query tower
-  "normalize": True,  # whether the towers return vectors of length 1
   "loss": "softmax",  # or "cosine_contrastive", whose negatives are the drawn ones alone
   "cosine": {
     "margin": 0.5,  # the cosine up to which a negative costs nothing
@@ -24,17 +23,12 @@ DEFAULTS: dict[str, Any] = {
     "weight": 1.0,  # of the log popularity that is added to a score; 0 adds none
     "half_life": -1.0,  # as a share of the log; 0 is none; -1: chosen on validation, of timed logs
   },
-  "remove_accidental_hits": True,  # whether the positive's item is no negative
-  "hard_negatives": 0,  # how many of a query's negatives count, the hardest; 0 counts all
-  "queue": 0,  # candidates of past batches that are negatives, a multiple of the batch
   "frequency": {
     "buckets": 0,  # places to count items in; 0 is one for every item
     "rate": 0.02,  # of the moving averages
   },
   "negatives": {
-    "number": 0,  # drawn for a batch, besides its own items
-    "distribution": "uniform",  # or "popularity"
-    "power": 0.75,  # of the popularity
+    "number": 0,  # drawn for a batch from the whole catalogue, besides its own items
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"

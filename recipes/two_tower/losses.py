@@ -1,6 +1,6 @@
-"""Softmax over sampled candidates and what it remembers of past batches; a cosine loss.
+"""Softmax over sampled candidates, how often items are sampled, and a cosine loss.
 
-B queries, C candidates; query i's positive is candidate i. D is the width of vectors, Q of a queue.
+B queries, C candidates; query i's positive is candidate i.
 """
 
 from typing import Any
@@ -20,20 +20,17 @@ def sampled_softmax(
   *,
   log_expected: jax.Array | None = None,
   remove_accidental_hits: bool = True,
-  hard_negatives: int = 0,
 ) -> jax.Array:
   """Returns the cross-entropy of each query's positive among all candidates, float32 `[B]`.
 
   Args:
     logits: `[B, C]`, C at least B; the candidates after the first B are negatives for all.
-    ids: int `[C]`, the candidates' items; a negative one is an empty place.
+    ids: int `[C]`, the candidates' items.
     log_expected: `[C]`, the log of how often each candidate's item is expected among the
       candidates. Subtracted, the positive's included, it makes the loss equal a softmax over the
       whole catalogue, however unevenly items are sampled (the logQ correction: Bengio and Senecal
       2008, Yi et al. 2019). None corrects nothing.
     remove_accidental_hits: leaves out candidates that are the positive's item once more.
-    hard_negatives: how many of a query's negatives count, the ones of the largest corrected logits;
-      0 counts all.
 
   Raises:
     ValueError: shapes do not fit.
@@ -48,12 +45,10 @@ def sampled_softmax(
     logits = logits - log_expected
   own = jnp.arange(batch)[:, None] == jnp.arange(logits.shape[1])
   positive = jnp.diagonal(logits)
-  out = own | (ids < 0)
+  out = own
   if remove_accidental_hits:
     out |= ids[:batch, None] == ids
   negative = jnp.where(out, _NEVER, logits)
-  if hard_negatives and hard_negatives < logits.shape[1]:
-    negative = jax.lax.top_k(negative, hard_negatives)[0]
   return jnp.logaddexp(positive, jax.nn.logsumexp(negative, axis=1)) - positive
 
 
@@ -159,45 +154,3 @@ class Frequency(nnx.Module):
     waited = (state["batch"] + 1).astype(jnp.float32)
     seen = state["seen"][place] > 0
     return jnp.where(seen, state["count"][place] / state["interval"][place], 1.0 / waited)
-
-
-class Past(nnx.Variable):
-  """The arrays of a `Queue`."""
-
-
-class Queue(nnx.Module):
-  """The candidates of past batches as negatives: Wang et al. 2021, "Cross-Batch Negative Sampling".
-
-  Args:
-    size: Q, a multiple of the batch.
-    dim: D.
-  """
-
-  def __init__(self, size: int, dim: int):
-    self.size = size
-    self.past = Past(
-      {
-        "ids": jnp.full(size, -1, jnp.int32),
-        "vectors": jnp.zeros((size, dim), jnp.float32),
-        "rates": jnp.zeros(size, jnp.float32),
-        "next": jnp.int32(0),
-      }
-    )
-
-  def read(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns ids `[Q]`, -1 where nothing has been put yet, vectors `[Q, D]` and rates `[Q]`."""
-    state = self.past.get_value()
-    return state["ids"], state["vectors"], state["rates"]
-
-  def put(self, ids: jax.Array, vectors: jax.Array, rates: jax.Array) -> None:
-    """Replaces the oldest entries by the ones of a batch; no gradient flows back into it."""
-    state: dict[str, Any] = dict(self.past.get_value())
-    start, vectors = state["next"], jax.lax.stop_gradient(vectors)
-    self.past.set_value(
-      {
-        "ids": jax.lax.dynamic_update_slice(state["ids"], ids, (start,)),
-        "vectors": jax.lax.dynamic_update_slice(state["vectors"], vectors, (start, 0)),
-        "rates": jax.lax.dynamic_update_slice(state["rates"], rates, (start,)),
-        "next": (start + ids.shape[0]) % self.size,
-      }
-    )

@@ -18,11 +18,11 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from .data import RetrievalData
-from .losses import Frequency, Queue
+from .losses import Frequency
 
 
 class Tower(nnx.Module):
-  """Turns the activations of one side, `{name: [B, D]}`, into one vector `[B, D]`.
+  """Turns the activations of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
 
   Vectors `[B, width]` that are no table's are projected to width D first, without a bias.
   Without hidden layers the vector is the sum, each feature times a learned number; with them, an
@@ -33,7 +33,6 @@ class Tower(nnx.Module):
     vectors: the widths of vectors by name.
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
-    normalize: whether to scale the result to length 1.
     dtype: of the computation; the result is float32.
   """
 
@@ -45,11 +44,10 @@ class Tower(nnx.Module):
     vectors: Mapping[str, int],
     hidden: Sequence[int],
     dropout: float,
-    normalize: bool,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.names, self.normalize, self.dtype = tuple(names), normalize, dtype
+    self.names, self.dtype = tuple(names), dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
     linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
     self.projections = nnx.Dict({name: linear(width, dim) for name, width in vectors.items()})
@@ -67,9 +65,7 @@ class Tower(nnx.Module):
       assert self.out is not None
       x = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
     x = x.astype(jnp.float32)
-    if self.normalize:
-      x = x * layers.inverse_length(x)
-    return x
+    return x * layers.inverse_length(x)
 
 
 class TwoTower(nnx.Module):
@@ -89,7 +85,6 @@ class TwoTower(nnx.Module):
     tower = functools.partial(
       Tower,
       dim=config.dim,
-      normalize=config.normalize,
       dtype=build.dtype(config, "dtype"),
       rngs=rngs,
     )
@@ -102,7 +97,6 @@ class TwoTower(nnx.Module):
     self.frequency = Frequency(
       config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
     )
-    self.queue = Queue(config.queue, config.dim) if config.queue else None
     # Of a score, which is a cosine and is divided by the temperature in training alone. With it, an
     # item that no batch has had counts by its popularity and features: its own row is noise.
     self.popularity = config.popularity.weight * config.temperature
@@ -154,14 +148,7 @@ def build_model(
   """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
-
-  Raises:
-    ValueError: a queue that is not a multiple of the batch, or an unknown option.
   """
-  if config.queue % config.batch_size:
-    raise UserError(
-      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
-    )
   features, optimizer = feature_configs(config, data), build.table_optimizer(config)
   rngs = nnx.Rngs(config.seed)
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import cache
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import SPLITS, Table, parsed, serve_folder
@@ -62,10 +62,10 @@ def write(
   """
   rows = sum(len(pairs[split][0]) for split in SPLITS)
   columns = {
-    name: arrays.column(folder, name, (rows,), np.int32) for name in ("user", "item", "place")
+    name: cache.column(folder, name, (rows,), np.int32) for name in ("user", "item", "place")
   }
   if when is not None:
-    columns["when"] = arrays.column(folder, "when", (rows,), np.int64)
+    columns["when"] = cache.column(folder, "when", (rows,), np.int64)
   generator, start, splits = np.random.default_rng(seed), 0, {}
   for split in SPLITS:
     user, item = pairs[split]
@@ -84,15 +84,15 @@ def write(
     columns["place"][start:stop] = np.arange(len(user)) - np.repeat(offsets[:-1], counts)
     if when is not None:
       columns["when"][start:stop] = when[split][order]
-    arrays.column(folder, f"{split}_offsets", offsets.shape, np.int64)[:] = start + offsets
+    cache.column(folder, f"{split}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[split], start = (start, stop), stop
   for side, owned in features.items():
     for feature, ids in owned:
-      arrays.column(folder, column_name(side, feature.name), ids.shape, np.int32)[:] = ids
+      cache.column(folder, column_name(side, feature.name), ids.shape, np.int32)[:] = ids
   vectors = vectors or {}
   for side, by_name in vectors.items():
     for name, block in by_name.items():
-      arrays.column(folder, column_name(side, name), block.shape, np.float32)[:] = block
+      cache.column(folder, column_name(side, name), block.shape, np.float32)[:] = block
   return {
     "splits": splits,
     "users": sizes[0],

@@ -1,33 +1,27 @@
-"""Trains a two-tower model: `run` reads from top to bottom; what it calls is below it.
-
-A second loss, a teacher or a further metric is a change of this file. What `loss_function` returns
-gives the loss to minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as
-means since the last line. `run.steps` takes a function that adds a teacher's outputs to each
-batch, and `warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
-"""
+"""Trains a two-tower model: `run` reads from top to bottom; what it calls is below it."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 import embed
 
-from .. import hosts
+from .. import checkpoints, hosts, log, warm_start
+from .. import config as config_lib
+from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
-from ..run import settings, warm_start
-from ..run import workdir as runs
-from ..run.journal import Writer
-from ..run.loop import Run, check_select
-from ..training import build, train_step
+from ..results import check_select, scalars
+from ..training import build
 from . import data as data_lib
 from . import losses
 from .model import TwoTower, build_model, with_all_features
@@ -35,43 +29,76 @@ from .model import TwoTower, build_model, with_all_features
 LOSSES = ("softmax", "cosine_contrastive")
 
 
-def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  call resumes a run that was stopped, on any number of devices.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `settings.completed`.
-    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
+    config: of the run, or a plain dict that declares a table; see `config.complete`.
+    workdir: the folder of the run; see `recipes.run`.
+    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
-    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
+    UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
+      another run.
+    Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, asked = hosts.start(), settings.completed("two_tower", config)
-  if (result := runs.finished(asked, workdir)) is not None:
+  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  config = run_lib.resumed(config_lib.complete("two_tower", config), folder)
+  if (result := run_lib.finished(config, folder)) is not None:
     return result
-  config = runs.resumed(asked, workdir)
   check(config, mesh)
-
   data = data_lib.load(config)
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
-  evaluate = evaluator(data, config, mesh)
-  rate = build.rate(config)
-  epoch = lambda steps: steps * config.batch_size / data.num_examples
+  step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
+  evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  with Run(
-    "two_tower", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
-    data=data, writers=writers,
-  ) as run:  # fmt: skip
-    warm_start.start(run)
-    train_objective, options = objective(config, data, mesh), train_step.options(config)
-    step = train_step.Step(train_objective, model, optimizer, options, mesh)
-    for batch in run.steps(data_lib.train_batches(data, config)):
-      run.log(**step(batch), learning_rate=rate, epoch=epoch)
-      if run.evaluates:
-        run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test") if config.test else {})
+  run_lib.begin(config, folder, data, model)
+  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
+    if start == 0:
+      warm_start.take(config, model, data.serve)
+    with log.Log(folder, config, start, memory, writers) as writer:
+      batches = data_lib.train_batches(data, config, start)
+      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+        if writer.has_stalled(config.select, config.patience):
+          break
+        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+        evaluates = step == config.steps or step % config.eval_every == 0
+        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+        writer.eval(step, metrics)
+        stops = stop.has_come(step)
+        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+        if stops:
+          raise run_lib.Preempted(step)
+      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      metrics = evaluate(model, "test") if config.test else {}
+      return run_lib.finish("two_tower", config, folder, data, writer, tested, metrics)
+
+
+def make_train_step(
+  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
+) -> Callable[..., dict[str, jax.Array]]:
+  """Returns `(model, optimizer, batch) -> {"loss": ...}`, which trains in place, not compiled.
+
+  Every scalar that it returns is logged, as its mean since the last line.
+  """
+  del data
+  loss_fn = loss_function(config, mesh)
+
+  def train_step(model, optimizer, batch):
+    batch = admit(config, model, batch)
+    with jax.named_scope("dense"):
+      loss, grads = embed.value_and_grad(loss_fn)(model, batch)
+    grads, norm = build.clipped(grads, config.clip_norm)
+    optimizer.update(model, grads)
+    return {"loss": loss} | norm
+
+  return train_step
 
 
 def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -86,7 +113,7 @@ def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   }
 
 
-def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
+def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> loss`: the mean of `config.loss` over the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
@@ -98,7 +125,7 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
     vectors = queries.astype(dtype), candidates.astype(dtype)
     return jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
 
-  def loss_fn(model: TwoTower, batch) -> Any:
+  def loss_fn(model: TwoTower, batch) -> jax.Array:
     size = batch["positive"].shape[0]
     ids, rate = batch["positive"], batch["positive_rate"]
     if config.negatives.number:
@@ -114,46 +141,23 @@ def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
         batch["positive"][:, None] == _placed(drawn, mesh, PartitionSpec()),
         **config.cosine,
       ).mean()
-    batches, pool = 1.0, (ids, candidates, rate)
-    if model.queue is not None:
-      past = model.queue.read()
-      model.queue.put(ids[:size], candidates[:size], rate[:size])
-      batches += jnp.sum(past[0] >= 0) / size
-      pool = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), pool, past)
-    ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in pool)
+    ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
     log_expected, weight = None, config.popularity.weight
     if config.logq or weight:
       own = model.frequency.expected(jnp.maximum(ids, 0))
-      log_expected = config.logq * jnp.log(batches * own + rate) - weight * jnp.log(own)
-    values = losses.sampled_softmax(
-      scores(queries, candidates) / config.temperature,
-      ids,
-      log_expected=log_expected,
-      remove_accidental_hits=config.remove_accidental_hits,
-      hard_negatives=config.hard_negatives,
-    )
-    return values.mean()
+      log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
+    logits = scores(queries, candidates) / config.temperature
+    return losses.sampled_softmax(logits, ids, log_expected=log_expected).mean()
 
   return loss_fn
 
 
-def objective(
-  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
-) -> train_step.Objective:
-  """Returns what training minimises; with `accumulate` each part has all drawn negatives."""
-  del data
-  drawn = ("negative", "negative_rate", "negative_candidate")
-  return train_step.Objective(
-    loss_function(config, mesh), shared=drawn, prepare=functools.partial(admit, config)
-  )
-
-
-def admit(config, model: TwoTower, batch, ahead: bool = False):
+def admit(config, model: TwoTower, batch):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
   asked = inputs(config, batch)
-  rows = model.embed.admit(model.of_tables(asked), ahead=ahead)
+  rows = model.embed.admit(model.of_tables(asked))
   rows = {side: asked[side] | each for side, each in rows.items()}
   size = batch["positive"].shape[0]
   of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
@@ -208,7 +212,8 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics, view = empty, train_step.evaluated(model)
+    metrics = empty
+    view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     earlier = ("train",) if split == "valid" else ("train", "valid")
     popularity = data.popularity(config.popularity.half_life, *earlier)
     items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
@@ -254,29 +259,25 @@ def catalogue(
 
 def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
-  settings.check(config)
-  train_step.check(config, mesh)
+  config_lib.check(config, mesh)
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   if not config.temperature > 0:
     raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
-  least = {"history": 1, "eval_history": 1, "queue": 0, "hard_negatives": 0, "negatives.number": 0}
-  settings.at_least(config, least)
+  config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
   if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
     raise UserError(
       f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"
     )
-  if config.loss == "cosine_contrastive" and not (config.negatives.number and config.normalize):
+  if config.loss == "cosine_contrastive" and not config.negatives.number:
     raise UserError(
       "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "
-      "to 1000, and leave normalize on"
+      "to 1000"
     )
   if config.loss == "cosine_contrastive" and config.popularity.weight:
     raise UserError(
       "cosine_contrastive learns popularity in its vectors: set popularity.weight to 0"
     )
-  if config.loss == "cosine_contrastive" and (config.queue or config.hard_negatives):
-    raise UserError("queue and hard_negatives are for the loss softmax: set both to 0")
   hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
@@ -285,7 +286,7 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
   names = ranking_names(config.ks, data.num_items)
   has_valid = len(range(*data.splits["valid"])) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
-  config = with_all_features(train_step.with_schedule(config, data.num_examples, mesh), data)
+  config = with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
   if config.popularity.half_life > 0 and not data.ordered:
     raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
   if config.popularity.half_life < 0:
@@ -295,7 +296,7 @@ def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> Co
         "config.json of a run with validation"
       )
     popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
-    config = settings.copied(config, popularity=popularity)
+    config = config_lib.copied(config, popularity=popularity)
   return config
 
 
@@ -308,5 +309,6 @@ def make_state(
       functools.partial(inputs, config), data_lib.batch_shapes(data, config)
     )
     model = build_model(config, data, mesh, of_batch)
-    train_step.keep_averages(model, config.ema)
-    return model, embed.Optimizer(model, build.dense_optimizer(config))
+    optimizer = embed.Optimizer(model, build.dense_optimizer(config))
+  hosts.replicate(mesh, model, optimizer)
+  return model, optimizer

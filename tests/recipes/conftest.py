@@ -13,7 +13,7 @@ import pytest
 from served_models import CLICKS, LOG, write_clicks, write_log
 
 from recipes import export, files, hosts, serving
-from recipes.run import workdir as runs
+from recipes import run as run_lib
 
 _TABLES = {"optimizer": "adam", "init_scale": 0.3}  # slots are not zero, and scores differ
 _EVERY = {"epochs": 1, "log_every": 2, "warmup_steps": 2, "table": _TABLES}
@@ -26,10 +26,7 @@ _TABLE = {
     "batch_size": 32,
     "steps": 8,
     "eval_every": 4,
-    # The last step is tested, which is a delta: 3 is full, 4 a delta, 6 full, 8 a delta.
     "select": "",
-    "checkpoint_every": 3,
-    "full_checkpoint_every": 2,
     "baseline": {"inverse_penalties": (0.1,)},
   },
   "two_tower": {
@@ -95,16 +92,16 @@ class Trained:
   @functools.cached_property
   def config(self):
     """The config with what the data have decided."""
-    return runs.open_run(self.workdir).config
+    return run_lib.opened(self.workdir).config
 
   @functools.cached_property
   def data(self):
-    return runs.open_run(self.workdir).load()
+    return run_lib.opened(self.workdir).load()
 
   @functools.cached_property
   def model(self):
     """The tested state on one device."""
-    return runs.open_run(self.workdir).model(self.data)
+    return run_lib.opened(self.workdir).model(self.data)
 
   @functools.cached_property
   def answering(self):
@@ -147,8 +144,7 @@ def _train(trained):
 
 
 def _digests(folder):
-  names = [name for name in files.names(folder) if name != "run.lock"]
-  return {name: files.digest(folder / name) for name in names}
+  return {path: files.digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def _once(recipe, tmp_path_factory):
@@ -169,7 +165,7 @@ def _once(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory):
-  """A run of dlrm, whose tested state is a delta of an earlier one."""
+  """A run of dlrm."""
   yield from _once("dlrm", tmp_path_factory)
 
 

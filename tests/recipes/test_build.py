@@ -9,7 +9,7 @@ from flax import nnx
 
 import embed
 from recipes import hosts
-from recipes.run.settings import RUN
+from recipes.config import RUN
 from recipes.training import build
 
 FEATURES = {

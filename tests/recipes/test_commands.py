@@ -6,10 +6,9 @@ import jax
 import pytest
 import ways
 
-from recipes import baselines, errors, evaluate, hosts
+from recipes import baselines, errors, evaluate, hosts, results
 from recipes.dlrm import baselines as click_baselines
 from recipes.dlrm import train
-from recipes.run import results
 
 
 @pytest.mark.parametrize("trained", ["clicks", *ways.ci("towers", "sequences")], indirect=True)
@@ -60,7 +59,7 @@ def test_a_baseline_that_fails_hides_nothing(clicks, tmp_path, monkeypatch, caps
   assert (
     "the baseline logistic regression failed: MemoryError: no memory" in capsys.readouterr().err
   )
-  assert "logistic" not in results.report(found)
+  assert "logistic" not in results.table(found)
   monkeypatch.undo()
   again = baselines.fit(run, most_rows=baselines.SMALL)  # as the same command does
   assert again["baselines"]["logistic regression"] == {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import each
 
-from recipes import arrays, datasets, errors
+from recipes import cache, datasets, errors
 from recipes.dlrm import data as clicks
 from recipes.sequence import data as sequences
 from recipes.two_tower import data as pairs
@@ -20,8 +20,8 @@ def settings(config):
 
 def build(settings, folder):
   rows = settings["rows"]
-  arrays.column(folder, "x", (rows,), np.int32)[:] = np.arange(rows)
-  return {"splits": arrays.cut(rows, 0.25, 0.25), "sha256": {"generated": "0" * 64}}
+  cache.column(folder, "x", (rows,), np.int32)[:] = np.arange(rows)
+  return {"splits": cache.cut(rows, 0.25, 0.25), "sha256": {"generated": "0" * 64}}
 
 
 def doubled(prepared):
@@ -64,7 +64,7 @@ def test_of_processes_that_share_a_cache_one_prepares_and_the_others_wait(tmp_pa
     time.sleep(0.3)
     return build({"rows": 4}, folder)
 
-  prepare = lambda _: arrays.prepared(tmp_path, "toy", {}, slowly)[0]["x"].tolist()
+  prepare = lambda _: cache.prepared(tmp_path, "toy", {}, slowly)[0]["x"].tolist()
   with futures.ThreadPoolExecutor(3) as pool:
     assert list(pool.map(prepare, range(3))) == [[0, 1, 2, 3]] * 3
   assert len(started) == 1

@@ -12,9 +12,9 @@ import pytest
 from cases import each
 from served_models import run_of
 
+from recipes import config as config_lib
 from recipes import describe, export, hosts, predict
 from recipes.dlrm import train
-from recipes.run import settings as run_settings
 from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
 from recipes.tables.proposing import Roles
@@ -90,7 +90,7 @@ def refusal(capsys, *arguments):
 def completed(path, recipe, tmp_path):
   """The config of a file, completed as `--config` completes it."""
   given = runpy.run_path(str(path))["get_config"]() | {"cache_dir": str(tmp_path / "cache")}
-  return run_settings.completed(recipe, given)
+  return config_lib.complete(recipe, given)
 
 
 def built(path, recipe, tmp_path):
@@ -104,7 +104,7 @@ def built_of(config, recipe, tmp_path):
   build = importlib.import_module(f"recipes.{module[recipe]}").build
   folder = tmp_path / recipe
   folder.mkdir(exist_ok=True)
-  return build(settings.settings(run_settings.completed(recipe, config)), folder)
+  return build(settings.settings(config_lib.complete(recipe, config)), folder)
 
 
 KINDS = [

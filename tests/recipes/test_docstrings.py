@@ -20,5 +20,5 @@ def test_examples():
   def check(name):
     assert not doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed
 
-  assert "recipes.run.settings" in MODULES
+  assert "recipes.config" in MODULES
   each({name: (name,) for name in MODULES}, check)

@@ -9,10 +9,10 @@ from sklearn.metrics import log_loss
 
 import embed
 import embed.checkpoint
+from recipes import config as config_lib
 from recipes import export, hosts, serving
 from recipes.dlrm import data, train
 from recipes.errors import UserError
-from recipes.run import settings
 
 DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
 COLUMNS = {
@@ -40,7 +40,7 @@ def write(path, rows=60, first=0):
 
 def config_of(file, folder, **changes):
   table = {"files": str(file), "columns": COLUMNS, "cache_dir": str(folder / "cache")}
-  return settings.completed("dlrm", table | SMALL | changes)
+  return config_lib.complete("dlrm", table | SMALL | changes)
 
 
 def halves(texts):

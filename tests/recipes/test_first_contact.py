@@ -147,11 +147,9 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback(command):
 
 
 def test_what_stops_a_run_is_no_traceback(command):
-  begins_again = "stopped before the first step; the same command begins again"
+  begins_again = "stopped; the same command resumes from the last checkpoint"
   code, _, err = command("sequence", raising(KeyboardInterrupt()))
   assert (code, err[1:]) == (130, ["", begins_again])
-  code, _, err = command("sequence", raising(errors.Stopped("stopped at step 3")))
-  assert (code, err[1:]) == (130, ["", "stopped at step 3"])
   full = OSError(errno.ENOSPC, "Refused", "x/y")
   code, _, _ = command("sequence", raising(full))
   assert code.startswith("error: Refused: x/y. Free some space; the same command")

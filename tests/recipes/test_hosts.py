@@ -23,7 +23,6 @@ from flax import nnx
 
 import embed
 from recipes import hosts, pipeline
-from recipes.run import checkpoints
 
 STEPS = 12
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
@@ -219,7 +218,7 @@ def recipe(workdir, name="dlrm", *settings):
     sys.executable, "-m", f"recipes.{name}", f"--config=configs/{name}/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={workdir.parent / 'cache'}",
     f"--config.steps={STEPS}", "--config.log_every=1", "--config.eval_every=6",
-    "--config.checkpoint_every=5", "--config.full_checkpoint_every=2", "--config.dropout=0.2",
+    "--config.checkpoint_every=5", "--config.dropout=0.2",
     *settings,
   ]  # fmt: skip
 
@@ -328,28 +327,10 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert [process.wait(timeout=120) for process in job] == [75, 75], said(job[0])
   assert not (workdir / "result.json").exists()
   step = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
-  for process in job:
-    assert f"stopped at step {step} of {STEPS}; the same command resumes" in said(process)
+  assert f"stopped at step {step}; the same command resumes there" in said(job[0])
   output = jobs.run(recipe(workdir), processes=2)
   assert f"resuming from step {step}" in output[0]
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
-
-
-@pytest.mark.ci
-def test_two_processes_write_deltas_of_their_own_rows(folder, pair):
-  """Saves are at 5, 6, 10 and 12, every second in full."""
-  path = folder / "pair" / "checkpoints"
-  assert checkpoints.of_step(path, STEPS) == [10, 12]
-  names = [f"rows-0000{index}-of-00002.npz" for index in range(2)]
-  assert sorted(file.name for file in (path / "12" / "delta").glob("*.npz")) == names
-  with contextlib.ExitStack() as stack:
-    parts = [stack.enter_context(np.load(path / "12" / "delta" / name)) for name in names]
-    keys = [key for key in parts[0].files if key.endswith("/ids")]
-    assert keys
-    for key in keys:
-      ids = [part[key] for part in parts]
-      assert all(len(of) for of in ids)
-      assert not np.intersect1d(*ids).size
 
 
 TALK = """

@@ -1,10 +1,8 @@
-"""Metrics equal scikit-learn's, and a slow ranking, on everything at once, however batches fall."""
+"""Metrics equal scikit-learn's and a slow ranking's; users, slices and reliability by hand."""
 
-import dataclasses
 import math
 
 import jax
-import meshes
 import numpy as np
 import pytest
 from cases import refused
@@ -13,15 +11,14 @@ from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
 from recipes.evaluation import groups, retrieval
-from recipes.evaluation import metrics as metrics_lib
 from recipes.evaluation.metrics import (
-  ClickMetrics,
-  GroupedClickMetrics,
   Groups,
   RankingMetrics,
   click_metrics,
   gauc,
+  group_metrics,
   ranking_names,
+  reliability,
 )
 from recipes.training.features import Feature
 
@@ -43,17 +40,9 @@ def drawn(rows, seed=9, decimals=2):
   draw = np.random.default_rng(seed)
   logits = np.round(draw.normal(size=rows), decimals).astype(np.float32)
   labels = (draw.random(rows) < expit(logits)).astype(np.float32)
-  weight, mask = draw.exponential(size=rows).astype(np.float32), draw.random(rows) < 0.9
+  weight = draw.exponential(size=rows).astype(np.float32)
   weight[::7] = 0
-  return logits, labels, mask, weight
-
-
-def in_batches(metrics, batch, *columns):
-  """Feeds the examples in batches of one size, of which the last one is filled up."""
-  for start in range(0, len(columns[0]), batch):
-    parts = [column[start : start + batch] for column in columns]
-    metrics = metrics.update(*(np.pad(x, (0, batch - len(x))) for x in parts))
-  return metrics
+  return logits, labels, weight
 
 
 def expected(logits, labels, weight):
@@ -71,112 +60,33 @@ def expected(logits, labels, weight):
   }
 
 
-@pytest.mark.parametrize(
-  ("on_mesh", "weighted"), [(False, False), pytest.param(True, True, marks=pytest.mark.ci)]
-)
-def test_equal_scikit_learn_and_numpy(on_mesh, weighted):
-  logits, labels, mask, weight = drawn(1000)
-  amount = (weight if weighted else 1) * mask
-  mesh = meshes.make_mesh() if on_mesh else None
-  columns = (logits, labels, mask, weight)[: 3 + weighted]
-  metrics = in_batches(ClickMetrics.empty(mesh), 256, *columns)
-  wanted = expected(logits, labels, amount)
-  assert metrics.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
-  assert click_metrics(logits, labels, amount) == pytest.approx(wanted, rel=1e-12, abs=0)
-  if on_mesh:
-    check_sums_stay(metrics, mesh, *(x[:256] for x in (logits, labels, weight)))
+def test_equal_scikit_learn_and_numpy():
+  logits, labels, weight = drawn(1000)
+  wanted = expected(logits, labels, weight)
+  assert click_metrics(logits, labels, weight) == pytest.approx(wanted, rel=1e-12, abs=0)
 
 
-def check_sums_stay(metrics, mesh, *columns):
-  """No example is sent, and sums are added to where they are: they are most of the memory."""
-  split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-  add, given = metrics_lib._compiled(mesh)[1], (jax.device_put(x, split) for x in columns)
-  compiled = add.lower(metrics.high, metrics.low, *given).compile()
-  text = compiled.as_text()
-  assert "all-gather" not in text
-  assert "all-to-all" not in text
-  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._SUMS * 4
-  assert compiled.memory_analysis().temp_size_in_bytes < metrics_lib._BINS
-
-
-def test_merging_is_seeing_all_examples():
-  logits, labels, mask, weight = drawn(192)
-  feed = lambda *rows: in_batches(
-    ClickMetrics.empty(), 64, *(x[slice(*rows)] for x in (logits, labels, mask, weight))
-  )
-  parts = [feed(0, 64), feed(64, 128), feed(128, 192)]
-  first = parts[0].merge(parts[1]).merge(parts[2])
-  last = parts[0].merge(parts[1].merge(parts[2]))
-  whole = feed(0, 192).compute()
-  assert first.compute() == pytest.approx(whole, rel=1e-12)
-  assert last.compute() == pytest.approx(whole, rel=1e-12)
-  alone = in_batches(ClickMetrics.empty(), 1, logits[:9], labels[:9], mask[:9], weight[:9])
-  wanted = expected(logits[:9], labels[:9], (weight * mask)[:9])
-  assert alone.compute() == pytest.approx(wanted, rel=1e-6, abs=0)
-
-
-def test_errors():
-  with pytest.raises(ValueError, match=r"must all be \[batch\]"):
-    ClickMetrics.empty().update(np.zeros((3, 1)), np.zeros(3))
-  with pytest.raises(ValueError, match=r"mask \(2,\) and weight"):
-    ClickMetrics.empty().update(np.zeros(3), np.zeros(3), np.ones(2, bool))
-  for logits, labels, message in (
-    ([0.1, 0.2], [1, 1], "2 of the 2 examples are clicks"),
-    ([np.nan, 0.2], [0, 1], "not finite"),
-  ):
-    columns = np.array(logits, np.float32), np.array(labels, np.float32)
-    binned = ClickMetrics.empty().update(*columns)
-    for compute in (binned.compute, lambda columns=columns: click_metrics(*columns)):
-      with pytest.raises(ValueError, match=message):
-        compute()
-  for compute in (ClickMetrics.empty().compute, lambda: click_metrics([], [])):
-    with pytest.raises(ValueError, match="0 of the 0 examples"):
-      compute()
+def test_what_examples_do_not_define():
+  cases = [
+    (([0.1, 0.2], [1, 1]), "2 of the 2 examples are clicks"),
+    (([np.nan, 0.2], [0, 1]), "not finite"),
+    (([], []), "0 of the 0 examples"),
+  ]
+  refused(cases, lambda given: click_metrics(*given))
   assert click_metrics([0.0], [0], strict=False) == {"logloss": pytest.approx(math.log(2))}
   assert click_metrics([0.0], [0], [0.0], strict=False) == {}
 
 
-def test_binned_by_hand():
-  logits = np.array([2.0, 1.0, 1.0, -1.0, -1.0 + 2**-17], np.float32)  # two are in one bin
-  metrics = ClickMetrics.empty().update(logits, np.array([1, 1, 0, 0, 1]))
-  # Of six pairs: 2 > 1, 2 > -1, 1 = 1, 1 > -1, -1 < 1, and the one that is counted as a tie.
-  assert metrics.compute()["auc"] == pytest.approx((3 + 0.5 + 0.5) / 6, rel=1e-15)
-  assert metrics.auc_error() == pytest.approx(2 / 6 / 2, rel=1e-15)
-  metrics = metrics.update(np.full(5, -40.0, np.float32), np.ones(5, int), np.arange(5) == 0)
-  found = metrics.compute()
-  assert found["auc"] == pytest.approx((3 + 0.5 + 0.5) / 8, rel=1e-15)
-  losses = [math.log1p(math.exp(-x)) for x in (2, 1, -1 + 2**-17)]
-  losses += [math.log1p(math.exp(x)) for x in (1, -1)] + [-math.log(2**-52)]
-  assert found["logloss"] == pytest.approx(sum(losses) / 6, rel=1e-6)
-
-
 def test_reliability_by_hand():
-  logits = np.array([0.0, 0.0, math.log(3), math.log(3)], np.float32)
-  metrics = ClickMetrics.empty().update(logits, np.array([0, 1, 1, 1]))
+  logits, labels = np.array([0.0, 0.0, math.log(3), math.log(3)]), np.array([0, 1, 1, 1])
   wanted = [[0.5, 0.5, 0.5], [0.75, 1.0, 0.5]]  # mean prediction, rate of clicks, share
-  np.testing.assert_allclose(metrics.reliability(2), wanted, rtol=1e-5)
-  metrics = in_batches(ClickMetrics.empty(), 64, *drawn(192, decimals=6))
-  predicted, clicked, share = metrics.reliability(10).T
+  np.testing.assert_allclose(reliability(logits, labels, np.ones(4), 2), wanted, rtol=1e-12)
+  rows = drawn(192, decimals=6)
+  predicted, clicked, share = reliability(*rows, 10).T
   assert share.sum() == pytest.approx(1)
   assert (np.diff(predicted) > 0).all()
   ratio = (predicted @ share) / (clicked @ share)
-  assert ratio == pytest.approx(metrics.compute()["calibration"], rel=1e-5)
-
-
-# Many ties, neighbours within a bin, the edges of the bins, and logits that no model should have.
-
-
-def test_ten_billion_examples_are_counted():
-  """As many as no test can feed: sums of that size are put where they would be."""
-  metrics = ClickMetrics.empty()
-  metrics = metrics.update(np.float32([-1, 0, 0, 1]), np.array([0, 0, 1, 1]))
-  high, low = metrics.high * 2.5e9, metrics.low * 2.5e9
-  metrics = dataclasses.replace(metrics, high=high, low=low)
-  metrics = metrics.update(np.float32([-1]), np.array([0]))
-  found = metrics.compute()
-  assert metrics._counts.sum() == 10_000_000_001
-  assert found["auc"] == pytest.approx(0.875, abs=1e-9)
-  assert metrics.auc_error() == pytest.approx(0.125, abs=1e-9)
+  assert ratio == pytest.approx(click_metrics(*rows)["calibration"], rel=1e-5)
 
 
 # --- users and slices -----------------------------------------------------------------------------
@@ -208,53 +118,38 @@ def test_gauc_by_hand():
 GROUPS = Groups("user", 40, (("sex", ("F", "M")), ("age", ("old", "young", "none", "one"))))
 
 
-def grouped(rows=600):
-  logits, labels, mask, weight = drawn(rows)
-  draw = np.random.default_rng(1)
-  ids = {"user": draw.integers(-1, 45, rows), "sex": draw.integers(0, 2, rows)}
-  ids["age"] = np.where(labels * (draw.random(rows) < 0.5), 3, draw.integers(0, 2, rows))
-  return logits, labels, {name: x.astype(np.int32) for name, x in ids.items()}, mask, weight
-
-
 def test_users_and_slices_equal_scikit_learn():
-  logits, labels, ids, mask, weight = columns = grouped()
-  parts = []
-  for start in range(0, 600, 200):
-    batch = jax.tree.map(lambda x, start=start: x[start : start + 200], columns)
-    parts.append(GroupedClickMetrics(GROUPS).update(*batch))
-  found = parts[0].merge(parts[1].merge(parts[2])).compute()
-  assert found == parts[0].merge(parts[1]).merge(parts[2]).compute()
-  amount = weight.astype(np.float64) * mask
+  logits, labels, weight = rows = drawn(600)
+  draw = np.random.default_rng(1)
+  ids = {"user": draw.integers(-1, 45, 600), "sex": draw.integers(0, 2, 600)}
+  ids["age"] = np.where(labels * (draw.random(600) < 0.5), 3, draw.integers(0, 2, 600))
+  found = group_metrics(GROUPS, *rows, ids)
   known = (ids["user"] >= 0) & (ids["user"] < 40)  # others share an id
-  within, _ = slow_gauc(*(x[known] for x in (logits, labels, ids["user"], amount)))
-  assert found.pop("gauc") == pytest.approx(within, rel=1e-12)
+  within, _ = slow_gauc(*(x[known] for x in (logits, labels, ids["user"], weight)))
+  assert found.pop("gauc") == pytest.approx(within, rel=1e-6)
   assert 0.5 < found.pop("gauc_share") < 1
   assert found.pop("one_outcome[age]") == 1  # "one" has clicks alone, and "none" has no rows
   one = [name for name in found if name.endswith("[age=one]")]
   assert one == ["logloss[age=one]", "calibration[age=one]"]
   assert not [name for name in found if name.endswith("[age=none]")]
   for column, value, text in (("sex", 0, "F"), ("sex", 1, "M"), ("age", 1, "young")):
-    rows = ids[column] == value
-    wanted = expected(logits[rows], labels[rows], amount[rows])
+    chosen = ids[column] == value
+    wanted = expected(*(x[chosen] for x in rows))
     of_slice = {name: found[f"{name}[{column}={text}]"] for name in wanted}
     assert of_slice == pytest.approx(wanted, rel=1e-12)
   assert set(found) <= set(GROUPS.names)
 
 
 def test_raw_ids_tell_users_apart():
-  logits, labels, mask, weight = drawn(300)
+  logits, labels, weight = rows = drawn(300)
   users = np.random.default_rng(0).integers(0, 30, 300)
   halves = np.stack([users % 2, users], axis=1).astype(np.uint32)
   halves[users == 7] = 2**32 - 1  # no user
-  metrics = GroupedClickMetrics(Groups("user")).update(
-    logits, labels, {"user": halves}, mask, weight
-  )
+  found = group_metrics(Groups("user"), *rows, {"user": halves})
   kept = users != 7
-  within, share = slow_gauc(*(x[kept] for x in (logits, labels, users, weight * mask)))
-  found = metrics.compute()
+  within, share = slow_gauc(*(x[kept] for x in (logits, labels, users, weight)))
   assert found["gauc"] == pytest.approx(within, rel=1e-6)
-  kept_share = (weight * mask)[kept].sum() / (weight * mask).sum()
-  assert found["gauc_share"] == pytest.approx(share * kept_share, rel=1e-6)
+  assert found["gauc_share"] == pytest.approx(share * weight[kept].sum() / weight.sum(), rel=1e-6)
 
 
 FEATURES = (
@@ -289,10 +184,10 @@ def test_rankings_equal_a_slow_one():
   _, top_ids = best(np.eye(len(scores), dtype=np.float32), scores.T, 10, pad(seen))
   top_ids = np.asarray(top_ids)
   counts = np.arange(60)
-  empty = metrics = RankingMetrics.empty(ks, popularity=counts)
+  metrics = RankingMetrics.empty(ks, popularity=counts)
   for start in range(0, 40, 16):  # uneven batches
     rows = slice(start, start + 16)
-    metrics = metrics.merge(empty.update(top_ids[rows], pad(relevant)[rows]))
+    metrics = metrics.update(top_ids[rows], pad(relevant)[rows])
   wanted = slow_ranking(scores, relevant, seen, ks, counts)
   assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
 

@@ -9,16 +9,16 @@ import scipy.stats
 from absl import flags
 from cases import each
 
-from recipes import arrays, pipeline
+from recipes import cache, pipeline
 
 ROWS = (5, 28)  # 23 rows: no batch size below divides it
 
 
 @pytest.fixture
 def columns(tmp_path):
-  arrays.column(tmp_path, "x", (30,), np.int64)[:] = np.arange(30)
-  arrays.column(tmp_path, "ids", (30, 2), np.int32)[:] = np.arange(60).reshape(30, 2)
-  return arrays.Columns(tmp_path)
+  cache.column(tmp_path, "x", (30,), np.int64)[:] = np.arange(30)
+  cache.column(tmp_path, "ids", (30, 2), np.int32)[:] = np.arange(60).reshape(30, 2)
+  return cache.Columns(tmp_path)
 
 
 def shuffled(columns, **changes):

@@ -8,9 +8,6 @@ import recipe_runs
 from flax import nnx
 from parts import prepare
 
-from recipes.training import train_step
-from recipes.training.train_step import Options
-
 
 def prepared(recipe, folder, **changes):
   """The parts of a smoke run without dropout, and its first batch."""
@@ -25,28 +22,11 @@ def folder(tmp_path_factory):
   return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.weekly
-def test_four_parts_are_the_whole_batch(folder):
-  """Also where the parts have different weights."""
-  losses, tables = [], []
-  # Adam would turn the rounding of a gradient of nearly 0 into a whole step.
-  changes = {"table.optimizer": "sgd", "dense_optimizer": "adagrad"}
-  for parts in (1, 4):
-    training, batch = prepared("dlrm", folder, **changes)
-    batch["weight"] = np.float32(np.arange(batch["label"].shape[0]) % 3 / 3)
-    step = train_step.make_train_step(training.loss_fn, Options(accumulate=parts))
-    losses.append(float(step(training.model, training.optimizer, batch)["loss"]))
-    tables.append(jax.tree.map(np.asarray, training.model.embed.variables))
-  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
-  jax.tree.map(close, tables[1], tables[0])
-
-
 def products(training, batch):
-  """The matrix products of the loss as lines of its program."""
-  graph, values = nnx.split(training.model)
-  loss_fn = training.loss_fn.loss_fn
-  program = jax.make_jaxpr(lambda v, b: loss_fn(nnx.merge(graph, v), b))(values, batch)
+  """The matrix products of the step as lines of its program."""
+  graph, values = nnx.split((training.model, training.optimizer))
+  step = lambda values, batch: training.step(*nnx.merge(graph, values), batch)
+  program = jax.make_jaxpr(step)(values, batch)
   return [line for line in str(program).splitlines() if " = dot_general" in line]
 
 
@@ -62,7 +42,7 @@ def test_bfloat16_computes_and_stores_what_it_says(folder):
     narrow = [line for line in products(training, batch) if ":bf16[" in line]
     assert bool(narrow) == (dtype == "bfloat16")
     before = {name: np.asarray(x, np.float32) for name, x in tables.items()}
-    step = train_step.make_train_step(training.loss_fn)
+    step = nnx.jit(training.step, donate_argnums=(0, 1))
     losses[dtype] = [
       float(step(training.model, training.optimizer, batch)["loss"]) for _ in range(3)
     ]

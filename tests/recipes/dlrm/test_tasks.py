@@ -51,7 +51,7 @@ class Fixed:
 
 
 def loss(outputs, batch, labels):
-  return tasks.loss_fn(Fixed(outputs), tasks.with_weights(batch), labels=labels)
+  return tasks.loss_fn(Fixed(outputs), batch, labels=labels)
 
 
 def test_losses_by_hand():
@@ -114,7 +114,7 @@ def test_structures_have_an_output_for_each_class_and_every_part_learns(structur
 
   def all_outputs(model, batch):
     outputs = model(batch)
-    total, _ = tasks.loss_fn(Fixed(outputs), tasks.with_weights(batch), labels=LABELS)
+    total, _ = tasks.loss_fn(Fixed(outputs), batch, labels=LABELS)
     return total + jnp.mean(outputs), outputs  # so that no ReLU's side decides
 
   step = nnx.jit(embed.value_and_grad(all_outputs, has_aux=True))

@@ -18,7 +18,6 @@ import embed
 from recipes import baselines as command
 from recipes import hosts
 from recipes.sequence import baselines, data, train
-from recipes.training import train_step
 
 OTHERS = sorted({path.stem for path in Path("configs/sequence").glob("*.py")} - {"synthetic"})
 NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
@@ -75,7 +74,7 @@ def losses(config, mesh):
   hosts.replicate(mesh, model, optimizer)
   table = model.embed.arrays["item"]["parameters"].get_value()
   assert table.sharding.is_fully_replicated == (mesh is None)
-  step = train_step.make_train_step(train.loss_function(config, loaded.num_items))
+  step = nnx.jit(train.make_train_step(config, loaded, mesh), donate_argnums=(0, 1))
   found = [
     step(model, optimizer, hosts.to_global(mesh, batch))
     for batch in data.train_batches(loaded, config)
@@ -159,10 +158,10 @@ def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
   with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
     train.check(config, mesh)
   train.check(config, None)
-  config.overlap = config.max_length
-  with pytest.raises(ValueError, match=r"config.overlap is \d+: choose 0 to \d+, below max_length"):
+  config.negatives.number = 0
+  with pytest.raises(ValueError, match=r"config\.negatives\.number is 0: choose 1 or more"):
     train.check(config, None)
-  config.overlap, config.loss = 0, "hinge"
+  config.loss = "hinge"
   with pytest.raises(ValueError, match="unknown loss 'hinge': choose one of"):
     train.check(config, None)
   config.model = "gru4rec"

@@ -13,7 +13,7 @@ class Parts:
   data: Any
   model: Any
   optimizer: Any
-  loss_fn: Any
+  step: Any  # (model, optimizer, batch) -> scalars, not compiled
   batches: Any
   evaluate: Any
 
@@ -33,7 +33,7 @@ def prepare(recipe, config, mesh=None):
   data = train.data_lib.load(config)
   config = train.decide(config, data, mesh)
   model, optimizer = train.make_state(config, data, mesh)
-  objective = train.objective(config, data, mesh)
+  step = train.make_train_step(config, data, mesh)
   batches = train.data_lib.train_batches(data, config)
   evaluate = train.evaluator(data, config, mesh)
-  return Parts(config, data, model, optimizer, objective, batches, evaluate)
+  return Parts(config, data, model, optimizer, step, batches, evaluate)

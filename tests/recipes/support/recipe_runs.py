@@ -17,17 +17,17 @@ from small_data import (
   write_sequences,
 )  # fmt: skip
 
-from recipes.run import settings
+from recipes import config as config_lib
 from recipes.two_tower.data import RetrievalData
 
 RESULT = {  # the keys of a result
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "curves", "baselines",
   "device", "versions", "data", "data_sha256",
 }  # fmt: skip
-# Read with init_from, without steps, by dlrm and dcnv2, and by models of histories, sequences and
-# codes or the loss gbce alone, which have their own tests.
+# Read without steps, by dlrm and dcnv2, and by models of histories and sequences or the loss gbce
+# alone, which have their own tests.
 _CONDITIONAL = {
-  "init_parts", "init_rename", "epochs", "linear", "history.hidden", "history.blocks",
+  "epochs", "linear", "history.hidden", "history.blocks",
   "history.heads", "residual", "init", "table.initial_accumulator", "negatives.calibration",
 }  # fmt: skip
 _WRITERS = {
@@ -40,7 +40,7 @@ _WRITERS = {
 def load(name, mode="smoke"):
   """Returns the completed config `recipe.config`, as "dlrm.synthetic"."""
   module = importlib.import_module(f"configs.{name}")
-  return settings.completed(name.partition(".")[0], module.get_config(mode))
+  return config_lib.complete(name.partition(".")[0], module.get_config(mode))
 
 
 def _leaves(config, prefix=""):
@@ -74,8 +74,7 @@ def recorded_reads():
   unread = lambda config: {
     path
     for path, owner, key in _leaves(config)
-    if (frozenset(owner._fields), key) not in read
-    and path not in _CONDITIONAL
+    if (frozenset(owner._fields), key) not in read and path not in _CONDITIONAL
   }
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
@@ -123,7 +122,7 @@ def two_tower_smoke(name, folder, **changes):
 def write_run(
   folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, popular=0.0416, **config
 ):
-  """Writes the result and the journal of a run; returns its folder."""
+  """Writes the result and the metrics of a run; returns its folder."""
   folder.mkdir(parents=True)
   config = {
     "dataset": "gowalla",

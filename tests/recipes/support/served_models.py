@@ -1,19 +1,18 @@
 """Small tables, and runs on them that have ended without training: random parameters."""
 
-import shutil
+import json
 
 import jax
 import numpy as np
 import parts
+from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
-from recipes import arrays
+from recipes import checkpoints
+from recipes import config as config_lib
+from recipes import run as run_lib
 from recipes.evaluation import retrieval
-from recipes.run import checkpoints, settings
-from recipes.run import workdir as runs
-from recipes.run.checkpoints import Progress
-from recipes.training import train_step
 
 CLICKS = {
   "clicked": "label",
@@ -79,32 +78,35 @@ def run_of(recipe, table, workdir):
   config = table
   if not isinstance(table, ConfigDict):
     table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
-    config = settings.completed(recipe, table)
+    config = config_lib.complete(recipe, table)
   config.table.init_scale = 0.2
   training = parts.prepare(recipe, config)
   keys = iter(jax.random.split(jax.random.key(7), 1000))
   noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
-  progress = Progress(step=3, best_step=3)
-  with checkpoints.Manager(workdir / "checkpoints") as manager:
-    manager.save(progress, **training.state)
-  with runs.held(config, training.config, workdir):
-    pass
+  folder = epath.Path(workdir)
+  run_lib.begin(training.config, folder, training.data, training.model)
+  with checkpoints.opened(folder, "") as manager:
+    checkpoints.save(manager, 3, **training.state, metrics={}, memory={})
   result = {
-    "recipe": recipe, "config": runs.plain(config), "seed": 0, "steps": 3, "tested_step": 3,
-    "seconds": 1.0, "metrics": {}, "baselines": {}, "data": {}, "data_sha256": {},
-    "device": runs.device(), "versions": runs.versions(),
+    "recipe": recipe, "config": run_lib.plain(training.config), "seed": 0, "steps": 3,
+    "tested_step": 3, "seconds": 1.0, "metrics": {}, "baselines": {}, "data": {}, "data_sha256": {},
+    "device": run_lib.device(), "versions": run_lib.versions(),
   }  # fmt: skip
-  arrays.write_json(workdir / "result.json", result)
-  shutil.copytree(training.serve, workdir / "serve")
+  (workdir / "result.json").write_text(json.dumps(result))
   return training
+
+
+def evaluated(model):
+  """Returns a model as it is evaluated, without dropout."""
+  return nnx.view(model, deterministic=True, raise_if_not_found=False)
 
 
 def own_probabilities(training, splits=("train", "valid", "test")):
   """Returns the probabilities by the model of a run, float64 [N], of its prepared rows."""
   from recipes.dlrm import data, train
 
-  view, logits = train_step.evaluated(training.model), []
+  view, logits = evaluated(training.model), []
   for split in splits:
     for batch in data.eval_batches(training.data, split, 256):
       logits.append(np.asarray(train.predict(view, batch))[np.asarray(batch["mask"])])
@@ -132,7 +134,7 @@ def own_towers(training, top=10):
   from recipes.two_tower import data, train
 
   config, loaded = training.config, training.data
-  view, encode = train_step.evaluated(training.model), train.make_encode(None)
+  view, encode = evaluated(training.model), train.make_encode(None)
   # An export knows all interactions.
   popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
   vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
@@ -156,7 +158,7 @@ def own_sequences(training, top=10):
   from recipes.sequence import data, model
 
   config, loaded = training.config, training.data
-  view, parts = train_step.evaluated(training.model), []
+  view, parts = evaluated(training.model), []
 
   @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
   def ranked(view, batch):

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from recipes.run import settings
+from recipes import config
 
 
 def write_csv(path: Path, header, rows) -> Path:
@@ -16,4 +16,4 @@ def write_csv(path: Path, header, rows) -> Path:
 def completed(recipe: str, cache_dir: Path | str, **given):
   """Returns the config of a recipe on a table."""
   given = {"columns": {}, "cache_dir": str(cache_dir)} | given
-  return settings.completed(recipe, given)
+  return config.complete(recipe, given)

@@ -13,7 +13,7 @@ import pytest
 from small_tables import completed, write_csv
 
 import recipes
-from recipes import arrays
+from recipes import files
 from recipes.dlrm import data
 from recipes.errors import UserError
 from recipes.tables.encoding import Encoder
@@ -115,7 +115,7 @@ def test_both_engines_give_the_same(session, tmp_path):
     assert (one.widths, one.spellings) == (other.widths, other.spellings)
   splits = [pq.read_table(loaded.serve.parent / "split.parquet") for loaded in (actual, expected)]
   assert splits[0].to_pydict() == splits[1].to_pydict()
-  notes = [arrays.read_json(x.serve.parent / "meta.json")["notes"] for x in (actual, expected)]
+  notes = [files.read_json(x.serve.parent / "meta.json")["notes"] for x in (actual, expected)]
   assert notes[0] == notes[1]
 
 

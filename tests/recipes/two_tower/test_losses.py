@@ -1,4 +1,4 @@
-"""The sampled softmax by hand, the frequency estimate against known rates, the queue in order."""
+"""The sampled softmax by hand, and the frequency estimate against known rates."""
 
 import functools
 import math
@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from recipes.two_tower import losses
-from recipes.two_tower.losses import Frequency, Queue
+from recipes.two_tower.losses import Frequency
 
 LOGITS = np.array([[2.0, 1.0, 0.0, 3.0], [0.5, 1.5, -1.0, 0.0]], np.float32)  # two extra ones
-OPTIONS = ("remove_accidental_hits", "hard_negatives")
+OPTIONS = ("remove_accidental_hits",)
 sampled_softmax = jax.jit(losses.sampled_softmax, static_argnames=OPTIONS)
 
 
@@ -31,8 +31,6 @@ def test_by_hand():
   found = sampled_softmax(LOGITS, np.array([7, 8, 9, 4]))
   wanted = [entropy(2.0, 1.0, 0.0, 3.0), entropy(1.5, 0.5, -1.0, 0.0)]
   np.testing.assert_allclose(found, wanted, rtol=1e-6)
-  found = sampled_softmax(LOGITS, np.array([7, 8, 9, -1]))  # the last place is empty
-  np.testing.assert_allclose(found, [entropy(2.0, 1.0, 0.0), entropy(1.5, 0.5, -1.0)], rtol=1e-6)
 
 
 def test_accidental_hits_by_hand():
@@ -58,16 +56,6 @@ def test_logq_by_hand():
   rows = [[x - log for x, log in zip(row, logs, strict=True)] for row in LOGITS.tolist()]
   wanted = [entropy(*rows[0]), entropy(rows[1][1], rows[1][0], *rows[1][2:])]
   np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_hard_negatives_are_the_best_scored_of_each_query():
-  found = sampled_softmax(LOGITS, np.arange(4), hard_negatives=1)
-  np.testing.assert_allclose(found, [entropy(2.0, 3.0), entropy(1.5, 0.5)], rtol=1e-6)
-  all_of_them = sampled_softmax(LOGITS, np.arange(4), hard_negatives=3)
-  np.testing.assert_allclose(all_of_them, sampled_softmax(LOGITS, np.arange(4)), rtol=1e-6)
-  # One that is the positive once more is never a hard negative.
-  found = sampled_softmax(LOGITS, np.array([0, 1, 2, 0]), hard_negatives=1)
-  np.testing.assert_allclose(found[0], entropy(2.0, 1.0), rtol=1e-6)
 
 
 def test_cosine_contrastive_by_hand():
@@ -158,15 +146,3 @@ def test_the_estimate_over_a_mesh_is_the_same():
     update(spread, jax.device_put(ids, jax.NamedSharding(mesh, jax.P("data"))))
   same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
   jax.tree.map(same, nnx.state(one), nnx.state(spread))
-
-
-def test_the_queue_forgets_the_oldest():
-  queue, put = Queue(6, 2), nnx.jit(lambda queue, *rows: queue.put(*rows))
-  for ids in ((1, 2), (3, 4), (5, 6), (7, 8)):
-    if ids == (5, 6):
-      assert queue.read()[0].tolist() == [1, 2, 3, 4, -1, -1]
-    rates = np.array(ids, np.float32)
-    put(queue, np.array(ids, np.int32), np.stack([rates, rates], axis=1), rates)
-  ids, vectors, rates = map(np.asarray, queue.read())
-  assert ids.tolist() == [7, 8, 3, 4, 5, 6]
-  assert vectors[:, 1].tolist() == rates.tolist() == [7, 8, 3, 4, 5, 6]

@@ -1,120 +1,88 @@
 """Starts a run from the state of another one: tables, slots and dense parameters by name.
 
 Rows of a table correspond by raw id where both runs have kept raw ids, as those on declared tables
-do, and by number elsewhere. The dense optimizer, random streams and whatever else a model remembers
-of past batches start as in a run of their own, and so does the schedule of the learning rates.
+do, and by number elsewhere. The dense optimizer, random streams and the schedule of the learning
+rates start anew.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+from etils import epath
 from flax import nnx
 
 import embed
 import embed.checkpoint
 
-from .. import hosts
-from ..errors import MissingFileError, UserError
-from ..tables import row_ids
-from . import checkpoints
-from . import workdir as runs
-from .loop import Run
+from . import checkpoints, files, hosts
+from .errors import MissingFileError, UserError
+from .tables import row_ids
 
 _KEPT = nnx.Any(nnx.Param, nnx.BatchStat)  # of what is no table
-_ALL, _TABLES = "all", "tables"
 
 Arrays = Mapping[str, Any]  # by name; of a table by slot
 
 
-def start(run: Run) -> None:
-  """Puts the state of the run `config.init_from`, if there is one, into a run that is new.
-
-  The other run may then train on, or be removed: this one does not need it any more.
-  """
-  if not run.is_new or not run.asked.init_from:
-    return
-  hosts.from_main(lambda: runs.keep_base(_workdir(run.asked), run.workdir))
-  take(run.asked, run.model, run.serve)
-  run.save()
-
-
-def _workdir(config) -> Path:
-  return Path(config.init_from).expanduser().resolve()
-
-
 def take(config, model: nnx.Module, serve: Path | None) -> None:
-  """Puts the state of the run `config.init_from` into a model that has not been trained.
+  """Puts the state of the run `config.init_from`, if there is one, into a model that is new.
+
+  It is the state that run has tested, or its last one while it has not ended.
 
   Args:
-    config: of the run; see `settings.RUN` for `init_from`, `init_parts` and `init_rename`.
+    config: of the run.
     model: on its devices.
     serve: the folder of what serving needs besides the model; None if there is none.
 
   Raises:
     UserError: there is no such run, or a table has another width there, or nothing corresponds.
   """
-  if config.init_parts not in (_ALL, _TABLES):
-    raise UserError(f"config.init_parts is {config.init_parts!r}: choose {_ALL} or {_TABLES}")
-  other = _Other(_workdir(config))
+  if not config.init_from:
+    return
+  other = _Other(epath.Path(config.init_from).expanduser().resolve())
   rows = row_ids.read(serve) if serve is not None else {}
   tree = embed.checkpoint.to_tree(model=model)
   own = tree["model"]
-  keys = _matches(own["tables"], other, config.init_rename)
-  hosts.say(f"starting from step {other.chain[-1]} of {other.workdir}: {len(keys)} tables")
+  keys = _matches(own["tables"], other)
+  hosts.say(f"starting from step {other.step} of {other.workdir}: {len(keys)} tables")
   for key, old_key in keys.items():
     own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows)
     own["state"] |= _admissions(own["state"], other, key, old_key)
-  for key in own["tables"]:
-    if key not in keys:
-      hosts.say(f"  table {_name(key)} is new")
-  if config.init_parts == _ALL and other.reads_the_same(serve):
+  for key in own["tables"].keys() - keys.keys():
+    hosts.say(f"  table {_name(key)} is new")
+  if other.reads_the_same(serve):
     own["state"] |= _dense(model, own["state"], other)
-  elif config.init_parts == _ALL:
-    hosts.say(
-      "  the features or their order differ from the other run's: no dense parameter is taken"
-    )
+  else:
+    hosts.say("  the features or their order differ there: no dense parameter is taken")
   embed.checkpoint.from_tree(tree, model=model)
 
 
 class _Other:
-  """The tested state of another run, or its latest one if it has not ended.
+  """The state of another run: the one that it has tested, or its last one.
 
   Attributes:
-    chain: the full checkpoint and the deltas that make up the state.
-    tables: shapes by key and slot.
+    step: of the state.
+    state, tables: shapes by key, and of tables by slot.
     rows: raw ids by table name, empty where the run keeps none.
   """
 
-  def __init__(self, workdir: Path):
-    self.workdir, folder = workdir, workdir / "checkpoints"
-
-    def choose() -> Sequence[int]:
-      result = runs.result(workdir)
-      if result is None or not checkpoints.steps(folder):
-        return checkpoints.newest(folder)
-      return checkpoints.of_step(folder, result["tested_step"])
-
-    self.chain = hosts.from_main(choose)
-    if not self.chain:
+  def __init__(self, workdir: epath.Path):
+    self.workdir, self._serve = workdir, Path(workdir) / "serve"
+    steps, result = checkpoints.steps(workdir), workdir / "result.json"
+    if not steps:
       raise MissingFileError(
         f"config.init_from is {str(workdir)!r}, which holds no checkpoint: give the --workdir of a "
         "run"
       )
-    self._path, self._serve = checkpoints.base(folder, self.chain), workdir / "serve"
-    with ocp.PyTreeCheckpointer() as reader:
-      tree = reader.metadata(self._path).item_metadata.tree["model"]
+    self.step = files.read_json(result)["tested_step"] if result.exists() else steps[-1]
+    self._path = checkpoints.folder(workdir, self.step)
+    tree = checkpoints.metadata(self._path)["model"]
     self.state, self.tables = tree["state"], tree["tables"]
     self.rows = row_ids.read(self._serve) if self._serve.is_dir() else {}
-
-  @functools.cached_property
-  def _deltas(self) -> list[embed.deltas.Delta]:
-    return checkpoints.deltas(self.workdir / "checkpoints", self.chain)
 
   def reads_the_same(self, serve: Path | None) -> bool:
     """Returns whether the dense part has the inputs that it has there, in their order.
@@ -128,50 +96,21 @@ class _Other:
 
   def read(self, part: str, like: Arrays) -> dict[str, Any]:
     """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
-    tree = {"model": {part: like}}
-    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
-    args = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
-    with ocp.PyTreeCheckpointer() as reader:
-      found = reader.restore(self._path, args=args)["model"][part]
-    for delta in self._deltas:
-      for key, value in found.items():
-        if part == "state":
-          found[key] = jax.device_put(delta.state["model"][key], value.sharding)
-        else:
-          rows = delta.tables["model"][key]
-          found[key] = {
-            slot: _with_rows(x, rows.ids, rows.values[slot]) for slot, x in value.items()
-          }
-    return found
+    return checkpoints.read(self._path, {"model": {part: like}})["model"][part]
 
 
-def _matches(tables: Arrays, other: _Other, rename: str) -> dict[str, str]:
+def _matches(tables: Arrays, other: _Other) -> dict[str, str]:
   """Returns the key of the other run's table for each table that has one there."""
-  renamed = dict[str, str]()
-  for text in filter(None, rename.split(",")):
-    new, _, old = (part.strip() for part in text.partition("="))
-    if not (new and old):
-      raise UserError(
-        f"config.init_rename has {text!r}: write new=old, several with commas between"
-      )
-    for name, held, where in ((new, tables, "this run"), (old, other.tables, other.workdir)):
-      if name not in map(_name, held):
-        raise UserError(
-          f"config.init_rename names a table {name!r}, and those of {where} are {_listed(held)}"
-        )
-    renamed[new] = old
   matches = {}
   for key in tables:
-    name = renamed.get(_name(key), _name(key))
-    same = [old for old in other.tables if _name(old) == name]
+    same = [old for old in other.tables if _name(old) == _name(key)]
     exact = [old for old in same if old.rpartition("/")[0] == key.rpartition("/")[0]]
     if exact or len(same) == 1:
       matches[key] = (exact or same)[0]
   if not matches:
     raise UserError(
       f"no table of {other.workdir} has the name of one of this run's: they are "
-      f"{_listed(other.tables)} there and {_listed(tables)} here. config.init_rename=new=old maps "
-      "them"
+      f"{_listed(other.tables)} there and {_listed(tables)} here"
     )
   return matches
 
@@ -274,17 +213,3 @@ def _dense(model: nnx.Module, own: Arrays, other: _Other) -> dict[str, Any]:
       hosts.say(f"  {name}, of shape {x.shape}, is new: the other run {there}")
   hosts.say(f"  {len(like)} dense parameters")
   return other.read("state", like) if like else {}
-
-
-def _with_rows(x: Any, ids: np.ndarray, rows: np.ndarray) -> Any:
-  """Returns an array with some rows replaced, where it was."""
-  if not isinstance(x, jax.Array):
-    x = np.array(x)
-    x[ids] = rows
-    return x
-  put = jax.jit(
-    lambda x, ids, rows: x.at[ids].set(rows),
-    out_shardings=x.sharding,
-    donate_argnums=0,
-  )
-  return put(x, ids, rows)

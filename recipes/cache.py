@@ -1,0 +1,127 @@
+"""Prepared data sets: folders of columns, one `.npy` file each, into which data are turned once.
+
+All columns of a folder have equally many rows, and splits are ranges of rows. A folder is written
+under another name, and gets its own when it is complete.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import files
+from .errors import UserError
+
+FORMAT = 4  # raise it with a change of what the `build` of any data set writes
+META = "meta.json"
+
+
+class Columns(Mapping[str, np.ndarray]):
+  """The `.npy` files of a folder by name, memory-mapped on first use.
+
+  Pickles as the folder's path: a pickled `np.memmap` carries all of its data, which would send a
+  whole data set to every worker process.
+  """
+
+  def __init__(self, folder: str | Path):
+    self.folder = Path(folder)
+    self._names = tuple(sorted(path.stem for path in self.folder.glob("*.npy")))
+    self._open: dict[str, np.ndarray] = {}
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    if name not in self._names:
+      raise KeyError(f"{self.folder} has no column {name!r}; it has {list(self._names)}")
+    if name not in self._open:
+      self._open[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+    return self._open[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._names)
+
+  def __len__(self) -> int:
+    return len(self._names)
+
+  def __getstate__(self) -> Path:
+    return self.folder
+
+  def __setstate__(self, folder: Path) -> None:
+    self.__init__(folder)  # type: ignore[misc]
+
+
+def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
+  """Opens a column for writing; one that exists already with this shape keeps what it holds.
+
+  Raises:
+    OSError: the disk is too full for it; names the file.
+  """
+  path = folder / f"{name}.npy"
+  array = None
+  if path.exists():
+    with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
+      array = np.load(path, mmap_mode="r+")
+  if array is None or array.shape != shape or array.dtype != np.dtype(dtype):
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+  if hasattr(os, "posix_fallocate"):
+    # Takes the blocks from the disk now: later a full disk would be a bus error at a write. A file
+    # system that cannot allocate takes them when they are written.
+    try:
+      with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+      if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(error.errno, error.strerror, str(path)) from error
+  return array
+
+
+def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:
+  """Returns train, valid and test as neighbouring ranges of rows; the last two are fractions."""
+  train = rows - round(rows * valid) - round(rows * test)
+  return {
+    "train": (0, train),
+    "valid": (train, train + round(rows * valid)),
+    "test": (train + round(rows * valid), rows),
+  }
+
+
+def prepared(
+  cache_dir: str | Path, name: str, settings: Mapping[str, Any], build: Callable[[Path], dict]
+) -> tuple[Columns, dict[str, Any]]:
+  """Returns the prepared data set for these settings, building it first where it is missing.
+
+  Of two processes that prepare the same data set at once, the second waits for the first.
+
+  Args:
+    cache_dir: where prepared data sets live, `~` allowed.
+    name: readable prefix of the folder's name.
+    settings: JSON values; everything that the columns depend on, the source files' `stamp`
+      included.
+    build: writes the columns into the folder and returns the content of `meta.json`. After a kill
+      it is called again on the same folder and may go on from what it finds there.
+
+  Raises:
+    UserError: as `build`, which begins from nothing the next time.
+  """
+  about = {"settings": dict(settings), "format": FORMAT}
+  text = json.dumps(about, sort_keys=True)
+  cache = Path(cache_dir).expanduser()
+  cache.mkdir(parents=True, exist_ok=True)
+  final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+  with files.locked(cache / f"{final.name}.lock"):
+    if not final.exists():
+      partial = final.with_suffix(".partial")
+      partial.mkdir(exist_ok=True)
+      try:
+        built = build(partial)
+      except UserError:  # of a source or a setting; mended, it is another data set
+        shutil.rmtree(partial)
+        raise
+      files.write_json(partial / META, about | built)
+      partial.rename(final)
+  return Columns(final), files.read_json(final / META)

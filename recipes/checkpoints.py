@@ -1,0 +1,136 @@
+"""The checkpoints of a run: model and optimizer as Orbax stores them, the last two and the best.
+
+    checkpoints/20/state/      tables by name, dense parameters, both optimizers' states
+    checkpoints/20/metrics/    of the evaluation at this step, if there was one
+
+A checkpoint does not know how many devices or processes wrote it. Orbax gives it its name when it
+is complete, so that a kill never leaves half of one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers
+
+import embed.checkpoint
+
+from . import hosts, results
+from .errors import UserError, from_settings
+
+_STATE = "state"
+
+
+def opened(workdir: epath.Path, select: str) -> ocp.CheckpointManager:
+  """Returns the manager of a run's checkpoints, a context manager.
+
+  It keeps the last two checkpoints, and with `select`, a metric of validation, the best one: of
+  equally good ones the latest.
+
+  On CPU a save ends when its files are written: a save in the background would read the very
+  buffers that the next step, whose arguments are donated, overwrites.
+  """
+  policies: list[Any] = [checkpoint_managers.LatestN(2)]
+  gain = None
+  if select:
+    gain = lambda metrics: results.gain(select, metrics[select])
+    policies.append(
+      checkpoint_managers.BestN(get_metric_fn=gain, n=1, keep_checkpoints_without_metrics=False)
+    )
+  return ocp.CheckpointManager(
+    workdir / "checkpoints",
+    options=ocp.CheckpointManagerOptions(
+      best_fn=gain,
+      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+      enable_async_checkpointing=jax.default_backend() != "cpu",
+      cleanup_tmp_directories=True,
+    ),
+    item_handlers={_STATE: ocp.PyTreeCheckpointHandler()},
+  )
+
+
+def save(
+  manager: ocp.CheckpointManager,
+  step: int,
+  model: Any,
+  optimizer: Any,
+  metrics: Mapping[str, float],
+  memory: Mapping[str, Any],
+) -> None:
+  """Saves model and optimizer after a step.
+
+  Args:
+    manager: from `opened`.
+    step: the number of steps taken.
+    model, optimizer: to save.
+    metrics: of the evaluation at this step; {} if there was none.
+    memory: JSON values that a resumed run needs; see `log.Log.memory`.
+  """
+  tree = embed.checkpoint.to_tree(model=model, optimizer=optimizer)
+  items = ocp.args.Composite(**{_STATE: ocp.args.PyTreeSave(tree)})
+  own = dict(metrics) or None
+  manager.save(step, args=items, metrics=own, custom_metadata=dict(memory), force=True)
+
+
+def restore(
+  manager: ocp.CheckpointManager, step: int | None = None, **nodes: Any
+) -> tuple[int, dict[str, Any]]:
+  """Loads a checkpoint, the latest by default; returns its step and memory, `(0, {})` of none.
+
+  Args:
+    manager: from `opened`.
+    step: of the checkpoint.
+    **nodes: "model", and "optimizer" if its state is wanted, on any devices.
+
+  Raises:
+    UserError: the checkpoint holds other tables or parameters; names them with both shapes.
+  """
+  manager.wait_until_finished()
+  if step is None:
+    step = manager.latest_step()
+    if step is None:
+      return 0, {}
+    hosts.say(f"resuming from step {step}")
+  load(folder(manager.directory.parent, step), **nodes)
+  return step, dict(manager.metadata(step).custom_metadata or {})
+
+
+# --- also of other runs ---------------------------------------------------------------------------
+
+
+def steps(workdir: epath.Path) -> list[int]:
+  """Returns the steps of the checkpoints in a workdir."""
+  path = workdir / "checkpoints"
+  names = [each.name for each in path.iterdir()] if path.exists() else []
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+def folder(workdir: epath.Path, step: int) -> epath.Path:
+  """Returns the folder of a checkpoint's arrays; raises UserError if it is missing."""
+  path = epath.Path(workdir) / "checkpoints" / str(step)
+  if not path.exists():
+    raise UserError(f"{path}, the tested state, is missing: train again")
+  return path / _STATE
+
+
+def load(path: epath.Path, **nodes: Any) -> None:
+  """Loads the arrays of a checkpoint into models and optimizers; errors are as of `restore`."""
+  with from_settings():  # before Orbax, which would advise to pad or cut tables
+    embed.checkpoint.check(metadata(path), **nodes)
+  embed.checkpoint.from_tree(read(path, embed.checkpoint.like(**nodes)), **nodes)
+
+
+def metadata(path: epath.Path) -> Any:
+  """Returns the tree of a checkpoint, with the shape and dtype of each array."""
+  # The tree's own: a checkpointer's would warn of a file that only the folder above has.
+  return ocp.PyTreeCheckpointHandler().metadata(path).tree
+
+
+def read(path: epath.Path, like: Any) -> Any:
+  """Reads a part of a checkpoint's tree: the arrays of `like`, onto their shardings."""
+  restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+  args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
+  with ocp.PyTreeCheckpointer() as reader:
+    return reader.restore(path, args=args)

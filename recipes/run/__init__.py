@@ -1,1 +1,0 @@
-"""A run: its folder, its loop, its checkpoints, and how it resumes."""
