@@ -205,10 +205,10 @@ class Log:
 
   def has_stalled(self, select: str, patience: int) -> bool:
     """Returns whether a metric has not improved in the last `patience` evaluations; 0 is False."""
-    gains = [results.gain(select, line[select]) for line in self._lines if select in line]
-    if not patience or not gains:
+    if not patience:  # as most runs ask at every step
       return False
-    best = max(range(len(gains)), key=lambda i: (gains[i], i))
+    gains = [results.gain(select, line[select]) for line in self._lines if select in line]
+    best = max(range(len(gains)), key=lambda i: (gains[i], i), default=math.inf)
     return len(gains) - 1 - best >= patience
 
   def scores(self, step: int) -> dict[str, float]:

@@ -64,7 +64,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
-        evaluates = step == config.steps or step % config.eval_every == 0
+        evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
         stops = stop.has_come(step)
