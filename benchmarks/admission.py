@@ -5,30 +5,29 @@ turns in one process on CPU; of a table alone and of one under a dense head of t
 with four times the capacity, since the cost must follow the batch. Before, all ids of the stream
 but those that it drifts to are admitted. Hit rate: beside an exact LRU of as many rows, on a power
 law over ids that look like hashes, of which the most frequent move on by `drift` ids a batch.
-Turned away: distinct ids of a stream that fills 90 % of the rows.
 
   python benchmarks/admission.py --json admission.json
 """
 
-import argparse
 import collections
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import step as timing
 from flax import nnx
 
 import embed
 
+IDS, CAPACITY, DIM, DRIFT, POWER = 65_536, 1_000_000, 64, 200, 1.2
+WARM_UP, STEPS = 30, 30
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -67,21 +66,21 @@ def admit_and_train(model: Any, optimizer: Any, batch: Any) -> jax.Array:
   return train_step(model, optimizer, model.embed.admit(batch))
 
 
-def cost(capacity: int, layers: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
+def cost(capacity: int, layers: tuple[int, ...]) -> dict[str, Any]:
   """Milliseconds of steps with and without `admit`, in turns, and what was admitted."""
-  model = Model(capacity, args.dim, layers)
+  model = Model(capacity, DIM, layers)
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  count = int(0.8 * args.capacity)
+  count = int(0.8 * CAPACITY)
   admit = embed.jit_step(lambda model, batch: model.embed.admit(batch)["id"][:1], model)
-  for start in range(0, count, args.ids):
-    ids = np.arange(start, start + args.ids, dtype=np.uint64) * GOLDEN
+  for start in range(0, count, IDS):
+    ids = np.arange(start, start + IDS, dtype=np.uint64) * GOLDEN
     admit({"id": jnp.asarray(embed.raw_ids(ids))})
   find = nnx.jit(lambda model, batch: model.embed.translate(batch), graph=False)
   with_admit = embed.jit_step(admit_and_train, model, optimizer)
   without = embed.jit_step(train_step, model, optimizer)
   times: dict[str, list[float]] = {"step": [], "step_with_admit": []}
   counts = collections.Counter[str]()
-  batches = stream(args.warm_up + args.steps, args.ids, args.drift, count, args.power)
+  batches = stream(WARM_UP + STEPS, IDS, DRIFT, count, POWER)
   for number, ids in enumerate(batches):
     batch = {"id": jnp.asarray(embed.raw_ids(ids))}
     start_of = time.perf_counter()
@@ -91,7 +90,7 @@ def cost(capacity: int, layers: tuple[int, ...], args: argparse.Namespace) -> di
     again = time.perf_counter()
     jax.block_until_ready(without(rows))
     end = time.perf_counter()
-    if number >= args.warm_up:
+    if number >= WARM_UP:
       times["step_with_admit"].append(middle - start_of)
       times["step"].append(end - again)
       report = model.embed.vocabulary_report["id"]
@@ -102,11 +101,11 @@ def cost(capacity: int, layers: tuple[int, ...], args: argparse.Namespace) -> di
     "capacity": capacity, "layers": layers, **ms, **best,
     "share": ms["step_with_admit"] / ms["step"] - 1,
     "best_share": best["best_step_with_admit"] / best["best_step"] - 1,
-    "admissions": counts["admissions"] / args.steps, "hit_rate": counts["hits"] / counts["ids"],
+    "admissions": counts["admissions"] / STEPS, "hit_rate": counts["hits"] / counts["ids"],
   }  # fmt: skip
 
 
-def hit_rates(drift: int, args: argparse.Namespace) -> dict[str, float]:
+def hit_rates(drift: int) -> dict[str, float]:
   """The share of distinct ids of a batch that had a row: by buckets, and by an exact LRU."""
   capacity, size, steps = 8192, 2048, 120
   model = Model(capacity, 1).embed
@@ -134,46 +133,14 @@ def hit_rates(drift: int, args: argparse.Namespace) -> dict[str, float]:
   return {"drift": drift, "hit_rate": hits, "exact": best, "of_exact": hits / best, "away": away}
 
 
-def turned_away(args: argparse.Namespace) -> dict[str, float]:
-  """Ids that find no room while 90 % of the rows are filled, in batches of fresh ids."""
-  capacity = 1 << 20
-  model = Model(capacity, 1).embed
-  admit = nnx.jit(lambda model, batch: model.admit(batch))
-  count = int(0.9 * capacity) // args.ids
-  for step in range(count):
-    raw = np.arange(step * args.ids, (step + 1) * args.ids, dtype=np.uint64) * GOLDEN
-    admit(model, {"id": embed.raw_ids(raw)})
-  report = {key: float(x) for key, x in model.vocabulary_report["id"].items()}
-  return {
-    "ids": report["total_ids"], "turned_away": report["total_turned_away"],
-    "evictions": report["total_evictions"], "fill": report["fill"],
-  }  # fmt: skip
-
-
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  for name, default in (("ids", 65_536), ("capacity", 1_000_000), ("dim", 64), ("drift", 200)):
-    parser.add_argument(f"--{name}", type=int, default=default)
-  parser.add_argument("--power", type=float, default=1.2)
-  parser.add_argument("--steps", type=int, default=30)
-  parser.add_argument("--warm_up", type=int, default=30)
-  parser.add_argument("--json", type=Path)
-  args = parser.parse_args()
-  head = (256, 64, 1)
-  settings = ((args.capacity, ()), (4 * args.capacity, ()), (args.capacity, head))
-  costs = [cost(capacity, layers, args) for capacity, layers in settings]
-  for of in costs:
+  args = common.parser(__doc__).parse_args()
+  models: list[tuple[int, tuple[int, ...]]] = [(CAPACITY, ()), (4 * CAPACITY, ())]
+  costs = [cost(*model) for model in (*models, (CAPACITY, (256, 64, 1)))]
+  rates = [hit_rates(drift) for drift in (0, DRIFT)]
+  for of in (*costs, *rates):
     print(json.dumps(of))
-  rates = [hit_rates(drift, args) for drift in (0, 200)]
-  for of in rates:
-    print(json.dumps(of))
-  away = turned_away(args)
-  print(json.dumps(away))
-  if args.json:
-    given = {key: x for key, x in vars(args).items() if key != "json"}
-    where = timing.about() | {"load": os.getloadavg()[0]}
-    result = {"settings": given, "cost": costs, "hit_rate": rates, "turned_away": away}
-    args.json.write_text(json.dumps({**result, **where}, indent=2) + "\n")
+  common.write(args.json, {"load": os.getloadavg()[0], "cost": costs, "hit_rate": rates})
 
 
 if __name__ == "__main__":

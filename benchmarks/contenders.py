@@ -2,9 +2,7 @@
 
 import functools
 import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,11 +13,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
-
 import embed
-from embed.engine import update
 
+DIM, IDS, VALENCY = 64, 65_536, 8  # of a table, of a batch and of a bag
+# Other ids in each of so many steps, by a power law; and steps of a contender in its turn.
+BATCHES, ZIPF, BURST = 8, 1.2, 8
 RATE, ACCUMULATOR, EPSILON = 0.01, 0.1, 1e-8
 OPTIMIZERS: dict[str, Callable[[], embed.RowOptimizer]] = {
   "sgd": lambda: embed.sgd(RATE),
@@ -59,15 +57,13 @@ class Missing(Exception):
   """Why a contender cannot take part."""
 
 
-def make_problem(
-  vocabulary: int, dim: int, ids: int, valency: int, zipf: float, batches: int = 8
-) -> Problem:
+def make_problem(vocabulary: int) -> Problem:
   rng = np.random.default_rng(0)
-  shape = (batches, ids // valency, valency)
+  shape = (BATCHES, IDS // VALENCY, VALENCY)
   return Problem(
-    rng.normal(size=(vocabulary, dim)).astype(np.float32),
-    (rng.zipf(zipf, size=shape) % vocabulary).astype(np.int32),
-    rng.normal(size=(shape[1], dim)).astype(np.float32),
+    rng.normal(size=(vocabulary, DIM)).astype(np.float32),
+    (rng.zipf(ZIPF, size=shape) % vocabulary).astype(np.int32),
+    rng.normal(size=(shape[1], DIM)).astype(np.float32),
   )
 
 
@@ -178,35 +174,6 @@ def ours_whole(problem: Problem, name: str) -> Contender:
 # --- peers ---------------------------------------------------------------------------------------
 
 
-def dense_jax(problem: Problem, name: str) -> Contender:
-  """`jax.grad` of the table, hence a gradient `[V, D]`, and the same equation for all rows."""
-  if name == LOOKUP:
-    raise Missing("not measured")
-  optimizer = OPTIMIZERS[name]()
-  table = jnp.array(problem.rows)
-  slots = {
-    key: jnp.full(table.shape[: 1 if slot.per_row else 2], slot.initial, jnp.float32)
-    for key, slot in optimizer.slots(table.shape[1]).items()
-  }
-  (batches, grads), count = on_device(problem), iter(range(1 << 31))
-
-  def train_step(state, ids, grads, step):
-    table, slots = state
-    loss = lambda table: loss_of(table[ids].sum(axis=1), grads)
-    value, g = jax.value_and_grad(loss)(table)
-    rate = optimizer.learning_rate_at(step)
-    return value, update.step_rows(optimizer, g, table, slots, rate)
-
-  jitted = jax.jit(train_step, donate_argnums=0)
-  held = [(table, slots)]
-
-  def step(i):
-    value, held[0] = jitted(held[0], batches[i % len(batches)].values, grads, next(count))
-    jax.block_until_ready((value, held[0]))
-
-  return Contender(step, lambda: held[0][0])
-
-
 def torch_sparse(problem: Problem, name: str) -> Contender:
   """`EmbeddingBag(sparse=True)` with the optimizers of torch that take sparse gradients."""
   try:
@@ -242,33 +209,42 @@ def torch_sparse(problem: Problem, name: str) -> Contender:
   return Contender(step, lambda: bags.weight.detach().numpy())
 
 
-def fbgemm(problem: Problem, name: str) -> Contender:
-  """FBGEMM's table batched embedding on CPU: the update is part of the backward pass."""
+def fbgemm_bags(tables: Sequence[np.ndarray], optimizer: str) -> Any:
+  """FBGEMM's table batched embedding with the rows of some tables, and accumulators as ours have.
+
+  Raises:
+    Missing: FBGEMM is not installed, or has no such optimizer on CPU.
+  """
   try:
     import torch
-    from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
-    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+    from fbgemm_gpu import split_embedding_configs
+    from fbgemm_gpu import split_table_batched_embeddings_ops_common as places
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as ops
   except ImportError:
     raise Missing("fbgemm-gpu-cpu is not installed") from None
-  kinds = {
-    "sgd": split_embedding_configs.EmbOptimType.EXACT_SGD,
-    "rowwise_adagrad": split_embedding_configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": split_embedding_configs.EmbOptimType.EXACT_ADAGRAD,
-  }
-  if name not in (LOOKUP, *kinds):
+  if optimizer not in ("sgd", "rowwise_adagrad", "adagrad"):
     raise Missing("FBGEMM has no such optimizer on CPU")
-  host = (common.EmbeddingLocation.HOST, split_table_batched_embeddings_ops_training.ComputeDevice)
-  bags = split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen(
-    [(*problem.rows.shape, host[0], host[1].CPU)],
-    optimizer=kinds["sgd" if name == LOOKUP else name],
+  place = (places.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+  bags = ops.SplitTableBatchedEmbeddingBagsCodegen(
+    [(*rows.shape, *place) for rows in tables],
+    optimizer=split_embedding_configs.EmbOptimType[f"EXACT_{optimizer.upper()}"],
     learning_rate=RATE,
     eps=0.0,
   )
-  weights = bags.split_embedding_weights()[0]
-  weights.copy_(torch.from_numpy(problem.rows))
+  for weights, rows in zip(bags.split_embedding_weights(), tables, strict=True):
+    weights.copy_(torch.from_numpy(rows))
   for states in bags.split_optimizer_states():
     for state in states:
       state.fill_(ACCUMULATOR)
+  return bags
+
+
+def fbgemm(problem: Problem, name: str) -> Contender:
+  """FBGEMM on CPU: the update is part of the backward pass."""
+  bags = fbgemm_bags([problem.rows], "sgd" if name == LOOKUP else name)
+  import torch
+
+  weights = bags.split_embedding_weights()[0]
   _, count, valency = problem.ids.shape
   batches = torch.from_numpy(problem.ids).long().reshape(len(problem.ids), -1)
   offsets = torch.arange(0, (count + 1) * valency, valency)
@@ -291,7 +267,5 @@ CONTENDERS: dict[str, Callable[[Problem, str], Contender]] = {
   "ours, whole model": ours_whole,
   "torch": torch_sparse,
   "fbgemm": fbgemm,
-  "dense jax": dense_jax,
 }
-DEFAULT = tuple(label for label in CONTENDERS if label != "dense jax")
 PEERS = ("torch", "fbgemm")  # whose threads are set

@@ -32,29 +32,28 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "")  # the devices; `contenders` would take the CPU
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
 
+import common
 import jax
 import numpy as np
-from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
+from contenders import BATCHES, LOOKUP, OPTIMIZERS, VALENCY, ZIPF, arrays_of, programs
 from flax import nnx
 
 import embed
 from embed import check
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
-from recipes.aot import compile as aot
 
 WAYS = {  # environment variables by name
   "plain": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
   "packed": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "0"},
   "SparseCores": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "1"},
 }
-VALENCY, ZIPF, BATCHES = 8, 1.2, 8
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
+  parser.set_defaults(json=Path("device.json"))
   parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
   parser.add_argument("--rows", type=int, default=1 << 20, help="of the table, per device")
   parser.add_argument("--dim", nargs="+", type=int, default=[16, 64, 128])
@@ -62,7 +61,6 @@ def main() -> int:
   parser.add_argument("--steps", type=int, default=50, help="in a row, five times")
   parser.add_argument("--minutes", type=float, default=30, help="until a way is given up")
   parser.add_argument("--cpu", action="store_true", help="run on the CPU, to try this program")
-  parser.add_argument("--json", type=Path, default=Path("device.json"), help="the report")
   parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # the process of a way
   args = parser.parse_args()
   if args.ids % VALENCY or args.ids <= 0:
@@ -70,13 +68,7 @@ def main() -> int:
   if args.child:
     args.json.write_text(json.dumps(of_way(args.child, args)))
     return 0
-  report: dict[str, Any] = {
-    "command": " ".join(["python", *sys.argv]),
-    "date": time.strftime("%Y-%m-%d"),
-    "commit": commit(),
-    "versions": aot.versions(),
-    "ways": {},
-  }
+  report = common.about() | {"commit": commit(), "ways": dict[str, Any]()}
   args.json.write_text(json.dumps(report))  # before any work, so that a wrong path is found
   # This process leaves the devices alone: a TPU serves one process at a time.
   for way in args.ways:

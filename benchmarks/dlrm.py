@@ -1,7 +1,7 @@
 """One training step of a whole DLRM on CPU: ours against torch with FBGEMM and with EmbeddingBag.
 
 26 tables of one width, a feature of one id each, 13 dense features, MLPs of the sizes in
-`--bottom` and `--top`, dot interactions; Adagrad on the tables, SGD on the rest. All contenders
+`BOTTOM` and `TOP`, dot interactions; Adagrad on the tables, SGD on the rest. All contenders
 start from the same weights, train on the same batches, and must have the same losses over the
 first steps; then they are timed as in `step.py`, in turns. Ours is the recipe's model, and the step
 that `recipes.dlrm.train` takes.
@@ -11,22 +11,20 @@ that `recipes.dlrm.train` takes.
 "first step" is the time from a model to the end of its first step: what is traced and compiled.
 """
 
-import argparse
 import itertools
-import json
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import common
 import contenders as lib
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import step as timing
-from contenders import Contender, Missing
+from contenders import ACCUMULATOR, BATCHES, RATE, ZIPF, Contender, Missing
 from flax import nnx
 
 import embed
@@ -34,35 +32,28 @@ from recipes.dlrm import model as dlrm
 from recipes.dlrm import tasks, train
 from recipes.training import layers
 
-RATE, DENSE_RATE, ACCUMULATOR, DENSE = 0.01, 0.01, 0.1, 13
+DENSE_RATE = 0.01
+TABLES, VOCABULARY, DENSE = 26, 100_000, 13
+BOTTOM, TOP = (512, 256), (512, 256)  # and then the width of the tables, and 1
+BURST = 4  # steps of a contender in its turn
 
 
 class Problem(NamedTuple):
-  """Batches of ids `[P, B, F]`, dense features `[P, B, 13]` and labels `[P, B]`, and sizes."""
+  """Batches of ids `[P, B, F]`, dense features `[P, B, 13]` and labels `[P, B]`, and a width."""
 
   ids: np.ndarray
   dense: np.ndarray
   labels: np.ndarray
-  vocabulary: int
   dim: int
-  bottom: tuple[int, ...]
-  top: tuple[int, ...]
 
 
-def make_problem(args: argparse.Namespace, dim: int, batch: int) -> Problem:
+def make_problem(dim: int, batch: int) -> Problem:
   rng = np.random.default_rng(0)
-  shape = (args.batches, batch)
-  ids = rng.zipf(args.zipf, size=(*shape, args.tables)) % args.vocabulary
-  labels = rng.random(shape) < 0.3
-  return Problem(
-    ids.astype(np.int32),
-    rng.normal(size=(*shape, DENSE)).astype(np.float32),
-    labels.astype(np.float32),
-    args.vocabulary,
-    dim,
-    tuple(args.bottom),
-    tuple(args.top),
-  )
+  shape = (BATCHES, batch)
+  ids = rng.zipf(ZIPF, size=(*shape, TABLES)) % VOCABULARY
+  labels = (rng.random(shape) < 0.3).astype(np.float32)
+  dense = rng.normal(size=(*shape, DENSE)).astype(np.float32)
+  return Problem(ids.astype(np.int32), dense, labels, dim)
 
 
 def make_model(problem: Problem) -> dlrm.DLRM:
@@ -70,13 +61,11 @@ def make_model(problem: Problem) -> dlrm.DLRM:
   normal, features = embed.row_wise(jax.nn.initializers.normal(0.1)), {}
   for i in range(problem.ids.shape[-1]):
     name = f"c{i:02d}"
-    table = embed.TableConfig(
-      problem.vocabulary, problem.dim, combiner="sum", name=name, initializer=normal
-    )
+    table = embed.TableConfig(VOCABULARY, problem.dim, normal, combiner="sum", name=name)
     features[name] = embed.FeatureConfig(table)
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, optimizer=embed.adagrad(RATE, ACCUMULATOR), rngs=rngs)
-  sizes: dict[str, Any] = {"bottom": problem.bottom, "top": problem.top, "rngs": rngs}
+  sizes: dict[str, Any] = {"bottom": BOTTOM, "top": TOP, "rngs": rngs}
   inputs = layers.Inputs(tables, range(DENSE), rngs=rngs)
   return dlrm.DLRM(tables, inputs, problem.dim, concat_tables=False, dropout=0.0, **sizes)
 
@@ -195,26 +184,10 @@ def torch_sparse(problem: Problem, model: dlrm.DLRM) -> Trained:
 
 def fbgemm(problem: Problem, model: dlrm.DLRM) -> Trained:
   """FBGEMM's table batched embedding for all tables, with its exact Adagrad."""
-  try:
-    import torch
-    from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
-    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
-  except ImportError:
-    raise Missing("fbgemm-gpu-cpu is not installed") from None
-  ops = split_table_batched_embeddings_ops_training
+  bags = lib.fbgemm_bags([np.array(model.embed.tables[name]) for name in model.names], "adagrad")
+  import torch
+
   count, dim = problem.ids.shape[-1], problem.dim
-  one = (problem.vocabulary, dim, common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
-  bags = ops.SplitTableBatchedEmbeddingBagsCodegen(
-    [one] * count,
-    optimizer=split_embedding_configs.EmbOptimType.EXACT_ADAGRAD,
-    learning_rate=RATE,
-    eps=0.0,
-  )
-  for weight, name in zip(bags.split_embedding_weights(), model.names, strict=True):
-    weight.copy_(torch.from_numpy(np.array(model.embed.tables[name])))
-  for states in bags.split_optimizer_states():
-    for state in states:
-      state.fill_(ACCUMULATOR)
   batch = problem.ids.shape[1]
   offsets = torch.arange(count * batch + 1)  # a bag of one id for each table and example
   look_up = lambda ids: bags(ids, offsets).reshape(batch, count, dim)
@@ -230,24 +203,24 @@ CONTENDERS: dict[str, Callable[[Problem, dlrm.DLRM], Trained]] = {
 }
 
 
-def measure(args: argparse.Namespace, dim: int, batch: int) -> dict[str, Any]:
+def measure(dim: int, batch: int, seconds: float) -> dict[str, Any]:
   """All contenders at one point."""
-  problem = make_problem(args, dim, batch)
+  problem = make_problem(dim, batch)
   model = make_model(problem)
-  print(f"\n{problem.ids.shape[-1]} tables {args.vocabulary:,} x {dim}, batch {batch:,}")
+  print(f"\n{TABLES} tables {VOCABULARY:,} x {dim}, batch {batch:,}")
   losses: dict[str, list[float]] = {}
   made: dict[str, Contender] = {}
   missing: dict[str, str] = {}
   first: dict[str, float] = {}
-  for label in args.contenders:
+  for label, make in CONTENDERS.items():
     start = time.perf_counter()
     try:
-      trained = CONTENDERS[label](problem, model)
+      trained = make(problem, model)
     except Missing as reason:
       missing[label] = str(reason)
       continue
     losses[label] = []
-    for i in range(args.batches):
+    for i in range(BATCHES):
       trained.contender.step(i)
       first.setdefault(label, time.perf_counter() - start)
       losses[label].append(trained.loss())
@@ -257,31 +230,19 @@ def measure(args: argparse.Namespace, dim: int, batch: int) -> dict[str, Any]:
     np.testing.assert_allclose(values, expected, rtol=1e-4, err_msg=f"{label} against ours")
   print("first step, s: " + ", ".join(f"{label} {s:.1f}" for label, s in first.items()))
   load = timing.Load()
-  times = timing.time_in_turns(timing.with_threads(made), args.seconds, args.burst)
+  times = timing.time_in_turns(timing.with_threads(made), seconds, BURST)
   results = timing.report("DLRM", times, missing, load.cores())
   point = {"dim": dim, "batch": batch, "first_step_s": first, "losses": expected}
   return point | {"results": results}
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--dim", type=int, nargs="+", default=[16, 64])
-  parser.add_argument("--batch", type=int, nargs="+", default=[2048, 8192])
-  parser.add_argument("--tables", type=int, default=26)
-  parser.add_argument("--vocabulary", type=int, default=100_000, help="rows of each table")
-  parser.add_argument("--bottom", type=int, nargs="*", default=[512, 256], help="and then dim")
-  parser.add_argument("--top", type=int, nargs="+", default=[512, 256])
-  parser.add_argument("--batches", type=int, default=8, help="other ids in each of so many steps")
-  parser.add_argument("--zipf", type=float, default=1.2, help="exponent of the ids' power law")
-  parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+  parser = common.parser(__doc__)
   parser.add_argument("--seconds", type=float, default=20, help="time for each point")
-  parser.add_argument("--burst", type=int, default=4, help="steps in a row")
-  parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
-  print("versions: " + ", ".join(f"{k} {v}" for k, v in timing.versions().items()))
-  points = [measure(args, dim, batch) for dim, batch in itertools.product(args.dim, args.batch)]
-  if args.json:
-    args.json.write_text(json.dumps(timing.about() | {"points": points}, indent=2) + "\n")
+  print("versions: " + ", ".join(f"{k} {v}" for k, v in common.versions().items()))
+  points = [measure(*point, args.seconds) for point in itertools.product((16, 64), (2048, 8192))]
+  common.write(args.json, {"points": points})
 
 
 if __name__ == "__main__":

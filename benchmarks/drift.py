@@ -10,15 +10,14 @@ system knows beforehand; the others have a half and a quarter of these rows.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import step as timing
 from flax import nnx
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
@@ -27,6 +26,10 @@ import embed
 
 _DIM = 16
 _BATCH = 256
+_RATE, _DENSE_RATE = 0.1, 3e-3  # of the tables, and of the rest
+_SEEDS = (0, 1, 2)
+_DAYS, _ROWS = 30, 20_000  # of a synthetic day
+_DRIFT = 0.05  # share of new ids a day
 _WARM_UP = 0.2  # of the days are trained on, and not counted
 _RUNS = (
   ("static", 1),
@@ -65,21 +68,22 @@ def raw(indices: np.ndarray, salt: int) -> np.ndarray:
 def synthetic(seed: int, args: argparse.Namespace) -> Days:
   """Draws days of clicks from windows of users and items that move by a share every day."""
   rng = np.random.default_rng((seed, 7))
-  rows, active, rank = args.rows, {"user": 2_000, "item": 4_000}, 4
+  del args  # for files
+  active, rank = {"user": 2_000, "item": 4_000}, 4
   columns: dict[str, Any] = {}
-  logits = np.full(args.days * rows, -0.5)
+  logits = np.full(_DAYS * _ROWS, -0.5)
   vectors = []
   for name, size in active.items():
     popularity = np.arange(1, size + 1) ** -0.8
     popularity /= popularity.sum()
-    joined = int(size * args.drift)
-    total = size + joined * args.days
+    joined = int(size * _DRIFT)
+    total = size + joined * _DAYS
     order = rng.permutation(total)  # the popularity of an id does not follow its age
     drawn = []
-    for day in range(args.days):
+    for day in range(_DAYS):
       window = np.arange(day * joined, day * joined + size)
       window = window[np.argsort(order[window])]
-      drawn.append(window[rng.choice(size, rows, p=popularity)])
+      drawn.append(window[rng.choice(size, _ROWS, p=popularity)])
     index = np.concatenate(drawn)
     columns[name] = raw(index, len(columns) + 1)
     logits += rng.normal(0, 0.7, total)[index]
@@ -87,7 +91,7 @@ def synthetic(seed: int, args: argparse.Namespace) -> Days:
   logits += (vectors[0] * vectors[1]).sum(axis=1)
   best = expit(logits)
   label = (rng.random(len(best)) < best).astype(np.float32)
-  return Days(columns, label, np.repeat(np.arange(args.days, dtype=np.int32), rows), best)
+  return Days(columns, label, np.repeat(np.arange(_DAYS, dtype=np.int32), _ROWS), best)
 
 
 def movielens(seed: int, args: argparse.Namespace) -> Days:
@@ -103,13 +107,13 @@ def movielens(seed: int, args: argparse.Namespace) -> Days:
 class Clicks(nnx.Module):
   """Logits `[B]` of a user's and an item's row, their product, and a small network on top."""
 
-  def __init__(self, tables: dict[str, Any], args: argparse.Namespace, rngs: nnx.Rngs):
+  def __init__(self, tables: dict[str, Any], rngs: nnx.Rngs):
     features = {
       name: embed.FeatureConfig(embed.TableConfig(rows, _DIM, name=name))
       for name, rows in tables.items()
     }
     self.embed = embed.SparseEmbed(
-      features, embed.rowwise_adagrad(args.learning_rate, initial_accumulator_value=1e-8), rngs=rngs
+      features, embed.rowwise_adagrad(_RATE, initial_accumulator_value=1e-8), rngs=rngs
     )
     self.hidden = nnx.Linear(3 * _DIM, 32, rngs=rngs)
     self.head = nnx.Linear(32, 1, rngs=rngs)
@@ -127,10 +131,10 @@ def loss_fn(model: Clicks, batch: Any, label: jax.Array) -> jax.Array:
   return optax.sigmoid_binary_cross_entropy(model(batch), label).mean()
 
 
-def run(method: str, tables: dict[str, Any], days: Days, seed: int, args: Any) -> dict[str, Any]:
+def run(method: str, tables: dict[str, Any], days: Days, seed: int) -> dict[str, Any]:
   """Evaluates on each day, trains on it, and returns the scores of all days after the warm-up."""
-  model = Clicks(tables, args, nnx.Rngs(seed))
-  optimizer = embed.Optimizer(model, optax.adam(args.dense_rate))
+  model = Clicks(tables, nnx.Rngs(seed))
+  optimizer = embed.Optimizer(model, optax.adam(_DENSE_RATE))
 
   def train_step(model, optimizer, ids, label):
     batch = model.embed.admit(ids) if method in _POLICIES else ids
@@ -181,7 +185,7 @@ def metrics(label: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
 def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
   """Runs every method on a stream for every seed."""
   runs: dict[str, Any] = {}
-  for seed in args.seeds:
+  for seed in _SEEDS:
     days = {"synthetic": synthetic, "movielens": movielens}[name](seed, args)
     distinct = {table: len(np.unique(ids)) for table, ids in days.ids.items()}
     if days.best is not None:
@@ -194,29 +198,20 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
       tables: dict[str, Any] = distinct if method == "static" else rows
       if policy := _POLICIES.get(method):
         tables = {name: embed.DynamicVocabulary(size, **policy) for name, size in rows.items()}
-      scores = run(method, tables, days, seed, args)
+      scores = run(method, tables, days, seed)
       label = f"{method}, 1/{share}"
       runs.setdefault(label, []).append(scores)
       values = f"AUC {scores['auc']:.4f}, log loss {scores['logloss']:.4f}"
       print(f"{name}, seed {seed}, {label}: {values}", flush=True)
-  return {"rows": len(days.label), "ids": distinct, "seeds": args.seeds, "runs": runs}
+  return {"rows": len(days.label), "ids": distinct, "seeds": _SEEDS, "runs": runs}
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("streams", nargs="+", choices=["synthetic", "movielens"])
   parser.add_argument("--data-dir", type=Path)
-  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-  parser.add_argument("--days", type=int, default=30)
-  parser.add_argument("--rows", type=int, default=20_000, help="of a synthetic day")
-  parser.add_argument("--drift", type=float, default=0.05, help="share of new ids a day")
-  parser.add_argument("--learning-rate", type=float, default=0.1, help="of the tables")
-  parser.add_argument("--dense-rate", type=float, default=3e-3)
-  parser.add_argument("--json", type=Path)
   args = parser.parse_args()
-  results = {name: compare(name, args) for name in args.streams}
-  if args.json:
-    args.json.write_text(json.dumps(timing.about() | results, indent=1) + "\n")
+  common.write(args.json, {name: compare(name, args) for name in args.streams})
 
 
 if __name__ == "__main__":

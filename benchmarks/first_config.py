@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import step as timing
 from scipy.optimize import brentq
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
@@ -127,11 +127,9 @@ def lightgbm(data: data_lib.ClickData) -> dict[str, float]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--data-dir", type=Path, required=True)
   parser.add_argument("--folder", type=Path, default=Path("runs/first_config"), help="of the runs")
-  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-  parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   found: dict[str, Any] = {}
   if args.json and args.json.exists():  # of a run that was stopped
@@ -140,10 +138,9 @@ def main() -> None:
     if name in found:
       continue
     config = described(name, arguments, args.folder)
-    folders = [args.folder / name / str(seed) for seed in args.seeds]
+    folders = [args.folder / name / str(seed) for seed in range(3)]
     results = [
-      train.run(config | {"seed": seed}, str(folder))
-      for seed, folder in zip(args.seeds, folders, strict=True)
+      train.run(config | {"seed": seed}, str(folder)) for seed, folder in enumerate(folders)
     ]
     data = data_lib.load(config_lib.complete("dlrm", config))
     found[name] = {
@@ -152,8 +149,7 @@ def main() -> None:
       "baselines": baselines.fit(folders[0])["baselines"] | {"LightGBM": lightgbm(data)},
     }
     print(name, json.dumps(found[name]), flush=True)
-    if args.json:
-      args.json.write_text(json.dumps(timing.about() | {"tables": found}, indent=1) + "\n")
+    common.write(args.json, {"tables": found})
 
 
 if __name__ == "__main__":

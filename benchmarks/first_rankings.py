@@ -8,17 +8,16 @@ the log `fading` is drawn here. The same command resumes a run that was stopped 
 runs in `--folder`; measure a change in another folder.
 """
 
-import argparse
 import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import step as timing
 from first_config import described
 
 from recipes import baselines
@@ -68,12 +67,11 @@ def logs(data: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--data-dir", type=Path, required=True)
   parser.add_argument(
     "--folder", type=Path, default=Path("runs/first_rankings"), help="of the runs"
   )
-  parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   args.folder.mkdir(parents=True, exist_ok=True)
   found: dict[str, Any] = {}
@@ -87,8 +85,7 @@ def main() -> None:
         key: result[key] for key in ("seed", "seconds", "metrics", "baselines", "data")
       }
       print(name, recipe, json.dumps(found[name][recipe]), flush=True)
-  if args.json:
-    args.json.write_text(json.dumps(timing.about() | {"logs": found}, indent=1) + "\n")
+  common.write(args.json, {"logs": found})
 
 
 if __name__ == "__main__":

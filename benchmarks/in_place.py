@@ -8,28 +8,24 @@ step that copies its tables takes forty times as long. The second compiles the s
 that are not there, and prints which of them make an array of a table's size.
 """
 
-import argparse
-import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from aot import compile as aot
+from aot import hlo
 from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from step_ways import WAYS, Model, batch_of
 
 import embed
 from recipes import hosts
-from recipes.aot import compile as aot
-from recipes.aot import hlo
+
+sys.path.insert(0, str(common.ROOT / "tests" / "support"))
+from step_ways import WAYS, Model, batch_of
 
 ROWS, DIM, BAGS, LENGTH = (25_000, 1_000_000), 64, 512, 8
 RUNS = 30
@@ -58,34 +54,26 @@ def made(topology: str, way: Any) -> list[str]:
   """The arrays of a table's size that a step makes on a device, and tables that it copies."""
   mesh = aot.topology_mesh(topology)
   make = lambda: Model(2**15 * mesh.size, 128, mesh)
-  model = aot.place(nnx.eval_shape(make), mesh)
-  optimizer = aot.place(nnx.eval_shape(lambda: embed.Optimizer(make(), optax.sgd(0.1))), mesh)
+  model = aot.shapes(make, mesh)
+  optimizer = aot.shapes(lambda: embed.Optimizer(make(), optax.sgd(0.1)), mesh)
   ids = jax.ShapeDtypeStruct((8 * mesh.size, LENGTH), jnp.int32)
   batch = jax.eval_shape(batch_of, ids)
   step = nnx.jit(way, donate_argnums=(0, 1))
-  platform = "cuda" if topology.startswith("h100") else "tpu"
   with jax.set_mesh(mesh):
     traced = step.trace(model, optimizer, hosts.over_examples(mesh, batch))
-  compiled = traced.lower(lowering_platforms=(platform,)).compile()
-  stored = jax.tree.leaves(nnx.state(model, nnx.Any(embed.Table, embed.SlotVariable)))
-  bytes_of = lambda x: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
-  text, memory = compiled.as_text(), compiled.memory_analysis()
-  assert text is not None
-  assert memory is not None
-  large = [str(x) for x in hlo.Program(text).made(lambda x: x.nbytes >= 2**15 * 128 * 4)]
-  missing = sum(map(bytes_of, stored)) - memory.alias_size_in_bytes
+  compiled = aot.compiled(traced, topology)
+  large = hlo.Program(compiled.as_text()).made(lambda x: x.nbytes >= 2**15 * 128 * 4)
+  missing = sum(map(aot.held, aot.stored(model))) - compiled.memory_analysis().alias_size_in_bytes
   return [*large, *([f"{missing} bytes are not in place"] if missing > 0 else [])]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--topologies", nargs="*", default=[])
-  parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
-  results: dict[str, Any] = {"command": " ".join(["python", *sys.argv])}
+  results: dict[str, Any] = {}
   if args.topologies:
-    os.environ.update(aot.ENVIRONMENT)
-    jax.config.update("jax_platforms", "cpu")  # JAX has been imported, when it reads the variable
+    aot.without_devices()
   for topology in args.topologies:
     results[topology] = {name: made(topology, way) for name, way in WAYS.items()}
     for name, arrays in results[topology].items():
@@ -95,8 +83,7 @@ def main() -> None:
     results["milliseconds"] = {name: [small[name], large[name]] for name in WAYS}
     for name in WAYS:
       print(f"{name:50}{small[name]:8.2f}{large[name]:8.2f}{large[name] / small[name]:6.1f} x")
-  if args.json:
-    args.json.write_text(json.dumps(results | {"versions": aot.versions()}, indent=1) + "\n")
+  common.write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ _STEPS, _EVERY = 40, 2
 _ATTEMPTS = 8  # at a run, of which only the first two are disturbed
 _GOES_ON = 75
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # for `recipes`
 
 
 def start(workdir: pathlib.Path, cache: pathlib.Path, count: int) -> list[subprocess.Popen]:

@@ -9,10 +9,8 @@ windows in which something is compiled.
 """
 
 import argparse
-import ast
 import importlib
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -20,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
-import step as timing  # before `recipes`, which it finds
+import step as timing
 from absl import flags
 
 import embed
@@ -30,22 +29,6 @@ from recipes import log
 
 # Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
 _KEPT = 64
-
-
-def load(name: str, changes: list[str]) -> Any:
-  """Returns the config `<recipe>/<config>[:mode]` with changes `name=value`."""
-  name, _, mode = name.partition(":")
-  module = importlib.import_module(f"configs.{name.replace('/', '.')}")
-  config = config_lib.complete(name.partition("/")[0], module.get_config(mode))
-  with config.unlocked():
-    for name, text in (change.split("=", 1) for change in changes):
-      try:
-        value = ast.literal_eval(text)
-      except (SyntaxError, ValueError):
-        value = text
-      config.update_from_flattened_dict({name: value})
-    config.update({"select": "", "patience": 0, "checkpoint_every": 0, "test": False})
-  return config
 
 
 def windows(steps: Iterator[Any], size: int, seconds: float) -> list[float]:
@@ -99,7 +82,8 @@ class Parts:
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
   """Returns the rates of a config."""
-  recipe, config = name.partition("/")[0], load(name, args.set)
+  recipe, config = name.partition("/")[0], common.load(name)
+  config.update({"select": "", "patience": 0, "checkpoint_every": 0, "test": False})
   config.steps = 10**6  # as many batches as are asked for
   training = Parts(recipe, config)
   rates: dict[str, list[float]] = {"step": [], "loop": [], "input": []}
@@ -124,19 +108,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("configs", nargs="+", help="<recipe>/<config>[:mode], as in configs/")
-  parser.add_argument("--set", nargs="*", default=[], help="settings of all of them, name=value")
   parser.add_argument("--seconds", type=float, default=10.0, help="of each of the three, in a turn")
   parser.add_argument("--turns", type=int, default=3)
-  parser.add_argument("--json", type=Path, help="write the rates there")
   args = parser.parse_args()
   flags.FLAGS.mark_as_parsed()  # Grain's workers ask for it
   results = {name: measure(name, args) for name in args.configs}
-  if args.json:
-    args.json.write_text(
-      json.dumps(timing.about() | {"examples_per_second": results}, indent=1) + "\n"
-    )
+  common.write(args.json, {"examples_per_second": results})
 
 
 if __name__ == "__main__":

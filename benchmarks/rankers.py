@@ -14,16 +14,15 @@ same `--folder`, it trains what is missing.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-import step as timing
 
 from recipes import config as config_lib
 from recipes.dlrm import data as data_lib
@@ -34,7 +33,7 @@ _PAST = 30  # positions of a history, the same for all models
 _HISTORIES = ("pooled", "din", "transformer", "hstu")
 _DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
 _STRUCTURES = ("shared_bottom", "mmoe", "ple")
-_CORRELATIONS = (0.0, 0.9)
+_CORRELATIONS, _ROWS = (0.0, 0.9), 150_000  # of the teachers' clicks
 _Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
 
 
@@ -84,7 +83,7 @@ def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
 def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
   """Draws two labels as the data set `synthetic` does; returns a table and the best scores."""
   drawn: dict[str, Any] = {"dataset": "synthetic", "labels": 2, "correlation": correlation}
-  drawn |= {"rows": args.rows, "cache_dir": str(args.folder / "cache")}
+  drawn |= {"rows": _ROWS, "cache_dir": str(args.folder / "cache")}
   data = data_lib.load(config_lib.complete("dlrm", drawn))
   columns: dict[str, Any] = {}
   values: dict[str, Any] = dict(zip(data.labels, np.asarray(data.columns["label"]).T, strict=True))
@@ -110,14 +109,11 @@ def as_table(rows: pa.Table, columns: dict[str, Any], path: Path) -> dict[str, A
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("compared", choices=["histories", "labels"])
   parser.add_argument("--data-dir", type=Path, required=True)
   parser.add_argument("--folder", type=Path, default=Path("runs/rankers"), help="of the runs")
-  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
   parser.add_argument("--epochs", type=int, default=3, help="at most")
-  parser.add_argument("--rows", type=int, default=150_000, help="of the teachers' clicks")
-  parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   found: dict[str, dict[str, list[Any]]] = {}
   for data, model, config in {"histories": histories, "labels": labels}[args.compared](args):
@@ -130,13 +126,12 @@ def main() -> None:
       "writers": (),
       "cache_dir": str(args.folder / "cache"),
     }
-    for seed in args.seeds:
+    for seed in (0, 1, 2):
       result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
       kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}
       results.append({"seed": seed} | kept)
       print(data, model, results[-1], flush=True)
-  if args.json:
-    args.json.write_text(json.dumps(timing.about() | {"results": found}, indent=1) + "\n")
+  common.write(args.json, {"results": found})
 
 
 if __name__ == "__main__":

@@ -7,26 +7,23 @@ For each topology and width of rows: bytes of a device's arguments, of those wri
 of temporaries. A kernel fails if it does not compile, or if an array of the table's size is made.
 """
 
-import argparse
-import json
-import os
-import sys
-from pathlib import Path
+import itertools
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
+from aot import compile as aot
+from aot import hlo
+from common import MIB
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 from embed.kernels import sparse_core_pallas as kernels
 from recipes import hosts
-from recipes.aot import compile as aot
-from recipes.aot import hlo
 
+TOPOLOGIES, WIDTHS = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"), (128, 256, 512, 1024, 2048)
 ROWS, IDS, BAGS = 1 << 18, 10_000, (1024, 20)  # of a device
-MIB = 1 << 20
 
 
 def programs(width: int) -> dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]], int]]:
@@ -56,7 +53,7 @@ def compiled(topology: str, width: int, name: str) -> dict[str, Any]:
   part = P(hosts.AXIS)
   run = jax.shard_map(function, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
   traced = jax.jit(run, donate_argnums=range(donated)).trace(*(over(*x) for x in shapes))
-  program = traced.lower(lowering_platforms=("tpu",)).compile()
+  program = aot.compiled(traced, topology)
   memory = program.memory_analysis()
   made = hlo.Program(program.as_text()).made(lambda array: array.nbytes >= ROWS * width * 4)
   assert not made, made
@@ -69,27 +66,19 @@ def compiled(topology: str, width: int, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-  parser.add_argument("--topologies", nargs="+", default=["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-  parser.add_argument("--widths", nargs="+", type=int, default=[128, 256, 512, 1024, 2048])
-  parser.add_argument("--json", type=Path, help="write the figures there")
-  args = parser.parse_args()
-  os.environ.update(aot.ENVIRONMENT)
-  jax.config.update("jax_platforms", "cpu")  # JAX has been imported, when it reads the variable
+  args = common.parser(__doc__).parse_args()
+  aot.without_devices()
   results: dict[str, Any] = {}
   print(
     f"{'':14}{'columns':>8}  {'kernel':20}{'arguments':>12}{'in place':>10}{'temporaries, MiB':>18}"
   )
-  for topology in args.topologies:
-    for width in args.widths:
-      for name in programs(width):
-        of = compiled(topology, width, name)
-        sizes = [of[key] / MIB for key in ("arguments", "aliased", "temporaries")]
-        print(f"{topology:14}{width:8}  {name:20}{sizes[0]:12.1f}{sizes[1]:10.1f}{sizes[2]:18.1f}")
-        results.setdefault(topology, {}).setdefault(str(width), {})[name] = of
-  if args.json:
-    about = {"command": " ".join(["python", *sys.argv]), "versions": aot.versions()}
-    args.json.write_text(json.dumps(about | {"bytes": results}, indent=1) + "\n")
+  for topology, width in itertools.product(TOPOLOGIES, WIDTHS):
+    for name in programs(width):
+      of = compiled(topology, width, name)
+      sizes = [of[key] / MIB for key in ("arguments", "aliased", "temporaries")]
+      print(f"{topology:14}{width:8}  {name:20}{sizes[0]:12.1f}{sizes[1]:10.1f}{sizes[2]:18.1f}")
+      results.setdefault(topology, {}).setdefault(str(width), {})[name] = of
+  common.write(args.json, {"bytes": results})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ core.) What other processes took of the machine meanwhile is in the file, and a 
 disturbed says so.
 
   python benchmarks/step.py --json step.json
-  python benchmarks/step.py --dim 16 64 128 --ids 4096 65536 524288 --json grid.json
 
 "ours" is a layer's lookup and update, "ours, whole model" the same with `embed.value_and_grad` and
 `embed.Optimizer`. They are compiled by `nnx.jit_partial`; "ours, nnx.jit" is called with the layer.
@@ -24,24 +23,21 @@ torch and FBGEMM are optional: `pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0`
 reported as missing.
 """
 
-import argparse
 import gc
-import importlib.metadata
-import itertools
-import json
 import os
-import platform
-import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import CORES
 from contenders import (
+  BURST,
   CONTENDERS,
-  DEFAULT,
+  DIM,
+  IDS,
   LOOKUP,
   OPTIMIZERS,
   PEERS,
@@ -52,7 +48,7 @@ from contenders import (
   make_problem,
 )
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+VOCABULARY = 1_000_000
 
 
 def set_threads(threads: int) -> None:
@@ -72,15 +68,13 @@ def with_threads(contenders: dict[str, Contender]) -> dict[str, Contender]:
   return made
 
 
-def gather(
-  problem: Problem, name: str, labels: Sequence[str]
-) -> tuple[dict[str, Contender], dict[str, str]]:
+def gather(problem: Problem, name: str) -> tuple[dict[str, Contender], dict[str, str]]:
   """The contenders after one step each, all tables equal, and why the others are missing."""
   contenders: dict[str, Contender] = {}
   missing: dict[str, str] = {}
-  for label in labels:
+  for label, make in CONTENDERS.items():
     try:
-      contenders[label] = CONTENDERS[label](problem, name)
+      contenders[label] = make(problem, name)
     except Missing as reason:
       missing[label] = str(reason)
   touched, counts = np.unique(problem.ids[0], return_counts=True)
@@ -192,72 +186,27 @@ def report(
   return result
 
 
-def versions() -> dict[str, str]:
-  found = {"python": platform.python_version()}
-  for package in ("jax", "flax", "numpy", "torch", "fbgemm-gpu-cpu"):
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      found[package] = "not installed"
-  return found
-
-
-def about() -> dict[str, Any]:
-  """The command, the day and the machine, for a file."""
-  info = Path("/proc/cpuinfo")  # Linux
-  lines = info.read_text().splitlines() if info.exists() else []
-  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-  cpu = names[0] if names else platform.processor()
-  command = " ".join(["python", *sys.argv])
-  day = time.strftime("%Y-%m-%d")
-  return {"command": command, "date": day, "cpu": cpu, "cores": CORES, "versions": versions()}
-
-
-def measure(args: argparse.Namespace, vocabulary: int, dim: int, ids: int) -> dict[str, Any]:
-  """All optimizers at one point of the grid."""
-  problem = make_problem(vocabulary, dim, ids, args.valency, args.zipf, args.batches)
+def main() -> None:
+  parser = common.parser(__doc__)
+  parser.add_argument("--seconds", type=float, default=20, help="time for each optimizer")
+  args = parser.parse_args()
+  warnings.filterwarnings("ignore", module="torch|fbgemm_gpu")
+  print("versions: " + ", ".join(f"{k} {v}" for k, v in common.versions().items()))
+  problem = make_problem(VOCABULARY)
   distinct = len(np.unique(problem.ids[0]))
   print(
-    f"\ntable {vocabulary:,} x {dim}, {ids:,} ids in {problem.ids.shape[1]:,} bags, {distinct:,} "
+    f"\ntable {VOCABULARY:,} x {DIM}, {IDS:,} ids in {problem.ids.shape[1]:,} bags, {distinct:,} "
     f"distinct; {CORES} cores"
   )
   results = {}
-  for name in args.optimizers:
-    contenders, missing = gather(problem, name, args.contenders)
+  for name in (LOOKUP, *OPTIMIZERS):
+    contenders, missing = gather(problem, name)
     load = Load()
-    times = time_in_turns(contenders, args.seconds, args.burst)
+    times = time_in_turns(contenders, args.seconds, BURST)
     results[name] = report(name, times, missing, load.cores())
     del contenders
-  point = {"vocabulary": vocabulary, "dim": dim, "ids": ids, "distinct": distinct}
-  return point | {"results": results}
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  many: dict[str, Any] = {"type": int, "nargs": "+"}
-  parser.add_argument("--vocabulary", **many, default=[1_000_000], help="rows of the table")
-  parser.add_argument("--dim", **many, default=[64])
-  parser.add_argument("--ids", **many, default=[65_536], help="ids in a batch")
-  parser.add_argument("--valency", type=int, default=8, help="ids in a bag")
-  parser.add_argument("--batches", type=int, default=8, help="other ids in each of so many steps")
-  parser.add_argument("--zipf", type=float, default=1.2, help="exponent of the ids' power law")
-  choices = (LOOKUP, *OPTIMIZERS)
-  parser.add_argument("--optimizers", nargs="+", choices=choices, default=list(choices))
-  parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(DEFAULT))
-  parser.add_argument("--seconds", type=float, default=20, help="time for each optimizer")
-  parser.add_argument("--burst", type=int, default=8, help="steps in a row")
-  parser.add_argument("--json", type=Path, help="write the figures there")
-  args = parser.parse_args()
-  warnings.filterwarnings("ignore", module="torch|fbgemm_gpu")
-
-  print("versions: " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-  points = [
-    measure(args, *point) for point in itertools.product(args.vocabulary, args.dim, args.ids)
-  ]
-  if args.json:
-    summary: dict[str, Any] = about()
-    summary |= {"points": points} if len(points) > 1 else points[0]
-    args.json.write_text(json.dumps(summary, indent=2) + "\n")
+  point = {"vocabulary": VOCABULARY, "dim": DIM, "ids": IDS, "distinct": distinct}
+  common.write(args.json, point | {"results": results})
 
 
 if __name__ == "__main__":

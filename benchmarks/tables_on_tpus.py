@@ -9,26 +9,24 @@ written in place, the temporaries, how these change if the table has twice as ma
 arrays of the table's size that the step makes, which should be none.
 """
 
-import argparse
-import json
-import os
-import sys
-from pathlib import Path
+import itertools
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import optax
+from aot import compile as aot
+from aot import hlo
+from common import MIB
 from flax import nnx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 import embed
 from recipes import hosts
-from recipes.aot import compile as aot
-from recipes.aot import hlo
 
+TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
+DIMS = (8, 16, 32, 64, 100, 128, 256)
 ROWS, BAGS, LENGTH = 1 << 18, 512, 8  # of a device
-MIB = 1 << 20
 WAYS = {"plain": "rows", "packed": "packed", "SparseCores": "sparse_core"}  # storages
 
 
@@ -43,9 +41,8 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
   plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=hosts.AXIS)
   plan["table"].strategy, plan["table"].storage = "mod", WAYS[way]
   make = lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-  layer = aot.place(nnx.eval_shape(make), mesh)
-  shapes = nnx.eval_shape(lambda: embed.Optimizer(make(), optax.sgd(0.1)))
-  optimizer = aot.place(shapes, mesh)
+  layer = aot.shapes(make, mesh)
+  optimizer = aot.shapes(lambda: embed.Optimizer(make(), optax.sgd(0.1)), mesh)
 
   @nnx.jit(donate_argnames=("layer", "optimizer"))
   def step(layer, optimizer, ids):
@@ -55,20 +52,18 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     return loss
 
   traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
-  return traced.lower(lowering_platforms=("tpu",)).compile(), layer, plan.stacks()["table"]
+  return aot.compiled(traced, topology), layer, plan.stacks()["table"]
 
 
 def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
   """What a step needs, in bytes of a device."""
   program, layer, stack = compiled(topology, dtype, dim, way, ROWS)
   memory = program.memory_analysis()
-  arrays = jax.tree.leaves(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)))
-  held = sum(x.sharding.shard_shape(x.shape)[0] * x.shape[1] * x.dtype.itemsize for x in arrays)
   least = ROWS * min(dim, stack.row_width) * stack.dtype.itemsize
   made = hlo.Program(program.as_text()).made(lambda array: array.nbytes >= least)
   twice = compiled(topology, dtype, dim, way, 2 * ROWS)[0].memory_analysis()
   return {
-    "tables and slots": held,
+    "tables and slots": sum(map(aot.held, aot.stored(layer))),
     "arguments": memory.argument_size_in_bytes,
     "aliased": memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
@@ -84,39 +79,26 @@ def ways_of(topology: str, dtype: str, dim: int) -> list[str]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-  topologies = ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"]
-  parser.add_argument("--topologies", nargs="+", default=topologies)
-  parser.add_argument("--dims", nargs="+", type=int, default=[8, 16, 32, 64, 100, 128, 256])
-  parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-  parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-  parser.add_argument("--json", type=Path, help="write the figures there")
-  args = parser.parse_args()
-  os.environ.update(aot.ENVIRONMENT)
-  jax.config.update("jax_platforms", "cpu")  # JAX has been imported, when it reads the variable
+  args = common.parser(__doc__).parse_args()
+  aot.without_devices()
   results: list[dict[str, Any]] = []
   print(
     f"{'':12}{'':9}{'dim':>4} {'':12}{'held, MiB':>10}{'in place':>9}{'temp., MiB':>11}"
     f"{'twice the rows':>15}  made"
   )
-  for topology in args.topologies:
-    for dtype in args.dtypes:
-      for dim in args.dims:
-        for way in filter(args.ways.__contains__, ways_of(topology, dtype, dim)):
-          of = figures(topology, dtype, dim, way)
-          place = {"topology": topology, "dtype": dtype, "dim": dim, "way": way}
-          results.append(place | of)
-          temporaries, twice = of["temporaries"], of["temporaries of twice the rows"]
-          change = 100 * (twice - temporaries) / max(temporaries, 1)
-          print(
-            f"{topology:12}{dtype:9}{dim:4} {way:12}{of['tables and slots'] / MIB:10.1f}"
-            f"{of['aliased'] / MIB:9.1f}{temporaries / MIB:11.1f}{change:14.1f}%"
-            f"  {', '.join(of['made']) or '-'}",
-            flush=True,
-          )
-  if args.json:
-    about = {"command": " ".join(["python", *sys.argv]), "versions": aot.versions()}
-    args.json.write_text(json.dumps(about | {"steps": results}, indent=1) + "\n")
+  for topology, dtype, dim in itertools.product(TOPOLOGIES, ("float32", "bfloat16"), DIMS):
+    for way in ways_of(topology, dtype, dim):
+      of = figures(topology, dtype, dim, way)
+      results.append({"topology": topology, "dtype": dtype, "dim": dim, "way": way} | of)
+      temporaries, twice = of["temporaries"], of["temporaries of twice the rows"]
+      change = 100 * (twice - temporaries) / max(temporaries, 1)
+      print(
+        f"{topology:12}{dtype:9}{dim:4} {way:12}{of['tables and slots'] / MIB:10.1f}"
+        f"{of['aliased'] / MIB:9.1f}{temporaries / MIB:11.1f}{change:14.1f}%"
+        f"  {', '.join(of['made']) or '-'}",
+        flush=True,
+      )
+  common.write(args.json, {"steps": results})
 
 
 if __name__ == "__main__":

@@ -9,26 +9,24 @@ behind counts in, and memory that was free already does not.
 
   python benchmarks/vocabulary.py --json vocabulary.json
 
-The large tables with Adagrad take 20 GB; `--vocabularies 100000 1000000` is a smaller comparison.
+The large tables with Adagrad take 20 GB.
 """
 
-import argparse
 import gc
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import common
 import contenders as lib
 import jax
 import jax.numpy as jnp
 import numpy as np
 import step as timing
-from contenders import OPTIMIZERS, Contender, Missing, Problem
+from common import MIB
+from contenders import BATCHES, BURST, DIM, IDS, OPTIMIZERS, VALENCY, ZIPF, Contender, Missing
 
-MIB = 1 << 20
+SIZES = (100_000, 10_000_000)
+LABELS = ("ours", *lib.PEERS)
 
 
 def resident(peak: bool = False) -> int | None:
@@ -50,7 +48,7 @@ def forget_peak() -> bool:
   return True
 
 
-def make(problem: Problem, name: str, label: str) -> dict[str, Contender]:
+def make(problem: lib.Problem, name: str, label: str) -> dict[str, Contender]:
   """The contenders of a name, one for each number of threads, after a step each."""
   contender = lib.CONTENDERS[label](problem, name)
   contender.step(0)  # compiles
@@ -69,24 +67,20 @@ def peak_beyond(contender: Contender, before: int | None, state: int) -> float |
   return (peak - before - state) / MIB
 
 
-def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, seconds: float) -> dict[str, Any]:
   """One optimizer: measures and prints its lines."""
   rng = np.random.default_rng(0)
-  small, large = args.vocabularies
-  shape = (args.batches, args.ids // args.valency, args.valency)
-  ids = (rng.zipf(args.zipf, size=shape) % small).astype(np.int32)
-  grads = rng.normal(size=(shape[1], args.dim)).astype(np.float32)
-  state = (
-    4
-    * large
-    * sum(1 if slot.per_row else args.dim for slot in OPTIMIZERS[name]().slots(args.dim).values())
-    + 4 * large * args.dim
-  )
+  small, large = SIZES
+  shape = (BATCHES, IDS // VALENCY, VALENCY)
+  ids = (rng.zipf(ZIPF, size=shape) % small).astype(np.int32)
+  grads = rng.normal(size=(shape[1], DIM)).astype(np.float32)
+  slots = OPTIMIZERS[name]().slots(DIM).values()
+  state = 4 * large * (DIM + sum(1 if slot.per_row else DIM for slot in slots))
   contenders: dict[str, Contender] = {}
   beyond = None
   for size, spread in ((large, ids * np.int32(large // small)), (small, ids)):
-    problem = Problem(np.full((size, args.dim), 0.5, np.float32), spread, grads)
-    for label in args.contenders:
+    problem = lib.Problem(np.full((size, DIM), 0.5, np.float32), spread, grads)
+    for label in LABELS:
       before = resident()
       try:
         made = make(problem, name, label)
@@ -97,7 +91,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
       contenders |= {f"{variant}|{size}": contender for variant, contender in made.items()}
     del problem
   load = timing.Load()
-  times = timing.time_in_turns(contenders, args.seconds, args.burst)
+  times = timing.time_in_turns(contenders, seconds, BURST)
   others = load.cores()
   result: dict[str, Any] = {
     "table_and_slots_mib": state / MIB,
@@ -107,7 +101,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
   }
   mark = f"   BUSY: others took {others} cores" if result["busy"] else ""
   memory = "" if beyond is None else f"   {state / MIB:8,.0f} MiB {beyond:+8,.0f}"
-  for label in args.contenders:
+  for label in LABELS:
     best, median = [], []
     for size in (small, large):  # the better number of threads
       of = [t for key, t in times.items() if key.startswith(label) and key.endswith(f"|{size}")]
@@ -131,34 +125,16 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument(
-    "--vocabularies", type=int, nargs=2, default=[100_000, 10_000_000], metavar=("SMALL", "LARGE")
-  )
-  parser.add_argument("--dim", type=int, default=64)
-  parser.add_argument("--ids", type=int, default=65_536, help="ids in a batch")
-  parser.add_argument("--valency", type=int, default=8, help="ids in a bag")
-  parser.add_argument("--batches", type=int, default=8, help="other ids in each of so many steps")
-  parser.add_argument("--zipf", type=float, default=1.2, help="exponent of the ids' power law")
-  parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-  parser.add_argument(
-    "--contenders", nargs="+", choices=("ours", *lib.PEERS), default=["ours", *lib.PEERS]
-  )
+  parser = common.parser(__doc__)
   parser.add_argument("--seconds", type=float, default=15, help="time for each optimizer")
-  parser.add_argument("--burst", type=int, default=8, help="steps in a row")
-  parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
 
   # What JAX itself takes on first use is no optimizer's.
   jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(8)))
-  small, large = args.vocabularies
-  print(f"{small:,} and {large:,} rows x {args.dim}, {args.ids:,} ids, bags of {args.valency}")
+  print("{:,} and {:,} rows".format(*SIZES) + f" x {DIM}, {IDS:,} ids, bags of {VALENCY}")
   print(f"{'':27s} {'best ms':>17s} {'ratio':>6s}   {'median ms':>17s} {'ratio':>6s}   "
         f"{'table and slots, and peak beyond'}")  # fmt: skip
-  results = {name: compare(name, args) for name in args.optimizers}
-  if args.json:
-    summary = timing.about() | {"results": results}
-    args.json.write_text(json.dumps(summary, indent=2) + "\n")
+  common.write(args.json, {"results": {name: compare(name, args.seconds) for name in OPTIMIZERS}})
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def _pods(*names: str) -> str:
     "chips": lambda of: str(of["devices"]),
     "tables and slots, MiB": lambda of: mib(of["tables"]["sharded"], ",.1f"),
     "against rows x (dim + slots) x 4 bytes / chips": (
-      lambda of: f"{of['tables']['deviation_percent']:+.4f} %"
+      lambda of: f"{100 * (of['tables']['sharded'] / of['tables']['expected'] - 1):+.4f} %"
     ),
     "arguments, MiB": lambda of: mib(of["memory"]["arguments"]),
     "of them written in place, MiB": lambda of: mib(of["memory"]["aliased"]),

@@ -23,7 +23,6 @@ _COMMANDS = {
   f"{__package__}.export runs/mine --out=served": "a run on a table, to answer raw rows",
   f"{__package__}.predict served < rows.csv": "scores or recommendations for raw rows",
   f"{__package__}.report runs/dlrm": "the curves and the metrics of finished runs",
-  f"{__package__}.aot dlrm --devices=v5p:4x4x4": "compiles the step for devices that are not here",
   "embed check": "lookups, gradients and optimizers of this installation",
 }
 

@@ -171,8 +171,8 @@ def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
   everywhere = NamedSharding(mesh, PartitionSpec())
 
   def place(x):
-    if not isinstance(x, jax.Array) or not isinstance(x.sharding, SingleDeviceSharding):
-      return x
+    if not isinstance(getattr(x, "sharding", None), SingleDeviceSharding):
+      return x  # `nnx.eval_shape` has arrays without any
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(everywhere, np.asarray(x), x.shape)

@@ -66,9 +66,7 @@ def _show(workdir: Path) -> None:
   print(f"curves:  python -m {__package__}.report {workdir}")
 
 
-def program(
-  run: Callable[[str, Any, str], Any], module: str = "", recipe: str = ""
-) -> Callable[[], None]:
+def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], None]:
   """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`.
 
   Call it where the command is imported: worker processes import it and need the flags defined as
@@ -76,12 +74,8 @@ def program(
 
   Args:
     run: imports what takes long when it is called.
-    module: of a command whose first argument is the recipe; "" for one of one recipe.
-    recipe: the name of its folder; "" if it is an argument.
+    recipe: the name of its folder.
   """
-  known = list(catalogue.recipes())
-  given = not recipe and len(sys.argv) > 1 and sys.argv[1] in known
-  recipe = recipe or (sys.argv[1] if given else "dlrm")
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
   flag: Any = flags.FLAGS["config"]
@@ -91,9 +85,6 @@ def program(
     flags.DEFINE_list("seeds", [], "Trains with each, as 0,1,2, and shows mean and deviation.")
 
   def parse(argv: list[str]) -> list[str]:
-    if module and not given and not any(arg.startswith("--help") for arg in argv):
-      sys.exit(f"usage: python -m {module} {{{','.join(known)}}} --config=... --workdir=...")
-    argv = argv[:1] + argv[2:] if given else argv
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     # Not by DEFINE_config_file, which would load it, and fail, before there are flags to report.
     if not any(re.match("--?config(=|$)", arg) for arg in argv):

@@ -16,7 +16,7 @@ Number: not run: the data's licence has to be accepted, and there was no pod. Th
 Mode "smoke": the same code on tables of a few rows, a run of seconds; it reads 24 small files.
 Command: python -m recipes.dlrm --config=configs/dlrm/criteo_1tb.py \
            --config.data_dir=<folder of day_0 to day_23> --workdir=runs/criteo_1tb
-         python -m recipes.aot dlrm --config=configs/dlrm/criteo_1tb.py --devices=v5p:4x4x4
+         python -m benchmarks.aot dlrm/criteo_1tb --devices v5p:4x4x4
 """
 
 from typing import Any

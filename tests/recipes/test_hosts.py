@@ -117,6 +117,14 @@ def test_replicate_leaves_what_is_on_the_mesh_alone():
   jax.tree.map(np.testing.assert_array_equal, values(), before)
 
 
+def test_replicate_leaves_shapes_alone():
+  def make():
+    hosts.replicate(hosts.start(), model := nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    return model
+
+  assert nnx.eval_shape(make).kernel.get_value().shape == (8, 8)
+
+
 JOINS = [
   ({}, None),
   ({"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, None),
