@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from step_ways import WAYS, Model, batch_of
 
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.aot import compile as aot
 from recipes.aot import hlo
 
@@ -65,7 +65,7 @@ def made(topology: str, way: Any) -> list[str]:
   step = nnx.jit(way, donate_argnums=(0, 1))
   platform = "cuda" if topology.startswith("h100") else "tpu"
   with jax.set_mesh(mesh):
-    traced = step.trace(model, optimizer, hosts.over_examples(mesh, batch))
+    traced = step.trace(model, optimizer, mesh_lib.over_examples(mesh, batch))
   compiled = traced.lower(lowering_platforms=(platform,)).compile()
   stored = jax.tree.leaves(nnx.state(model, nnx.Any(embed.Table, embed.SlotVariable)))
   bytes_of = lambda x: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 from embed.kernels import sparse_core_pallas as kernels
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.aot import compile as aot
 from recipes.aot import hlo
 
@@ -51,9 +51,9 @@ def compiled(topology: str, width: int, name: str) -> dict[str, Any]:
   over = lambda shape, dtype: jax.ShapeDtypeStruct(
     (shape[0] * mesh.size, *shape[1:]),
     jnp.dtype(dtype),
-    sharding=NamedSharding(mesh, P(hosts.AXIS)),
+    sharding=NamedSharding(mesh, P(mesh_lib.AXIS)),
   )
-  part = P(hosts.AXIS)
+  part = P(mesh_lib.AXIS)
   run = jax.shard_map(function, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
   traced = jax.jit(run, donate_argnums=range(donated)).trace(*(over(*x) for x in shapes))
   program = traced.lower(lowering_platforms=("tpu",)).compile()

@@ -23,7 +23,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.aot import compile as aot
 from recipes.aot import hlo
 
@@ -40,7 +40,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
   )
   features = embed.FeatureConfig(table)
   batch = embed.Padded(jax.ShapeDtypeStruct((BAGS * mesh.size, LENGTH), jnp.int32))
-  plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=hosts.AXIS)
+  plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=mesh_lib.AXIS)
   plan["table"].strategy, plan["table"].storage = "mod", WAYS[way]
   make = lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   layer = aot.place(nnx.eval_shape(make), mesh)
@@ -54,7 +54,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     optimizer.update(layer, grads)
     return loss
 
-  traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
+  traced = step.trace(layer, optimizer, mesh_lib.over_examples(mesh, batch))
   return traced.lower(lowering_platforms=("tpu",)).compile(), layer, plan.stacks()["table"]
 
 

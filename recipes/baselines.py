@@ -13,7 +13,8 @@ from typing import Any
 
 from absl import logging
 
-from . import errors, files, hosts, results
+from . import errors, files, results
+from . import mesh as mesh_lib
 from . import run as run_lib
 from .errors import UserError, terminal
 
@@ -38,12 +39,12 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   data = run.load()
   tasks = recipe.tasks(data, run.config) if data.num_examples <= most_rows else {}
   if not tasks:
-    hosts.say(f"baselines: python -m {__package__}.baselines {workdir}")
+    mesh_lib.say(f"baselines: python -m {__package__}.baselines {workdir}")
   known = result["baselines"]
   for name, task in tasks.items():
     if known.get(name) or (name in known and most_rows < float("inf")):
       continue
-    hosts.say(f"fitting the baseline {name}")
+    mesh_lib.say(f"fitting the baseline {name}")
     known[name] = {}
     files.write_json(path, result)
     try:
@@ -52,9 +53,9 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
       del known[name]
       raise
     except UserError as error:  # as EASE of too many items
-      hosts.say(f"the baseline {name} is left out: {error}")
+      mesh_lib.say(f"the baseline {name} is left out: {error}")
     except Exception as error:  # a library's, which must not hide the result of the run
-      hosts.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
+      mesh_lib.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
     finally:
       files.write_json(path, result)
   if data.best:

@@ -17,7 +17,8 @@ from orbax.checkpoint import checkpoint_managers
 
 import embed.checkpoint
 
-from . import hosts, results
+from . import mesh as mesh_lib
+from . import results
 from .errors import UserError, from_settings
 
 _STATE = "state"
@@ -92,7 +93,7 @@ def restore(
     step = manager.latest_step()
     if step is None:
       return 0, {}
-    hosts.say(f"resuming from step {step}")
+    mesh_lib.say(f"resuming from step {step}")
   load(folder(manager.directory.parent, step), **nodes)
   return step, dict(manager.metadata(step).custom_metadata or {})
 

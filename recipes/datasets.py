@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import cache, hosts
+from . import cache
+from . import mesh as mesh_lib
 from .errors import UserError
 
 
@@ -112,7 +113,7 @@ class Registry(dict[str, DataSet]):
         raise
       raise type(error)(f"{error} {data_set.hint}") from error
     for note in meta.get("notes", ()):
-      hosts.say(note)
+      mesh_lib.say(note)
     return data_set.view(Prepared(columns, meta, columns.folder.name))
 
   def describe(self, config) -> Prepared:

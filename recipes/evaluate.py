@@ -20,7 +20,8 @@ import pyarrow as pa
 from absl import logging
 
 from . import config as config_lib
-from . import errors, export, hosts, packing, results, serving
+from . import errors, export, packing, results, serving
+from . import mesh as mesh_lib
 from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
@@ -39,7 +40,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   Raises:
     UserError: the run has not ended, or its data have changed.
   """
-  mesh, run = hosts.start(), run_lib.opened(workdir)
+  mesh, run = mesh_lib.start(), run_lib.opened(workdir)
   data = run.load()
   config, model = config_lib.with_even_evaluation(run.config, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)
@@ -125,7 +126,7 @@ def _ranking(
     relevant = packing.padded(np.concatenate(of_part), lengths, max(lengths))
     metrics = metrics.update(found.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
-  hosts.say(
+  mesh_lib.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
     f"{int(repeats.sum()):,} items that they had before do not count"
   )

@@ -22,7 +22,8 @@ from tqdm import tqdm
 import embed
 from embed.planning import aligned
 
-from . import files, hosts, results
+from . import files, results
+from . import mesh as mesh_lib
 from .errors import DivergedError
 
 _COMPILING = 2  # steps that may compile, which the rate leaves out
@@ -124,14 +125,14 @@ class Log:
     }
     self._seconds = memory.get("seconds", 0.0)
     self._writers: list[Writer] = []
-    if hosts.is_main():
+    if mesh_lib.is_main():
       named = [_WRITERS[name](workdir, config.to_dict(), start) for name in config.writers]
       self._writers = [*writers, *named]
     self._bar = tqdm(
       total=config.steps,
       initial=start,
       unit="step",
-      disable=None if hosts.is_main() else True,
+      disable=None if mesh_lib.is_main() else True,
       dynamic_ncols=True,
     )
     self._began = time.perf_counter()
@@ -230,7 +231,7 @@ class Log:
 
   def _write(self, step: int, metrics: Mapping[str, float]) -> None:
     self._lines.append({"step": step, **metrics})
-    if not hosts.is_main():
+    if not mesh_lib.is_main():
       return
     # As a whole: a store of objects, such as gs://, cannot append.
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self._lines)
@@ -239,7 +240,7 @@ class Log:
       writer.write(step, metrics)
 
   def _say(self, step: int, text: str) -> None:
-    if hosts.is_main():
+    if mesh_lib.is_main():
       self._bar.write(f"step {step}/{self._config.steps}  {text}", file=sys.stderr)
 
   def _restart_clock(self, step: int) -> None:

@@ -53,7 +53,7 @@ def padded(
   return rows
 
 
-def questions(
+def inference_batch(
   items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str, ask: int
 ) -> dict[str, np.ndarray]:
   """Returns rows of one sequence each, by which a model is asked what comes next.

@@ -34,8 +34,9 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import checkpoints, files, hosts, log, results
+from . import checkpoints, files, log, results
 from . import config as config_lib
+from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 
 _CONFIG, _DATA, _RESULT, _SERVE = "config.json", "data.json", "result.json", "serve"
@@ -89,7 +90,7 @@ def finished(config: ConfigDict, workdir: epath.Path) -> dict[str, Any] | None:
     known = ended["config"].get(name)
     if wanted.get(name) not in (known, _OPEN.get(name, known)):
       return None
-  hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
+  mesh_lib.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
   return ended
 
 
@@ -116,9 +117,9 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
       f"{workdir} has taken {taken} steps, and config.steps is {config.steps}: a run can be "
       "lengthened, not shortened"
     )
-  hosts.say(f"data: {log.shown(data.statistics)}")
-  hosts.say(log.trained(model))
-  if hosts.is_main():
+  mesh_lib.say(f"data: {log.shown(data.statistics)}")
+  mesh_lib.say(log.trained(model))
+  if mesh_lib.is_main():
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_json(workdir / _CONFIG, plain(config))
     files.write_json(workdir / _DATA, dict(data.sha256))
@@ -177,7 +178,7 @@ class Preempted(SystemExit):
 
   def __init__(self, step: int):
     super().__init__(os.EX_TEMPFAIL)  # 75
-    hosts.say(f"stopped at step {step}; the same command resumes there")
+    mesh_lib.say(f"stopped at step {step}; the same command resumes there")
 
 
 # --- the result -----------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def finish(
     "data_sha256": dict(data.sha256),
   }
   writer.eval(writer.step, scores)
-  if hosts.is_main():
+  if mesh_lib.is_main():
     files.write_json(workdir / _RESULT, result)
   return result
 
@@ -275,7 +276,7 @@ class Run:
   def model(self, data: Any, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
     """Returns the model in its tested state, on the devices of the mesh."""
     model, _ = self.train.make_state(self.config, data, mesh)
-    hosts.replicate(mesh, model)
+    mesh_lib.replicate(mesh, model)
     self.restore(model)
     return model
 

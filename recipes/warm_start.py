@@ -19,7 +19,8 @@ from flax import nnx
 import embed
 import embed.checkpoint
 
-from . import checkpoints, files, hosts
+from . import checkpoints, files
+from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 from .tables import row_ids
 
@@ -48,16 +49,16 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   tree = embed.checkpoint.to_tree(model=model)
   own = tree["model"]
   keys = _matches(own["tables"], other)
-  hosts.say(f"starting from step {other.step} of {other.workdir}: {len(keys)} tables")
+  mesh_lib.say(f"starting from step {other.step} of {other.workdir}: {len(keys)} tables")
   for key, old_key in keys.items():
     own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows)
     own["state"] |= _admissions(own["state"], other, key, old_key)
   for key in own["tables"].keys() - keys.keys():
-    hosts.say(f"  table {_name(key)} is new")
+    mesh_lib.say(f"  table {_name(key)} is new")
   if other.reads_the_same(serve):
     own["state"] |= _dense(model, own["state"], other)
   else:
-    hosts.say("  the features or their order differ there: no dense parameter is taken")
+    mesh_lib.say("  the features or their order differ there: no dense parameter is taken")
   embed.checkpoint.from_tree(tree, model=model)
 
 
@@ -157,11 +158,11 @@ def _table(
   slots = [slot for slot in own if slot in old and own[slot].shape[1:] == old[slot].shape[1:]]
   taken, missing = int((index >= 0).sum()), [slot for slot in own if slot not in slots]
   if taken < size:
-    hosts.say(f"  table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
+    mesh_lib.say(f"  table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
   if old_size > taken:
-    hosts.say(f"  table {name}: {old_size - taken:,} rows of the other run have no counterpart")
+    mesh_lib.say(f"  table {name}: {old_size - taken:,} rows of the other run have no counterpart")
   if missing:
-    hosts.say(f"  table {name}: slots {', '.join(missing)} are new")
+    mesh_lib.say(f"  table {name}: slots {', '.join(missing)} are new")
   if size == old_size and (index == np.arange(size)).all():
     like = {slot: _struct(own[slot]) for slot in slots}
     return {**own, **other.read("tables", {old_key: like})[old_key]}
@@ -210,6 +211,6 @@ def _dense(model: nnx.Module, own: Arrays, other: _Other) -> dict[str, Any]:
       like[name] = _struct(x)
     else:
       there = "has none" if shape is None else f"has one of shape {shape}"
-      hosts.say(f"  {name}, of shape {x.shape}, is new: the other run {there}")
-  hosts.say(f"  {len(like)} dense parameters")
+      mesh_lib.say(f"  {name}, of shape {x.shape}, is new: the other run {there}")
+  mesh_lib.say(f"  {len(like)} dense parameters")
   return other.read("state", like) if like else {}

@@ -31,7 +31,8 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import files, hosts
+from .. import files
+from .. import mesh as mesh_lib
 from ..errors import MissingPackageError, UserError
 from . import report as report_lib
 from .parts import Parts
@@ -190,7 +191,7 @@ def _check(topology: str) -> None:
 
 
 def topology_mesh(topology: str) -> Mesh:
-  """Returns the mesh that `hosts.start` would make on the chips of a topology."""
+  """Returns the mesh that `mesh.start` would make on the chips of a topology."""
   kind, _, shape = topology.partition(":")
   if _is_gpu(topology):
     nodes = "x".join(["1", *shape.split("x")] if "x" in shape else ["1", "1", shape])
@@ -200,7 +201,9 @@ def topology_mesh(topology: str) -> Mesh:
   else:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   devices = described.devices
-  return jax.make_mesh((len(devices),), (hosts.AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+  return jax.make_mesh(
+    (len(devices),), (mesh_lib.AXIS,), axis_types=(AxisType.Auto,), devices=devices
+  )
 
 
 def _memory(topology: str, mesh: Mesh) -> int:
@@ -223,7 +226,7 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   available, part = _memory(topology, mesh), parts(mesh)
   platforms, options = (("cuda",), _CUDA_OPTIONS) if _is_gpu(topology) else (("tpu",), None)
   model, optimizer = place(part.model, mesh), place(part.optimizer, mesh)
-  batch = hosts.over_examples(mesh, part.batch)
+  batch = mesh_lib.over_examples(mesh, part.batch)
   began = time.perf_counter()
   step: Any = nnx.jit(part.step, donate_argnums=(0, 1))
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)

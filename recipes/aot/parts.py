@@ -10,7 +10,7 @@ from flax import nnx
 
 import embed
 
-from .. import hosts
+from .. import mesh as mesh_lib
 from ..evaluation import retrieval
 
 
@@ -47,7 +47,7 @@ def of_recipe(recipe: str, config, mesh: jax.sharding.Mesh) -> Parts:
   batch = data_lib.batch_shapes(data, config)
   model, optimizer = nnx.eval_shape(lambda: train.make_state(config, data, mesh))
   predict, ranked = _EVALUATIONS[recipe](train, data, config, mesh)
-  eval_batch = None if ranked is None else hosts.over_examples(mesh, ranked)
+  eval_batch = None if ranked is None else mesh_lib.over_examples(mesh, ranked)
   step = train.make_train_step(config, data, mesh)
   return Parts(model, optimizer, step, predict, batch, eval_batch)
 

@@ -18,7 +18,8 @@ import numpy as np
 
 import embed
 
-from .. import cache, hosts, pipeline
+from .. import cache, pipeline
+from .. import mesh as mesh_lib
 from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
@@ -177,7 +178,7 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=hosts.shard(),
+    shard=mesh_lib.shard(),
     apart=isinstance(data.columns, spark.Shards),
     shuffle=config.shuffle,
   )
@@ -197,7 +198,7 @@ def eval_batches(
     data.splits[split],
     batch_size=batch_size,
     fill=_FILL,
-    shard=hosts.shard(),
+    shard=mesh_lib.shard(),
     apart=isinstance(data.columns, spark.Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)

@@ -14,8 +14,9 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import groups
@@ -31,7 +32,7 @@ _PENDING = 8  # batches of an evaluation by which the host runs ahead of the dev
 def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
@@ -44,7 +45,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("dlrm", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -62,7 +63,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       warm_start.take(config, model, data.serve)
     with log.Log(folder, config, start, memory, writers) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
@@ -138,13 +139,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     ahead, rows = collections.deque[Any](), list[Any]()
-    for batch in hosts.put_ahead(mesh, batches):
+    for batch in mesh_lib.prefetch_to_device(mesh, batches):
       ids = {name: batch["features"][name] for name in grouping.features}
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
       ahead.append((predict(view, batch), batch["label"], amount, ids))
       if len(ahead) > _PENDING:
-        rows.append(hosts.gather(ahead.popleft()))
-    rows += map(hosts.gather, ahead)
+        rows.append(mesh_lib.gather(ahead.popleft()))
+    rows += map(mesh_lib.gather, ahead)
     outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return tasks.metrics(data.labels, outputs, targets, weights, grouping, ids)
 
@@ -177,7 +178,7 @@ def make_state(
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
     optimizer = embed.Optimizer(model, dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer
 
 

@@ -105,7 +105,7 @@ def catalogue_batches(size: int, batch_size: int, mesh: Mesh | None) -> np.ndarr
   Args:
     size: N, the number of items.
     batch_size: items encoded at once, on all devices; a multiple of their number.
-    mesh: from `hosts.start`; None is one device.
+    mesh: from `mesh.start`; None is one device.
 
   Returns:
     int32 `[steps, batch_size]`. The last item fills up.

@@ -10,8 +10,9 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
@@ -29,7 +30,7 @@ LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
@@ -42,7 +43,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("sequence", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -60,7 +61,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       warm_start.take(config, model, data.serve)
     with log.Log(folder, config, start, memory, writers) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
@@ -159,8 +160,8 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   def evaluate(model, split: str) -> dict[str, float]:
     metrics = empty
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
-      metrics = metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
+    for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
+      metrics = metrics.update(*mesh_lib.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 
   return evaluate
@@ -189,7 +190,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})
   if config.loss != "softmax" and config.negatives.shared:
-    hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+    mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
 def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None):
@@ -207,5 +208,5 @@ def make_state(
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

@@ -14,8 +14,9 @@ from ml_collections import ConfigDict
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
@@ -32,7 +33,7 @@ LOSSES = ("softmax", "cosine_contrastive")
 def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
@@ -45,7 +46,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("two_tower", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -63,7 +64,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
       warm_start.take(config, model, data.serve)
     with log.Log(folder, config, start, memory, writers) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
@@ -178,7 +179,7 @@ def make_encode(mesh: Mesh | None):
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def encode(model, batch):
     vectors = model.candidates(batch["candidate"], batch["popularity"])
-    return _placed(vectors, mesh, PartitionSpec(hosts.AXIS))
+    return _placed(vectors, mesh, PartitionSpec(mesh_lib.AXIS))
 
   return encode
 
@@ -216,14 +217,14 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     earlier = ("train",) if split == "valid" else ("train", "valid")
     popularity = data.popularity(config.popularity.half_life, *earlier)
-    items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
+    items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     approximate, shares = None, []
     if config.ann and split == "test":
-      approximate = retrieval.Approximate(hosts.gather(candidates)[: data.num_items])
-    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
+      approximate = retrieval.Approximate(mesh_lib.gather(candidates)[: data.num_items])
+    for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
       queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
-      queries, top_ids, relevant, seen, mask = hosts.gather(
+      queries, top_ids, relevant, seen, mask = mesh_lib.gather(
         (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
       )
       metrics = metrics.update(top_ids, relevant, mask)
@@ -246,7 +247,7 @@ def catalogue(
   Every process yields its own part. The order is by `retrieval.catalogue_batches`; without a mesh
   it is by item.
   """
-  index, count = hosts.shard()
+  index, count = mesh_lib.shard()
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
     own = np.split(items, count)[index]
     features = data_lib.candidate_inputs(data, own)
@@ -278,7 +279,7 @@ def check(config, mesh: Mesh | None) -> None:
     raise UserError(
       "cosine_contrastive learns popularity in its vectors: set popularity.weight to 0"
     )
-  hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+  mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
@@ -310,5 +311,5 @@ def make_state(
     )
     model = build_model(config, data, mesh, of_batch)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

@@ -9,7 +9,8 @@ import meshes
 import numpy as np
 import pytest
 
-from recipes import errors, hosts
+from recipes import errors
+from recipes import mesh as mesh_lib
 from recipes.evaluation import retrieval
 
 K = 7
@@ -81,7 +82,7 @@ def test_a_catalogue_that_every_device_encodes_in_part(size, spread):
   query, candidates, exclude = draw(1, size=size)
   batches = retrieval.catalogue_batches(size, 16, mesh)
   assert set(batches.ravel()) == set(range(size))
-  place = (lambda x: x) if mesh is None else functools.partial(hosts.to_global, mesh)
+  place = (lambda x: x) if mesh is None else functools.partial(mesh_lib.to_global, mesh)
   whole = retrieval.joined([place(candidates[items]) for items in batches], mesh)
   np.testing.assert_array_equal(np.asarray(whole)[:size], candidates)
   if mesh is not None:

@@ -132,7 +132,7 @@ def test_a_finished_run_only_reports_and_a_longer_one_goes_on(
 def test_a_run_resumes_on_other_devices(whole, trained, tmp_path, monkeypatch):
   """On eight devices sums are in another order, so that numbers are close and not equal."""
   with monkeypatch.context() as patch:
-    patch.setattr(train.hosts, "start", lambda: None)
+    patch.setattr(train.mesh_lib, "start", lambda: None)
     interrupted(patch, (checkpoints, "save"), 3, killed)
     with pytest.raises(Killed):
       trained(tmp_path / "run")

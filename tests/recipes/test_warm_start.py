@@ -12,7 +12,8 @@ from served_models import CLICKS
 
 import embed
 from recipes import config as config_lib
-from recipes import errors, hosts, warm_start
+from recipes import errors, warm_start
+from recipes import mesh as mesh_lib
 from recipes.tables import row_ids
 from recipes.tables.row_ids import RowIds
 
@@ -150,7 +151,7 @@ def test_what_does_not_correspond_is_named(clicks, towers, tmp_path):
 @pytest.mark.ci
 def test_a_whole_run_starts_there(clicks, tmp_path, monkeypatch):
   """At a rate of nearly 0 it tests what the other run did."""
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   frozen = clicks.table["table"] | {"learning_rate": 1e-9}
   changes = {"learning_rate": 1e-9, "table": frozen, "init_from": str(clicks.workdir)}
   result = clicks.train(tmp_path / "warm", **changes)

@@ -15,7 +15,7 @@ from recipe_runs import RESULT, dlrm_smoke, recorded_reads
 from sklearn.metrics import roc_auc_score
 
 from recipes import baselines as command
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.dlrm import baselines, data, train
 from recipes.evaluation.metrics import CLICK_NAMES
 from recipes.training import build
@@ -28,7 +28,7 @@ OTHERS = sorted({path.stem for path in Path("configs/dlrm").glob("*.py")} - {"sy
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   """On eight devices, of which the other configs need none."""
   if name != "synthetic":
-    monkeypatch.setattr(hosts, "start", lambda: None)
+    monkeypatch.setattr(mesh_lib, "start", lambda: None)
   changes = {"criteo_kaggle": {"vocabulary": "min_count"}}
   config = dlrm_smoke(name, tmp_path, **{"model": "dcnv2"} | changes.get(name, {}))
   with recorded_reads() as unread:

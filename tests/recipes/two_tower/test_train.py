@@ -18,7 +18,7 @@ from recipe_runs import RESULT, lists_of, recorded_reads, two_tower_smoke
 
 import embed
 from recipes import baselines as command
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.evaluation.baselines import ranking
 from recipes.training import build
 from recipes.two_tower import baselines, data, losses, train
@@ -38,7 +38,7 @@ NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
 def one_device(monkeypatch, request):
   """The runs here are on one device unless they ask for all."""
   if "mesh" not in request.node.name:
-    monkeypatch.setattr(hosts, "start", lambda: None)
+    monkeypatch.setattr(mesh_lib, "start", lambda: None)
 
 
 @pytest.mark.ci
@@ -74,11 +74,11 @@ def _losses(folder, on_mesh, steps=5, **changes):
   found = data.load(config)
   model = train.build_model(config, found, mesh)
   optimizer = embed.Optimizer(model, build.dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   step = nnx.jit(train.make_train_step(config, found, mesh), donate_argnums=(0, 1))
   values = []
   for batch in data.train_batches(found, config):
-    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))["loss"]))
+    values.append(float(step(model, optimizer, mesh_lib.to_global(mesh, batch))["loss"]))
   return np.array(values), model
 
 
