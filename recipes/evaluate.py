@@ -93,10 +93,10 @@ def _clicks(
     chunks.append((model.scores(inputs), rows.label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = tasks.of_served(model.labels, score)
-  # The labels of the table are in the order of its declaration, as those of the model may not be.
+  # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows, strict=False)
+  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows)
   return {"rows": len(label), "metrics": {k: x for k, x in metrics.items() if not np.ndim(x)}}
 
 

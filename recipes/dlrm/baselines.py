@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from scipy.special import entr
-from sklearn.metrics import roc_auc_score
 
 from ..evaluation import baselines
 from ..tables.spec import Label
@@ -105,40 +104,6 @@ def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
     return np.asarray(data.columns["weight"][rows]).ravel()
   return np.ones(rows.stop - rows.start, np.float32)
-
-
-def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float]:
-  """Returns the column that ranks held-out rows best by itself, and the AUC of its ranking.
-
-  A number ranks by its size, in either direction; ids by the rates of clicks of their training
-  rows.
-
-  Args:
-    data: the data set; of each split the last rows are used.
-    max_rows: how many.
-  """
-  held_out = next(name for name in ("test", "valid") if len(range(*data.splits[name])))
-  train, test = (
-    slice(max(start, stop - max_rows), stop)
-    for start, stop in (data.splits["train"], data.splits[held_out])
-  )
-  label, weights = np.asarray(data.columns["label"][train]), _weights(data, train)
-  clicks, mean = weights * label, np.average(label, weights=weights)
-  names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
-  dense = np.asarray(data.columns["dense"][test])
-  scores = {names[i]: dense[:, i] for i in data.numbers}
-  known, asked = (_ids(data, rows) for rows in (train, test))
-  for feature in data.features:
-    ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
-    sums = lambda x, ids=ids, size=size: sum(np.bincount(each, x, size) for each in ids.T)
-    rates = (sums(clicks) + mean) / (sums(weights) + 1)  # of no value at 0
-    at = asked[feature.name] + 1
-    scores[feature.name] = rates[at] if at.ndim == 1 else rates[at].mean(axis=1)
-  label, weights = np.asarray(data.columns["label"][test]), _weights(data, test)
-  aucs = {name: roc_auc_score(label, x, sample_weight=weights) for name, x in scores.items()}
-  aucs = {name: float(max(auc, 1 - auc)) for name, auc in aucs.items()}
-  best = max(aucs, key=lambda name: aucs[name])
-  return best, aucs[best]
 
 
 def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:

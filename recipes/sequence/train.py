@@ -142,8 +142,10 @@ def make_recommend(
     if mesh is None:
       items = model.candidates(model.embed.tables[model_lib.ITEM])
       return retrieval.top_k(query, items, k, seen)[1]
-    rows = lambda ids: model.candidates(model.embed({model_lib.ITEM: ids})[model_lib.ITEM])
-    return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]
+    # Each device looks up its own part of the catalogue, and scores it.
+    every = jnp.minimum(jnp.arange(-(-num_items // mesh.size) * mesh.size), num_items - 1)
+    rows = model.embed({model_lib.ITEM: every.astype(jnp.int32)})[model_lib.ITEM]
+    return retrieval.top_k(query, model.candidates(rows), k, seen, mesh, size=num_items)[1]
 
   return recommend
 

@@ -4,7 +4,6 @@ import functools
 import sys
 
 import jax
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
@@ -56,14 +55,10 @@ def test_ties_and_chunks(max_scores, excluding):
   check(top_k(query, candidates, K, exclude, max_scores=max_scores), wanted)
 
 
-def test_over_a_mesh_and_of_rows_looked_up_is_the_same():
-  mesh = meshes.make_mesh()
+def test_over_a_mesh_is_the_same():
   query, candidates, exclude = draw(1)
   wanted = slow(query @ candidates.T, K, exclude)
-  check(top_k(query, candidates, K, exclude, mesh, max_scores=5 * 4), wanted)
-  rows = lambda ids: jnp.asarray(candidates)[ids]
-  best = lambda query, exclude: retrieval.top_k_of_rows(query, rows, 83, K, exclude, mesh, 5 * 4)
-  check(jax.jit(best)(query, exclude), wanted)
+  check(top_k(query, candidates, K, exclude, meshes.make_mesh(), max_scores=5 * 4), wanted)
 
 
 def test_what_fills_up_chunks_and_shards_never_wins():
@@ -135,16 +130,6 @@ def test_few_are_left():
   found, ids = top_k(np.ones((1, 1), np.float32), scores.T, 4, exclude)
   assert ids.tolist() == [[1, 2, -1, -1]]  # -0.0 equals 0.0
   assert found.tolist() == [[0.0, 0.0, -np.inf, -np.inf]]
-
-
-def test_errors():
-  query, candidates, exclude = draw(0)
-  with pytest.raises(ValueError, match="k is 84: choose 1 to 83"):
-    retrieval.top_k(query, candidates, 84)
-  with pytest.raises(ValueError, match=r"must be \[queries, width\] and \[candidates, width\]"):
-    retrieval.top_k(query[:, :2], candidates, 2)
-  with pytest.raises(ValueError, match=r"exclude \(4, 9\) must be \[5 queries"):
-    retrieval.top_k(query, candidates, 2, exclude[:4])
 
 
 def test_without_usearch_the_message_says_what_to_install(monkeypatch):

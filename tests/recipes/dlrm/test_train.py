@@ -12,7 +12,6 @@ import recipe_runs
 import ways
 from cases import each
 from recipe_runs import RESULT, dlrm_smoke, recorded_reads
-from sklearn.metrics import roc_auc_score
 
 from recipes import baselines as command
 from recipes import mesh as mesh_lib
@@ -133,23 +132,6 @@ def test_the_constant_rate_by_hand(monkeypatch):
   scores = baselines.constant_rate(weighted)
   assert scores["test_logloss"] == pytest.approx(-np.log(0.5))
   assert scores["valid_logloss"] == pytest.approx(-np.log(0.5))
-
-
-def test_the_most_telling_column():
-  draw = np.random.default_rng(0)
-  label, splits = draw.integers(0, 2, 400), {"train": (0, 200), "valid": (200, 300)}
-  splits["test"] = (300, 400)
-  noise = draw.normal(size=(400, 2)).astype(np.float32)
-  city = np.where(draw.random(400) < 0.9, label, 1 - label).astype(np.int32)[:, None]
-  name, auc = baselines.most_telling(clicks(label, noise, city, splits))
-  rate = [label[:200][city[:200, 0] == x].mean() for x in (0, 1)]
-  by_hand = roc_auc_score(label[300:], np.take(rate, city[300:, 0]))
-  assert (name, auc) == ("city", pytest.approx(by_hand))
-  leak = noise.copy()
-  leak[:, 1] -= 9 * label  # a click makes it smaller
-  assert baselines.most_telling(clicks(label, leak, city, splits)) == ("age", 1.0)
-  city[:, 0] = np.where(label, 2, -1)  # a missing value tells as much
-  assert baselines.most_telling(clicks(label, noise, city, splits)) == ("city", 1.0)
 
 
 @pytest.mark.weekly
