@@ -1,4 +1,4 @@
-"""Fits the baselines of a run on a table or a published data set, and adds them to its result.json.
+"""Fits the baselines of a run and adds them to its result.json.
 
     python -m recipes.baselines runs/dlrm
 
@@ -16,7 +16,7 @@ from absl import logging
 from . import errors, files, results
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import UserError, terminal
+from .errors import terminal
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
 
@@ -29,9 +29,6 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
 
   Args:
     most_rows: fits nothing where more rows train, and nothing that has failed before.
-
-  Raises:
-    UserError: the run has not ended, or the data are not those that it was trained on.
   """
   run = run_lib.opened(workdir)
   result, path = run.result, Path(workdir) / "result.json"
@@ -52,8 +49,6 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
     except KeyboardInterrupt:
       del known[name]
       raise
-    except UserError as error:  # as EASE of too many items
-      mesh_lib.say(f"the baseline {name} is left out: {error}")
     except Exception as error:  # a library's, which must not hide the result of the run
       mesh_lib.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
     finally:

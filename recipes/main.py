@@ -56,14 +56,6 @@ def train_one(recipe: str, config, workdir: Path, is_first: bool = True) -> None
   if config.test and is_first and mesh_lib.shard()[1] == 1:
     result = baselines.fit(workdir, most_rows=baselines.SMALL)
   print(terminal(results.table(result)))
-  _show(workdir)
-
-
-def _show(workdir: Path) -> None:
-  from . import report
-
-  if sys.stdout.isatty():
-    print(f"\n{terminal(report.sketch(report.load(workdir)))}")
   print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
 

@@ -1,4 +1,4 @@
-"""The folder of a run, the workdir: its config, its result, and what serving needs.
+"""The workdir, the folder of a run: its config, its result, and what serving needs.
 
     config.json     the settings, with those that the data have decided
     data.json       hashes of the data by file
@@ -20,7 +20,6 @@ import platform
 import signal
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -40,9 +39,9 @@ from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 
 _CONFIG, _DATA, _RESULT, _SERVE = "config.json", "data.json", "result.json", "serve"
-# What a config has where the data decide: see `tables.settings.steps_of_data`, and of two_tower
+# Values of settings that the data decide: see `config.with_schedule`, and of two_tower
 # `train.decide`.
-_OPEN = {
+_UNDECIDED = {
   "batch_size": 0, "steps": 0, "eval_every": 0, "log_every": 0, "warmup_steps": -1, "query": [],
   "candidate": [], "popularity.half_life": -1,
 }  # fmt: skip
@@ -62,21 +61,20 @@ def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
   """
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
     return config
-  stored = files.read_json(workdir / _CONFIG)
   is_leaf = lambda path, _: len(path) == 2 or path == ("files",)  # a column is one value
-  there, here = (flatten_dict(x, sep=".", is_leaf=is_leaf) for x in (stored, plain(config)))
-  may_change = (*config_lib.MAY_CHANGE, "user_table.files", "item_table.files")
+  stored = files.read_json(workdir / _CONFIG)
+  before, now = (flatten_dict(x, sep=".", is_leaf=is_leaf) for x in (stored, plain(config)))
+  may_change = {*config_lib.MAY_CHANGE, "user_table.files", "item_table.files"}
   differing = [
-    f"{name}: {there.get(name)!r:.200} there, {value!r:.200} now"
-    for name, value in here.items()
-    if name.partition(".")[0] not in may_change and name not in may_change
-    if value not in (there.get(name), _OPEN.get(name, there.get(name)))
+    f"{name}: {before.get(name)!r:.200} there, {now.get(name)!r:.200} now"
+    for name in {**now, **before}
+    if not {name, name.partition(".")[0]} & may_change
+    if now.get(name) not in (before.get(name), _UNDECIDED.get(name, before.get(name)))
   ]
-  differing += [f"{name} there, and not now" for name in there.keys() - here.keys()]
   if differing:
     raise UserError(
       f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
-      f"--workdir, or remove that one. Only these may change: {', '.join(config_lib.MAY_CHANGE)}."
+      f"--workdir. Only these may change: {', '.join(config_lib.MAY_CHANGE)}"
     )
   return config_lib.copied(config, batch_size=config.batch_size or stored["batch_size"])
 
@@ -85,17 +83,17 @@ def finished(config: ConfigDict, workdir: epath.Path) -> dict[str, Any] | None:
   """Returns the result of the workdir's run if it has ended, and None if there is work to do."""
   if not (workdir / _RESULT).exists():
     return None
-  ended, wanted = files.read_json(workdir / _RESULT), plain(config)
+  result, now = files.read_json(workdir / _RESULT), plain(config)
   for name in config_lib.LENGTH:
-    known = ended["config"].get(name)
-    if wanted.get(name) not in (known, _OPEN.get(name, known)):
+    before = result["config"].get(name)
+    if now.get(name) not in (before, _UNDECIDED.get(name, before)):
       return None
   mesh_lib.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
-  return ended
+  return result
 
 
 def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module) -> None:
-  """Writes config.json, copies what serving needs into the workdir, and says what is trained.
+  """Writes config.json, copies what serving needs into the workdir, and prints what is trained.
 
   Args:
     config: with what the data have decided.
@@ -113,23 +111,24 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
       f"the data have changed since the run in {workdir} began: choose another --workdir"
     )
   if taken > config.steps:
-    raise UserError(
-      f"{workdir} has taken {taken} steps, and config.steps is {config.steps}: a run can be "
-      "lengthened, not shortened"
-    )
-  mesh_lib.say(f"data: {log.shown(data.statistics)}")
-  mesh_lib.say(log.trained(model))
+    raise UserError(f"{workdir} has taken {taken} steps: config.steps cannot be {config.steps}")
+  numbers = data.statistics.items()
+  shown = (f"{x:,} {name}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers)
+  mesh_lib.say(f"data: {', '.join(shown)}\n{log.trained(model)}")
   if mesh_lib.is_main():
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_json(workdir / _CONFIG, plain(config))
     files.write_json(workdir / _DATA, dict(data.sha256))
-    if data.serve is not None:
-      _copy(data.serve, workdir / _SERVE)
+    for path in data.serve.rglob("*") if data.serve is not None else ():
+      if path.is_file():  # each by itself, since the workdir may be in a bucket
+        copy = workdir / _SERVE / path.relative_to(data.serve).as_posix()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
   multihost_utils.sync_global_devices("begin")
 
 
 class StopSignal:
-  """Notices SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
+  """Receives SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
 
   Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. The handler
   is set where it may be: in the main thread of a process that is alone. Each of several processes
@@ -159,16 +158,6 @@ class StopSignal:
     return multihost_utils.reached_preemption_sync_point(step)
 
 
-def is_due(step: int, period: int) -> bool:
-  """Returns whether a step ends a period of so many steps; a period of 0 never ends."""
-  return period > 0 and step % period == 0
-
-
-def tested(manager: Any, select: str) -> int:
-  """Returns the step of the state to test: the best on validation, or without `select` the last."""
-  return manager.best_step() if select else manager.latest_step()
-
-
 class Preempted(SystemExit):
   """Ends the program after a SIGTERM; the same command, started again, resumes.
 
@@ -181,7 +170,17 @@ class Preempted(SystemExit):
     mesh_lib.say(f"stopped at step {step}; the same command resumes there")
 
 
+def is_due(step: int, period: int) -> bool:
+  """Returns whether a step ends a period of so many steps; a period of 0 never ends."""
+  return period > 0 and step % period == 0
+
+
 # --- the result -----------------------------------------------------------------------------------
+
+
+def tested(manager: Any, select: str) -> int:
+  """Returns the step of the state to test: the best on validation, or without `select` the last."""
+  return manager.best_step() if select else manager.latest_step()
 
 
 def finish(
@@ -199,7 +198,7 @@ def finish(
     recipe: its name.
     config: of the run, with what the data have decided.
     workdir: of the run.
-    data: has `sha256`, hashes of the data by file, and `statistics`, numbers by name.
+    data: as for `begin`.
     writer: the log of the run.
     tested_step: of the state that is tested.
     metrics: of the test rows; {} of a run that is not tested. Scalars are among the result's
@@ -228,7 +227,7 @@ def finish(
 
 
 def device() -> dict[str, Any]:
-  """Returns what the run computed on."""
+  """Returns the devices and the machine of the run."""
   first = jax.devices()[0]
   return {
     "platform": first.platform,
@@ -286,27 +285,15 @@ class Run:
 
 
 def opened(workdir: str | os.PathLike[str]) -> Run:
-  """Opens a run that has ended; raises UserError if it has not."""
+  """Opens a run that has ended; raises MissingFileError if there is none."""
   folder = epath.Path(workdir).resolve()
-  if not (folder / _CONFIG).exists():
-    raise MissingFileError(f"{folder} is no run: it has no {_CONFIG}. Give a --workdir")
   if not (folder / _RESULT).exists():
-    raise UserError(f"{folder} has no {_RESULT}: the run has not ended. Its command resumes it")
-  ended = files.read_json(folder / _RESULT)
-  return Run(folder, config_lib.complete(ended["recipe"], files.read_json(folder / _CONFIG)), ended)
-
-
-# --- files ----------------------------------------------------------------------------------------
+    raise MissingFileError(f"{folder} has no {_RESULT}: give the --workdir of a run that has ended")
+  result = files.read_json(folder / _RESULT)
+  stored = files.read_json(folder / _CONFIG)
+  return Run(folder, config_lib.complete(result["recipe"], stored), result)
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
   """Returns the config as JSON would give it back: tuples are lists."""
   return json.loads(json.dumps(config.to_dict()))
-
-
-def _copy(source: Path, target: epath.Path) -> None:
-  for path in source.rglob("*"):
-    if path.is_file():
-      copy = target / path.relative_to(source).as_posix()
-      copy.parent.mkdir(parents=True, exist_ok=True)
-      copy.write_bytes(path.read_bytes())

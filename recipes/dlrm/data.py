@@ -169,8 +169,7 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `config.steps` from `start` on: `label`, `dense` `[B, K]`, `features`.
 
-  Rows are shuffled, or with `config.shuffle=False` in order. B is this process's part of
-  `config.batch_size`.
+  Rows are shuffled. B is this process's part of `config.batch_size`.
   """
   source = pipeline.ShuffledBatches(
     data.columns,
@@ -180,7 +179,6 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     num_batches=config.steps,
     shard=mesh_lib.shard(),
     apart=isinstance(data.columns, spark.Shards),
-    shuffle=config.shuffle,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)

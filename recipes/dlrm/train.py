@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from .model import build_model
 _PENDING = 8  # batches of an evaluation by which the host runs ahead of the devices
 
 
-def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
@@ -38,7 +38,6 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
-    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
@@ -61,7 +60,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory, writers) as writer:
+    with log.Log(folder, config, start, memory) as writer:
       batches = data_lib.train_batches(data, config, start)
       for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):

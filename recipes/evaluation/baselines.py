@@ -10,6 +10,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 import threadpoolctl
+from scipy.sparse import csr_matrix
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
@@ -26,7 +27,7 @@ _MAX_KNN_PAIRS = 10**10
 
 def one_hot(
   ids: np.ndarray, vocabulary_sizes: Sequence[int], dense: np.ndarray | None = None
-) -> scipy.sparse.csr_matrix:
+) -> csr_matrix:
   """Returns the design matrix of a linear model.
 
   Args:
@@ -44,16 +45,16 @@ def one_hot(
   present = ids >= 0
   columns = (ids + starts)[present]
   row_ends = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
-  matrix = scipy.sparse.csr_matrix(
+  matrix = csr_matrix(
     (np.ones(columns.size, np.float32), columns, row_ends), shape=(len(ids), int(ends[-1]))
   )
   if dense is None or dense.shape[1] == 0:
     return matrix
-  return scipy.sparse.hstack([matrix, scipy.sparse.csr_matrix(dense)], format="csr")
+  return scipy.sparse.hstack([matrix, csr_matrix(dense)], format="csr")
 
 
 def logistic_regression(
-  matrices: Mapping[str, scipy.sparse.csr_matrix],
+  matrices: Mapping[str, csr_matrix],
   labels: Mapping[str, np.ndarray],
   weights: Mapping[str, np.ndarray],
   *,
@@ -96,14 +97,13 @@ def logistic_regression(
 
 # --- rankings ------------------------------------------------------------------------------------
 
-Matrix = scipy.sparse.csr_matrix
-Scorer = Callable[[Matrix], np.ndarray]  # histories [B, items] -> scores [B, items]
+Scorer = Callable[[csr_matrix], np.ndarray]  # histories [B, items] -> scores [B, items]
 
 
 def ranking_tasks(
-  train: Matrix,
-  histories: Mapping[str, Matrix],
-  relevant: Mapping[str, Matrix],
+  train: csr_matrix,
+  histories: Mapping[str, csr_matrix],
+  relevant: Mapping[str, csr_matrix],
   ks: Sequence[int],
   *,
   ease_l2: Sequence[float] = (),
@@ -132,8 +132,8 @@ def ranking_tasks(
 
 def best_ranking(
   candidates: Mapping[float, Callable[[], Scorer]],
-  histories: Mapping[str, Matrix],
-  relevant: Mapping[str, Matrix],
+  histories: Mapping[str, csr_matrix],
+  relevant: Mapping[str, csr_matrix],
   ks: Sequence[int],
   *,
   exclude_seen: bool,
@@ -179,8 +179,8 @@ def best_ranking(
 
 def ranking(
   scores: Callable[[int, int], np.ndarray],
-  relevant: Matrix,
-  seen: Matrix | None,
+  relevant: csr_matrix,
+  seen: csr_matrix | None,
   ks: Sequence[int],
   counts: np.ndarray | None = None,
   *,
@@ -197,8 +197,8 @@ def ranking(
     counts: `[items]`, how often each item is in training, for its popularity; None is not known.
     batch: examples at once; `batch * items` scores are held.
   """
-  counts = () if counts is None else counts
-  metrics = RankingMetrics.empty(ks, num_items=relevant.shape[1], popularity=counts)
+  popular = () if counts is None else counts
+  metrics = RankingMetrics.empty(ks, num_items=relevant.shape[1], popularity=popular)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
   with files.progress("ranking", relevant.shape[0], "row") as bar:
     for start in range(0, relevant.shape[0], batch):
@@ -215,16 +215,16 @@ def ranking(
   return metrics.compute()
 
 
-def _repeated(scores: np.ndarray, histories: Matrix) -> np.ndarray:
+def _repeated(scores: np.ndarray, histories: csr_matrix) -> np.ndarray:
   return np.tile(scores, (histories.shape[0], 1))
 
 
-def _product(weights: Any, histories: Matrix) -> np.ndarray:
+def _product(weights: Any, histories: csr_matrix) -> np.ndarray:
   scores = histories @ weights
   return scores.toarray() if scipy.sparse.issparse(scores) else scores
 
 
-def popularity(train: Matrix) -> np.ndarray:
+def popularity(train: csr_matrix) -> np.ndarray:
   """Returns how often each item is in `train` `[users, items]`: the same scores for all."""
   return np.asarray(train.sum(axis=0)).ravel()
 
@@ -234,7 +234,7 @@ def can_fit_knn(lengths: np.ndarray) -> bool:
   return bool(np.square(lengths, dtype=np.float64).sum() <= _MAX_KNN_PAIRS)
 
 
-def item_knn(train: Matrix, neighbours: int = _NEIGHBOURS) -> Matrix:
+def item_knn(train: csr_matrix, neighbours: int = _NEIGHBOURS) -> csr_matrix:
   """Returns sparse weights W `[items, items]`; scores are `train @ W`.
 
   `W[i, j]` is the cosine of the users of i and j if i is among the `neighbours` items that are most
@@ -254,10 +254,10 @@ def item_knn(train: Matrix, neighbours: int = _NEIGHBOURS) -> Matrix:
       values.append(cosine[best])
   ends = np.cumsum([0, *map(len, columns)])
   parts = np.concatenate(values), np.concatenate(columns), ends
-  return scipy.sparse.csr_matrix(parts, (items, items)).T.tocsr()
+  return csr_matrix(parts, (items, items)).T.tocsr()
 
 
-def ease(train: Matrix, l2: float) -> np.ndarray:
+def ease(train: csr_matrix, l2: float) -> np.ndarray:
   """Returns EASE's weights W `[items, items]`; scores are `train @ W`.
 
   Steck 2019, "Embarrassingly Shallow Autoencoders for Sparse Data": with `P` the inverse of

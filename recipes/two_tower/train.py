@@ -1,7 +1,7 @@
 """Trains a two-tower model: `run` reads from top to bottom; what it calls is below it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from .model import TwoTower, build_model, with_all_features
 LOSSES = ("softmax", "cosine_contrastive")
 
 
-def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
@@ -39,7 +39,6 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
-    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
@@ -62,7 +61,7 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory, writers) as writer:
+    with log.Log(folder, config, start, memory) as writer:
       batches = data_lib.train_batches(data, config, start)
       for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):

@@ -11,7 +11,6 @@ import sys
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
-from recipe_runs import write_run
 
 import embed
 from recipes import __main__ as listing
@@ -153,16 +152,3 @@ def test_what_stops_a_run_is_no_traceback(command):
   full = OSError(errno.ENOSPC, "Refused", "x/y")
   code, _, _ = command("sequence", raising(full))
   assert code.startswith("error: Refused: x/y. Free some space; the same command")
-
-
-@pytest.mark.ci
-def test_a_run_ends_with_where_its_results_are(tmp_path, capsys, monkeypatch):
-  folder = write_run(tmp_path / "a")
-  main._show(pathlib.Path(folder))
-  wanted = [f"results: {folder}/result.json", f"curves:  python -m recipes.report {folder}"]
-  assert capsys.readouterr().out.split("\n") == ["", *wanted, ""]
-  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-  main._show(pathlib.Path(folder))
-  shown = capsys.readouterr().out.splitlines()
-  assert "loss / steps" in shown[1]
-  assert shown[-2:] == wanted
