@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -72,24 +71,14 @@ def in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except (UserError, OSError) as error:
-    parser.exit(2, terminal(f"error: {_message(error)}\n"))
+    parser.exit(2, f"error: {message(error)}\n")
 
 
-def explain(error: Exception) -> str | None:
-  """Returns the line that tells the user what to do, or None if the error is a fault of ours."""
-  if isinstance(error, UserError):
-    return str(error)
-  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-    return f"{_message(error)}. Free some space; the same command resumes."
-  if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-    return f"{_message(error)}. This user must be able to write --workdir and --config.cache_dir."
-  return None
-
-
-def _message(error: Exception) -> str:
-  if isinstance(error, UserError) or not isinstance(error, OSError):
-    return str(error)
-  return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+def message(error: Exception) -> str:
+  """Returns the line that tells the user what is wrong, with the file if there is one."""
+  if isinstance(error, OSError) and not isinstance(error, UserError):
+    return terminal(": ".join(str(x) for x in (error.strerror or error, error.filename) if x))
+  return terminal(error)
 
 
 # --- text from data -------------------------------------------------------------------------------

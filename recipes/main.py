@@ -116,11 +116,10 @@ def program(
     except KeyboardInterrupt:
       print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
       sys.exit(130)  # of a shell, for a program that SIGINT has ended
-    except (ValueError, OSError) as error:
-      text = errors.explain(error)
-      if logging.level_debug() or text is None:
+    except (errors.UserError, OSError) as error:
+      if logging.level_debug():
         raise
-      sys.exit(terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
+      sys.exit(f"error: {errors.message(error)} (--verbosity=1 shows the traceback)")
 
   return lambda: app.run(main, flags_parser=parse)
 

@@ -123,37 +123,50 @@ class Table:
     tested = [name for name in logged if name.startswith("test_")]
     return tested or [name for name in logged if name.startswith("valid_")]
 
-  def rows(self) -> dict[str, tuple[str, Scores]]:
-    """Returns the seeds and the scores of each group, and the scores of the baselines."""
-    rows = {}
+  @property
+  def columns(self) -> dict[str, Scores]:
+    """The scores of each group with its seeds and seconds, and those of the baselines."""
+    columns = {}
     for label, group in self.groups.items():
       scores = self._scores([run.result["metrics"] for run in group])
-      seeds = ", ".join(str(run.result["seed"]) for run in group)
-      rows[label] = seeds, scores | {"seconds": [run.result["seconds"] for run in group]}
+      columns[label] = scores | {"seconds": [run.result["seconds"] for run in group]}
     for name in dict.fromkeys(name for run in self.runs for name in run.result["baselines"]):
       # Groups that are measured otherwise have other scores of a baseline.
       distinct: dict[str, tuple[str, Scores]] = {}
       for label, group in self.groups.items():
-        scores = self._scores([run.result["baselines"].get(name, {}) for run in group])
-        if scores:
+        if scores := self._scores([run.result["baselines"].get(name, {}) for run in group]):
           distinct.setdefault(str([statistics.fmean(x) for x in scores.values()]), (label, scores))
       for label, scores in distinct.values():
-        rows[name if len(distinct) == 1 else f"{name} ({label})"] = "", scores
-    return rows
+        columns[name if len(distinct) == 1 else f"{name} ({label})"] = scores
+    return columns
 
   def _scores(self, runs: Sequence[Mapping[str, float]]) -> Scores:
     scores = {name: [run[name] for run in runs if name in run] for name in self.metrics}
     return {name: values for name, values in scores.items() if values}
 
-  def best(self, name: str) -> set[str]:
-    """Returns the labels of the best rows by a metric, to the digits that are shown."""
-    gains = {
-      label: round(results.gain(name, round(statistics.fmean(scores[name]), 4)), 4)
-      for label, (_, scores) in self.rows().items()
-      if name in scores and not label.startswith(_BOUND)
-    }
-    best = max(gains.values(), default=0)
-    return {label for label, gain in gains.items() if gain == best and len(gains) > 1}
+  def grid(self, strong: str = "", space: str = " ") -> list[list[str]]:
+    """Returns the cells, line by line: names, seeds, and a line for each metric.
+
+    Args:
+      strong: is put around the best figure of a metric, to the digits that are shown.
+      space: around a `±`, the standard deviation (of n - 1) of values that differ.
+    """
+    columns = self.columns
+    seeds = {label: [run.result["seed"] for run in group] for label, group in self.groups.items()}
+    lines = [["", *columns], ["seeds", *(", ".join(map(str, seeds.get(x, ()))) for x in columns)]]
+    for name in [*self.metrics, "seconds"]:
+      digits = 0 if name == "seconds" else 4
+      cells = {x: _number(scores.get(name, []), digits, space) for x, scores in columns.items()}
+      gains = {
+        label: results.gain(name, round(statistics.fmean(columns[label][name]), digits))
+        for label, cell in cells.items()
+        if cell and digits and not label.startswith(_BOUND)
+      }
+      if strong and len(gains) > 1:
+        best = max(gains.values())
+        cells |= {x: f"{strong}{cells[x]}{strong}" for x, gain in gains.items() if gain == best}
+      lines.append([name.partition("_")[2] or name, *cells.values()])
+    return lines
 
 
 def collect(runs: Sequence[Run]) -> list[Table]:
@@ -170,8 +183,8 @@ def collect(runs: Sequence[Run]) -> list[Table]:
   return [by_data[key] for key in sorted(by_data)]
 
 
-def _number(values: Sequence[float], digits: int, space: str = " ") -> str:
-  """Returns the mean, and the standard deviation (of n - 1) where the values differ."""
+def _number(values: Sequence[float], digits: int, space: str) -> str:
+  """Returns the mean, and the standard deviation where the values differ."""
   if not values:
     return ""
   mean = f"{statistics.fmean(values):.{digits}f}"
@@ -182,14 +195,9 @@ def _number(values: Sequence[float], digits: int, space: str = " ") -> str:
 
 def text(tables: Sequence[Table]) -> str:
   """Returns the tables for a terminal."""
-  parts = []
-  for table in tables:
-    rows = [("", "seeds", *(name.partition("_")[2] for name in table.metrics), "seconds")]
-    for label, (seeds, scores) in table.rows().items():
-      numbers = (_number(scores.get(name, []), 4) for name in table.metrics)
-      rows.append((label, seeds, *numbers, _number(scores.get("seconds", []), 0)))
-    parts.append(f"{table.title}\n{aligned(rows)}")
-  return "\n\n".join(parts)
+  return "\n\n".join(
+    f"{table.title}\n{aligned(list(zip(*table.grid(), strict=True)))}" for table in tables
+  )
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -205,22 +213,14 @@ def markdown(tables: Sequence[Table], title: str, picture: str | None) -> str:
 
 
 def _section(table: Table) -> str:
-  rows = table.rows()
   row = lambda cells: f"| {' | '.join(cells)} |"
-  lines = [
-    row(["", *(escaped(label) for label in rows)]),
-    row([":--", *["--:"] * len(rows)]),
-    row(["seeds", *(seeds for seeds, _ in rows.values())]),
-  ]
-  for name in [*table.metrics, "seconds"]:
-    digits, best = (0, set()) if name == "seconds" else (4, table.best(name))
-    cells = [escaped(name.partition("_")[2] or name)]
-    for label, (_, scores) in rows.items():
-      cell = _number(scores.get(name, []), digits, "\u00a0")
-      cells.append(f"**{cell}**" if label in best else cell)
-    lines.append(row(cells))
+  header, *lines = table.grid("**", "\u00a0")
+  rule = row([":--", *["--:"] * (len(header) - 1)])
+  names = (row([escaped(name), *cells]) for name, *cells in lines)
   notes = "\n>\n".join(f"> {note}" for note in _notes(table))
-  return "\n".join([f"## {escaped(table.title)}", "", *lines, "", notes])
+  return "\n".join(
+    [f"## {escaped(table.title)}", "", row(map(escaped, header)), rule, *names, "", notes]
+  )
 
 
 def _notes(table: Table) -> Iterator[str]:

@@ -11,6 +11,7 @@
 Several processes share one workdir: the main one writes these files, all of them the checkpoints.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -19,8 +20,8 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Mapping
-from types import FrameType, ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -52,12 +53,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-  """Returns the config of a run that may be resumed: a batch size of 0 is the one it began with.
+  """Checks the config of a run that may be resumed; returns it with the batch size it began with.
 
   Then the batches are the same on any number of devices.
-
-  Raises:
-    UserError: the workdir holds a run of another config; names the settings that differ.
   """
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
     return config
@@ -101,9 +99,6 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
     data: has `sha256`, hashes of the data by file, `statistics`, numbers by name, and `serve`, the
       folder that was prepared with them; None if there is none.
     model: that is trained.
-
-  Raises:
-    UserError: the run has taken more steps already, or was trained on other data.
   """
   taken = max(checkpoints.steps(workdir), default=0)
   if taken and list(files.read_json(workdir / _DATA).values()) != list(data.sha256.values()):
@@ -127,35 +122,24 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
   multihost_utils.sync_global_devices("begin")
 
 
-class StopSignal:
-  """Receives SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
+@contextlib.contextmanager
+def stop_signal() -> Iterator[Callable[[int], bool]]:
+  """Yields a function that returns, at every step, whether to save and end: after a SIGTERM.
 
-  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. The handler
-  is set where it may be: in the main thread of a process that is alone. Each of several processes
-  has JAX's handler, by which the one that gets the signal tells all.
+  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. Each of
+  several processes has JAX's handler, by which the one that gets the signal tells all.
   """
-
-  _received = False
-
-  def __enter__(self) -> "StopSignal":
-    self._is_set = jax.process_count() == 1
-    self._is_set &= threading.current_thread() is threading.main_thread()
-    if self._is_set:
-      self._previous = signal.signal(signal.SIGTERM, self._receive)
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    if self._is_set:
-      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-  def _receive(self, number: int, frame: FrameType | None) -> None:
-    self._received = True
-
-  def has_come(self, step: int) -> bool:
-    """Returns whether to save and end: the same in every process, each of which asks every step."""
-    if jax.process_count() == 1:
-      return self._received
-    return multihost_utils.reached_preemption_sync_point(step)
+  if jax.process_count() > 1:
+    yield multihost_utils.reached_preemption_sync_point
+  elif threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    yield lambda step: False
+  else:
+    received = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.set())
+    try:
+      yield lambda step: received.is_set()
+    finally:
+      signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 class Preempted(SystemExit):
@@ -178,11 +162,6 @@ def is_due(step: int, period: int) -> bool:
 # --- the result -----------------------------------------------------------------------------------
 
 
-def tested(manager: Any, select: str) -> int:
-  """Returns the step of the state to test: the best on validation, or without `select` the last."""
-  return manager.best_step() if select else manager.latest_step()
-
-
 def finish(
   recipe: str,
   config: ConfigDict,
@@ -196,13 +175,11 @@ def finish(
 
   Args:
     recipe: its name.
-    config: of the run, with what the data have decided.
-    workdir: of the run.
-    data: as for `begin`.
+    config, workdir, data: as for `begin`.
     writer: the log of the run.
     tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested. Scalars are among the result's
-      `metrics`, and arrays `[points, columns]` among its `curves`.
+    metrics: of the test rows; {} of a run that is not tested. Scalars become `metrics` of the
+      result, and arrays `[points, columns]` its `curves`.
   """
   scores = results.scalars("test", metrics)
   result = {

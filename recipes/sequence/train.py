@@ -23,8 +23,13 @@ from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
 
-MODELS = tuple(model_lib.BLOCKS)
-LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
+_CHOICES = {
+  "model": tuple(model_lib.BLOCKS),
+  "loss": ("softmax", "sampled_softmax", "bce", "gbce"),
+  "residual": ("input", "norm"),
+  "init": tuple(layers.INITIALIZERS),
+}
+_OF_MODELS = {"time_buckets": ("hstu",), "temperature": ("sasrec", "hstu")}
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def run(config, workdir: str) -> dict[str, Any]:
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   run_lib.begin(config, folder, data, model)
-  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
@@ -67,12 +72,13 @@ def run(config, workdir: str) -> dict[str, Any]:
         evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
-        stops = stop.has_come(step)
-        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+        is_last = stops(step)
+        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
           checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if stops:
+        if is_last:
           raise run_lib.Preempted(step)
-      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      chosen = manager.best_step() if config.select else manager.latest_step()
+      tested, _ = checkpoints.restore(manager, chosen, model=model)
       metrics = evaluate(model, "test") if config.test else {}
       return run_lib.finish("sequence", config, folder, data, writer, tested, metrics)
 
@@ -174,20 +180,13 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  if config.model not in MODELS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
-  if config.loss not in LOSSES:
-    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
+  for name, known in _CHOICES.items():
     if config[name] not in known:
-      raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
+      raise UserError(f"unknown {name} {config[name]!r}: choose one of {tuple(known)}")
+  for name, models in _OF_MODELS.items():
+    if config[name] and config.model not in models:
+      raise UserError(f"config.{name} is for the models {', '.join(models)}: leave it out")
   config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
-  if config.dim % config.heads:
-    raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
-  if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
-    raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
-  if config.temperature < 0 or (config.temperature and config.model not in ("sasrec", "hstu")):
-    raise UserError("temperature is for the models sasrec and hstu, and 0 or more: leave it out")
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})
   if config.loss != "softmax" and config.negatives.shared:

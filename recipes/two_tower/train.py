@@ -57,7 +57,7 @@ def run(config, workdir: str) -> dict[str, Any]:
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   run_lib.begin(config, folder, data, model)
-  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
@@ -70,12 +70,13 @@ def run(config, workdir: str) -> dict[str, Any]:
         evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
-        stops = stop.has_come(step)
-        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+        is_last = stops(step)
+        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
           checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if stops:
+        if is_last:
           raise run_lib.Preempted(step)
-      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      chosen = manager.best_step() if config.select else manager.latest_step()
+      tested, _ = checkpoints.restore(manager, chosen, model=model)
       metrics = evaluate(model, "test") if config.test else {}
       return run_lib.finish("two_tower", config, folder, data, writer, tested, metrics)
 
@@ -156,13 +157,13 @@ def admit(config, model: TwoTower, batch):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
-  asked = inputs(config, batch)
-  rows = model.embed.admit(model.of_tables(asked))
-  rows = {side: asked[side] | each for side, each in rows.items()}
+  features = inputs(config, batch)
+  rows = model.embed.admit(model.of_tables(features))
+  rows = {side: features[side] | admitted for side, admitted in rows.items()}
   size = batch["positive"].shape[0]
-  of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
-  batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
-  drawn = {"negative_candidate": of(slice(size, None))} if config.negatives.number else {}
+  cut = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
+  batch = batch | {"query": rows["query"], "positive_candidate": cut(slice(size))}
+  drawn = {"negative_candidate": cut(slice(size, None))} if config.negatives.number else {}
   return batch | drawn
 
 
@@ -262,17 +263,10 @@ def check(config, mesh: Mesh | None) -> None:
   config_lib.check(config, mesh)
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  if not config.temperature > 0:
-    raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
-  if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
-    raise UserError(
-      f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"
-    )
   if config.loss == "cosine_contrastive" and not config.negatives.number:
     raise UserError(
-      "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "
-      "to 1000"
+      "cosine_contrastive has drawn negatives alone: set negatives.number, as to 1000"
     )
   if config.loss == "cosine_contrastive" and config.popularity.weight:
     raise UserError(

@@ -285,18 +285,21 @@ def test_another_recipe_trains_as_one(jobs, folder):
   assert result["metrics"].keys() == alone_result["metrics"].keys()
 
 
+def wait_for_lines(workdir, number, process):
+  path, deadline = workdir / "metrics.jsonl", time.monotonic() + 120
+  while not path.exists() or path.read_bytes().count(b"\n") < number:
+    assert time.monotonic() < deadline, said(process)
+    assert process.poll() is None, said(process)
+    time.sleep(0.002)
+
+
 @pytest.fixture(scope="module")
 def killed(jobs, folder):
   """A run of two processes of which one was killed in the middle, and the other was stopped."""
   workdir = folder / "killed"
   main, other = jobs.start(recipe(workdir), processes=2)
-  deadline = time.monotonic() + 120
-  while time.monotonic() < deadline and main.poll() is None:
-    path = workdir / "metrics.jsonl"
-    if path.exists() and path.read_bytes().count(b"\n") >= 5:
-      other.send_signal(signal.SIGKILL)
-      break
-    time.sleep(0.002)
+  wait_for_lines(workdir, 5, main)
+  other.send_signal(signal.SIGKILL)
   assert other.wait(timeout=60) == -signal.SIGKILL, said(main)
   main.kill()
   main.wait()
@@ -318,13 +321,8 @@ def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
 def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   workdir = folder / "preempted"
   job = jobs.start(recipe(workdir), processes=2)
-  deadline = time.monotonic() + 120
-  while time.monotonic() < deadline and job[0].poll() is None:
-    path = workdir / "metrics.jsonl"
-    if path.exists() and path.read_bytes().count(b"\n") >= 3:
-      job[1].send_signal(signal.SIGTERM)
-      break
-    time.sleep(0.002)
+  wait_for_lines(workdir, 3, job[0])
+  job[1].send_signal(signal.SIGTERM)
   assert [process.wait(timeout=120) for process in job] == [75, 75], said(job[0])
   assert not (workdir / "result.json").exists()
   step = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
