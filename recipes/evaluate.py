@@ -114,17 +114,17 @@ def _ranking(
   repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
-  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
+  targets = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
   codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics.empty(ks), 0
-  asked = {"": pairs.users, **pairs.values}
+  columns = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
-    of_part = wanted[start : start + _USERS]
-    values = {name: x[start : start + _USERS] for name, x in asked.items()}
-    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
-    found = codes.find(pa.array(answers.items.ravel(), pa.string()))
-    lengths = [*map(len, of_part)]
-    relevant = packing.padded(np.concatenate(of_part), lengths, max(lengths))
-    metrics = metrics.update(found.reshape(answers.items.shape), relevant)
+    part = targets[start : start + _USERS]
+    values = {name: x[start : start + _USERS] for name, x in columns.items()}
+    answers = model.answers(values, np.zeros(len(part), bool), max(ks), is_cut=True)
+    top_ids = codes.find(pa.array(answers.items.ravel(), pa.string()))
+    lengths = [*map(len, part)]
+    relevant = packing.padded(np.concatenate(part), lengths, max(lengths))
+    metrics = metrics.update(top_ids.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   mesh_lib.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
@@ -141,9 +141,9 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     if arguments.files:
-      found = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
-      print(f"{found['rows']:,} rows")
-      metrics = found["metrics"]
+      measured = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
+      print(f"{measured['rows']:,} rows")
+      metrics = measured["metrics"]
     else:
       metrics = evaluate(arguments.run)
   for name, value in metrics.items():

@@ -63,7 +63,7 @@ def _is_launched() -> bool:
   """Returns whether a launcher, or a TPU slice, may have started more processes than this one.
 
   `initialize` raises where it finds no cluster, and in a Slurm task that is alone it would hide all
-  GPUs but one. The variables are those that JAX itself reads.
+  GPUs but one.
   """
   slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
   mpi = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -126,11 +126,8 @@ def over_examples(mesh: Mesh, batch: Any) -> Any:
 def prefetch_to_device(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
   """Returns the batches as `to_global` makes them, copied by a thread ahead of the steps.
 
-  Like `grain.experimental.device_put`, but each process gives only its own part of the batch. Close
-  an iterator that is not read to its end, to end its thread.
-
-  On one CPU device the batches stay NumPy arrays: the compiled step reads the same memory, and a
-  second thread would only take time from it.
+  Close an iterator that is not read to its end, to end its thread. On one CPU device the batches
+  stay NumPy arrays: the compiled step reads the same memory.
   """
   if mesh is None and jax.default_backend() == "cpu":
     return batches

@@ -48,9 +48,9 @@ def constant_rate(data: ClickData) -> dict[str, float]:
   }
   train, scores = sums.pop("train"), dict[str, float]()
   for split, held_out in sums.items():
-    each = zip(data.labels.items(), train, held_out, strict=True)
-    found = {name: _of_constant(label, *of_rows) for (name, label), *of_rows in each}
-    scores |= _named(data, split, found)
+    by_label = zip(data.labels.items(), train, held_out, strict=True)
+    metrics = {name: _of_constant(label, *moments) for (name, label), *moments in by_label}
+    scores |= _named(data, split, metrics)
   return scores
 
 
@@ -96,8 +96,8 @@ def _named(
   data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
   """Returns the metrics of a split by their names, given those of each label."""
-  found = tasks_lib.named(data.labels, scores)
-  return {f"{split}_{name}": value for name, value in found.items()}
+  metrics = tasks_lib.named(data.labels, scores)
+  return {f"{split}_{name}": value for name, value in metrics.items()}
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
@@ -155,8 +155,8 @@ def logistic_regression(
     return next(iter(fits.values()))
   scores: dict[str, float] = {}
   for split in ("valid", "test"):
-    of = lambda fit, split=split: {
+    of_split = lambda fit, split=split: {
       name.removeprefix(f"{split}_"): x for name, x in fit.items() if name.startswith(f"{split}_")
     }
-    scores |= _named(data, split, {name: of(fit) for name, fit in fits.items()})
+    scores |= _named(data, split, {name: of_split(fit) for name, fit in fits.items()})
   return scores

@@ -28,16 +28,13 @@ _MAX_KNN_PAIRS = 10**10
 def one_hot(
   ids: np.ndarray, vocabulary_sizes: Sequence[int], dense: np.ndarray | None = None
 ) -> csr_matrix:
-  """Returns the design matrix of a linear model.
+  """Returns the design matrix of a linear model, float32 `[N, sum(vocabulary_sizes) + K]`.
 
   Args:
     ids: int `[N, W]`; -1 is padding and sets nothing.
     vocabulary_sizes: of each of the W columns' features. Columns of one bag are given as
       `size, 0, 0, ...`: a column of size 0 shares the block of the column before it.
     dense: float `[N, K]`, appended as they are.
-
-  Returns:
-    float32 `[N, sum(vocabulary_sizes) + K]`.
   """
   ends = np.cumsum(vocabulary_sizes)
   starts = np.where(np.asarray(vocabulary_sizes) > 0, ends - vocabulary_sizes, -1)
@@ -127,7 +124,7 @@ def ranking_tasks(
     fit = lambda l2: functools.partial(_product, ease(train, l2))
     scorers["EASE"] = {l2: functools.partial(fit, l2) for l2 in ease_l2}
   evaluate = functools.partial(best_ranking, histories=histories, relevant=relevant, ks=ks)
-  return {name: functools.partial(evaluate, each, **options) for name, each in scorers.items()}
+  return {name: functools.partial(evaluate, fits, **options) for name, fits in scorers.items()}
 
 
 def best_ranking(
@@ -246,8 +243,8 @@ def item_knn(train: csr_matrix, neighbours: int = _NEIGHBOURS) -> csr_matrix:
   for rows in _blocks(items):
     block = (by_item[rows] @ unit).tocsr()
     for place, item in enumerate(range(rows.start, rows.stop)):
-      own = slice(*block.indptr[place : place + 2])
-      near, cosine = block.indices[own], block.data[own]
+      row = slice(*block.indptr[place : place + 2])
+      near, cosine = block.indices[row], block.data[row]
       near, cosine = near[near != item], cosine[near != item]
       best = np.argsort(-cosine, kind="stable")[:neighbours]
       columns.append(near[best])

@@ -69,8 +69,8 @@ def top_k(
   if mesh is None:
     return _without_ids(*_scan(query, candidates, 0, size, exclude, k, max_scores))
   axes, shards = mesh.axis_names, mesh.size
-  own = -(-candidates.shape[0] // shards)
-  missing = own * shards - candidates.shape[0]
+  per_shard = -(-candidates.shape[0] // shards)
+  missing = per_shard * shards - candidates.shape[0]
   padded = jnp.pad(candidates, ((0, missing), (0, 0))) if missing else candidates
 
   @functools.partial(
@@ -80,12 +80,12 @@ def top_k(
     out_specs=(P(None, axes), P(None, axes)),
     check_vma=False,  # the scan's first carry, -inf everywhere, is the same on all devices
   )
-  def best_of_own(query, candidates, exclude):
-    first = jax.lax.axis_index(axes) * own
-    return _scan(query, candidates, first, size, exclude, min(k, own), max_scores)
+  def best_of_shard(query, candidates, exclude):
+    first = jax.lax.axis_index(axes) * per_shard
+    return _scan(query, candidates, first, size, exclude, min(k, per_shard), max_scores)
 
   # In order of the shards, so that the first of equal scores is still the one with the lowest id.
-  scores, ids = best_of_own(query, padded, exclude)
+  scores, ids = best_of_shard(query, padded, exclude)
   return _without_ids(*_best(scores, ids, k))
 
 
@@ -129,7 +129,7 @@ def joined(vectors: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
 
 
 def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
-  """The k best of candidates whose ids start at `first` and end before `size`, in chunks."""
+  """Finds the k best of candidates whose ids start at `first` and end before `size`, in chunks."""
   batch, count = query.shape[0], candidates.shape[0]
   chunks = -(-count // max(max_scores // max(batch, 1), 1))
   width = -(-count // chunks)
@@ -150,7 +150,7 @@ def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
 
 
 def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
-  """The k best of those so far and of a chunk's scores `[B, W]` of ids `[W]`.
+  """Merges the k best so far with a chunk's scores `[B, W]` of ids `[W]`.
 
   Earlier chunks come first: they have the lower ids.
   """
@@ -160,7 +160,7 @@ def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _scores(query, rows, ids, keep, exclude) -> jax.Array:
-  """Scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those to leave out."""
+  """Returns scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those to leave out."""
   scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
   scores, column = jnp.where(keep[None], scores, -jnp.inf), exclude - ids[0]
   # Negative columns would count from the end; beyond the end they are dropped.
@@ -169,7 +169,7 @@ def _scores(query, rows, ids, keep, exclude) -> jax.Array:
 
 
 def _best(scores: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """The k best, the first of equal ones first; to `top_k` -0.0 would be less than 0.0."""
+  """Finds the k best, the first of equal ones first; to `top_k` -0.0 would be less than 0.0."""
   scores, places = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), k)
   return scores, jnp.take_along_axis(ids, places, axis=1)
 

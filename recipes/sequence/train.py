@@ -26,6 +26,7 @@ from .model import build_model
 _CHOICES = {
   "model": tuple(model_lib.BLOCKS),
   "loss": ("softmax", "sampled_softmax", "bce", "gbce"),
+  "positions": ("end", "start"),
   "residual": ("input", "norm"),
   "init": tuple(layers.INITIALIZERS),
 }
@@ -115,10 +116,10 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model, batch) -> jax.Array:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
-      each = losses.cross_entropy(model.scores(hidden), targets)
+      costs = losses.cross_entropy(model.scores(hidden), targets)
     else:
-      each = _sampled(model, hidden, targets, batch)
-    return losses.mean(each, targets >= 0)
+      costs = _sampled(model, hidden, targets, batch)
+    return losses.mean(costs, targets >= 0)
 
   def _sampled(model, hidden, targets, batch) -> jax.Array:
     positive = model.scores(hidden, targets[..., None])[..., 0]

@@ -145,8 +145,8 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
     ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
     log_expected, weight = None, config.popularity.weight
     if config.logq or weight:
-      own = model.frequency.expected(jnp.maximum(ids, 0))
-      log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
+      in_batch = model.frequency.expected(jnp.maximum(ids, 0))
+      log_expected = config.logq * jnp.log(in_batch + rate) - weight * jnp.log(in_batch)
     logits = scores(queries, candidates) / config.temperature
     return losses.sampled_softmax(logits, ids, log_expected=log_expected).mean()
 
@@ -249,10 +249,10 @@ def catalogue(
   """
   index, count = mesh_lib.shard()
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
-    own = np.split(items, count)[index]
-    features = data_lib.candidate_inputs(data, own)
+    part = np.split(items, count)[index]
+    features = data_lib.candidate_inputs(data, part)
     candidate = {name: features[name] for name in config.candidate}
-    yield {"candidate": candidate, "popularity": popularity[own]}
+    yield {"candidate": candidate, "popularity": popularity[part]}
 
 
 # --- what is trained ------------------------------------------------------------------------------

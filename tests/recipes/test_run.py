@@ -192,8 +192,8 @@ def test_losses_are_best_small_and_a_calibration_at_one():
 def test_a_metric_that_the_recipe_has_not_is_rejected():
   results.check_select("", [])
   cases = [
-    (["valid_loss"], r"config.select is 'valid_auc'; the metrics are \['valid_loss'\]"),
-    ([], r"'valid_auc', and no rows validate: pass --config.select= to test the state of the last"),
+    (["valid_loss"], r"is 'valid_auc': choose one of \['valid_loss'\], or pass --config.select="),
+    ([], r"'valid_auc': no rows validate: pass --config.select= to test the last state"),
   ]
   refused(cases, lambda names: results.check_select("valid_auc", names), errors.UserError)
 
