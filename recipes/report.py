@@ -20,7 +20,7 @@ import statistics
 import sys
 import textwrap
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,6 @@ def load(path: str | Path) -> Run:
 
 # --- tables ---------------------------------------------------------------------------------------
 
-Scores = dict[str, list[float]]  # by metric, one for each seed
-
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -124,25 +122,21 @@ class Table:
     return tested or [name for name in logged if name.startswith("valid_")]
 
   @property
-  def columns(self) -> dict[str, Scores]:
-    """The scores of each group with its seeds and seconds, and those of the baselines."""
-    columns = {}
-    for label, group in self.groups.items():
-      scores = self._scores([run.result["metrics"] for run in group])
-      columns[label] = scores | {"seconds": [run.result["seconds"] for run in group]}
+  def columns(self) -> dict[str, list[dict[str, float]]]:
+    """The metrics of each group with the seconds, and those of the baselines, by seed."""
+    columns = {
+      label: [run.result["metrics"] | {"seconds": run.result["seconds"]} for run in group]
+      for label, group in self.groups.items()
+    }
     for name in dict.fromkeys(name for run in self.runs for name in run.result["baselines"]):
       # Groups that are measured otherwise have other scores of a baseline.
-      distinct: dict[str, tuple[str, Scores]] = {}
+      distinct: dict[str, tuple[str, list]] = {}
       for label, group in self.groups.items():
-        if scores := self._scores([run.result["baselines"].get(name, {}) for run in group]):
-          distinct.setdefault(str([statistics.fmean(x) for x in scores.values()]), (label, scores))
-      for label, scores in distinct.values():
-        columns[name if len(distinct) == 1 else f"{name} ({label})"] = scores
+        if fits := [fit for run in group if (fit := run.result["baselines"].get(name))]:
+          distinct.setdefault(json.dumps(fits[0]), (label, fits))
+      for label, fits in distinct.values():
+        columns[name if len(distinct) == 1 else f"{name} ({label})"] = fits
     return columns
-
-  def _scores(self, runs: Sequence[Mapping[str, float]]) -> Scores:
-    scores = {name: [run[name] for run in runs if name in run] for name in self.metrics}
-    return {name: values for name, values in scores.items() if values}
 
   def grid(self, strong: str = "", space: str = " ") -> list[list[str]]:
     """Returns the cells, line by line: names, seeds, and a line for each metric.
@@ -155,16 +149,15 @@ class Table:
     seeds = {label: [run.result["seed"] for run in group] for label, group in self.groups.items()}
     lines = [["", *columns], ["seeds", *(", ".join(map(str, seeds.get(x, ()))) for x in columns)]]
     for name in [*self.metrics, "seconds"]:
-      digits = 0 if name == "seconds" else 4
-      cells = {x: _number(scores.get(name, []), digits, space) for x, scores in columns.items()}
-      gains = {
-        label: results.gain(name, round(statistics.fmean(columns[label][name]), digits))
-        for label, cell in cells.items()
-        if cell and digits and not label.startswith(_BOUND)
-      }
-      if strong and len(gains) > 1:
-        best = max(gains.values())
-        cells |= {x: f"{strong}{cells[x]}{strong}" for x, gain in gains.items() if gain == best}
+      digits, cells, gains = 0 if name == "seconds" else 4, {}, {}
+      for label, column in columns.items():
+        values = [metrics[name] for metrics in column if name in metrics]
+        cells[label] = _number(values, digits, space)
+        if values and digits and not label.startswith(_BOUND):
+          gains[label] = results.gain(name, round(statistics.fmean(values), digits))
+      for label, gain in gains.items():
+        if len(gains) > 1 and gain == max(gains.values()):
+          cells[label] = f"{strong}{cells[label]}{strong}"
       lines.append([name.partition("_")[2] or name, *cells.values()])
     return lines
 
