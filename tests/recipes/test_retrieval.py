@@ -108,22 +108,6 @@ def test_nothing_as_large_as_all_scores_or_a_catalogue_is_made():
     assert sent not in text
 
 
-def test_real_scores_and_equal_vectors():
-  generator = np.random.default_rng(2)
-  query = generator.normal(size=(6, 16)).astype(np.float32)
-  candidates = generator.normal(size=(50, 16)).astype(np.float32)
-  candidates[31], candidates[44] = candidates[12], candidates[12]
-  _, ids = top_k(query, candidates, 50)
-  _, cut = top_k(query, candidates, 50, max_scores=6 * 8)
-  for row in np.asarray(ids).tolist():
-    place = row.index(12)
-    assert row[place : place + 3] == [12, 31, 44]
-  np.testing.assert_array_equal(ids, cut)
-  wanted = slow(query.astype(np.float64) @ candidates.T.astype(np.float64), 50)[1]
-  distinct = ~np.isin(wanted, [12, 31, 44])
-  np.testing.assert_array_equal(np.asarray(ids)[distinct], wanted[distinct])
-
-
 def test_few_are_left():
   scores = np.array([[3.0, -0.0, 0.0, -1.0]], np.float32)
   exclude = np.array([[0, -1, 3]], np.int32)
@@ -153,8 +137,3 @@ def test_the_approximate_index():
   assert not (ids[:, :, None] == exclude[:, None, :]).any()
   np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
   assert (np.diff(scores, axis=1) <= 0).all()
-
-
-def test_found_by_hand():
-  exact = np.array([[4, 2], [7, -1]])
-  assert retrieval.recall(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)

@@ -182,13 +182,6 @@ def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch):
   assert result["metrics"] == {"valid_auc": 0.5, "test_auc": 0.0}
 
 
-def test_losses_are_best_small_and_a_calibration_at_one():
-  names = ("valid_loss", "valid_ne", "valid_auc[a=b]", "valid_ndcg@10")
-  assert [results.gain(name, 0.5) for name in names] == [-0.5, -0.5, 0.5, 0.5]
-  assert results.gain("valid_calibration", 1.25) == results.gain("calibration", 0.75) == -0.25
-  assert np.isnan(results.gain("valid_popularity@5", 3.0))
-
-
 def test_a_metric_that_the_recipe_has_not_is_rejected():
   results.check_select("", [])
   cases = [
@@ -216,9 +209,7 @@ def test_what_may_not_change_is_named_with_what_may(tmp_path):
   assert run.resumed(completed(batch_size=64, steps=20, num_workers=2, **adam), workdir).steps == 20
   cases = [
     (adam | {"seed": 7}, "seed: 0 there, 7 now.*may change: steps, "),
-    (adam | {"batch_size": 32}, "batch_size: 64 there, 32 now"),
     ({}, "table.optimizer: 'adam' there, 'rowwise_adagrad' now"),
-    (adam | {"rows": 7}, "rows: 1000000 there, 7 now"),
   ]
   refused(cases, lambda given: run.resumed(completed(**given), workdir), errors.UserError)
 
@@ -227,20 +218,6 @@ def test_what_may_not_change_is_named_with_what_may(tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run(trained, tmp_path):
   with pytest.raises(FloatingPointError, match=r"the (loss|grad_norm) is nan before step"):
     trained(tmp_path / "run", learning_rate=1e30, warmup_steps=0)
-
-
-def test_settings_that_make_no_sense_are_refused(monkeypatch):
-  find_spec = config.importlib.util.find_spec
-  find = lambda name: None if name == "wandb" else find_spec(name)
-  monkeypatch.setattr(config.importlib.util, "find_spec", find)
-  config.check(completed(), None)
-  cases = [
-    ({"writers": ("tensorbord",)}, r"config\.writers has 'tensorbord': choose some of tensorboa"),
-    ({"writers": ("wandb",)}, r"'wandb', and its package is not installed: pip install wandb"),
-    ({"clip_norm": -1.0}, r"clip_norm is -1\.0: choose a positive norm, or 0"),
-    ({"dropout": 1.0}, r"dropout is 1\.0: choose 0 or more, below 1"),
-  ]
-  refused(cases, lambda changes: config.check(completed(**changes), None), errors.UserError)
 
 
 # --- the log --------------------------------------------------------------------------------------

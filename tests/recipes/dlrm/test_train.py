@@ -97,18 +97,6 @@ def test_rates_of_tables_go_by_the_optimizer_unless_given(tmp_path):
   each(cases, check)
 
 
-def test_unknown_names(tmp_path):
-  config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
-  with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
-    build.table_optimizer(config)
-  config.dense_optimizer = "sgd"
-  with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
-    train.dense_optimizer(config)
-  config.table.optimizer, config.model = "sgd", "xdeepfm"
-  with pytest.raises(ValueError, match="unknown model 'xdeepfm': choose dlrm, dcnv2"):
-    train.build_model(config, data.load(config))
-
-
 def clicks(label, dense, ids, splits, **columns):
   columns |= {"label": label, "dense": dense, "ids": ids}
   columns = {name: np.asarray(column) for name, column in columns.items()}

@@ -22,7 +22,6 @@ from recipes import mesh as mesh_lib
 from recipes.evaluation.baselines import ranking
 from recipes.training import build
 from recipes.two_tower import baselines, data, losses, train
-from recipes.two_tower import model as model_lib
 
 # Everything that can be switched on.
 RICH = {
@@ -251,14 +250,3 @@ def test_the_default_run_approaches_the_best_possible(tmp_path):
   result = command.fit(tmp_path / "run")
   score = lambda name: result["baselines"][name]["test_ndcg@10"]
   assert 1.8 * score("popularity") < result["metrics"]["test_ndcg@10"] < score("best possible")
-
-
-@pytest.mark.ci
-def test_a_vector_may_have_any_name():
-  """Also that of a method of the container of projections; gains of 1 leave the sum."""
-  options = {"hidden": (), "dropout": 0.0, "rngs": nnx.Rngs(0)}
-  tower = model_lib.Tower(["user", "items"], 2, vectors={"items": 3}, **options)
-  tower.projections["items"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0], [0.0, 0.0]])
-  out = tower({"user": jnp.array([[5.0, 6.0]]), "items": jnp.array([[7.0, 8.0, 9.0]])})
-  length = np.hypot(12.0, 86.0)
-  np.testing.assert_allclose(out, [[12 / length, 86 / length]], rtol=1e-6)
