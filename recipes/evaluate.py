@@ -1,4 +1,4 @@
-"""Measures the tested state of a run again: on the data it held out, or on other files.
+"""Measures the tested state of a run again: on its validation and test rows, or on other files.
 
     python -m recipes.evaluate runs/clicks
     python -m recipes.evaluate runs/clicks --files=new_rows.csv
@@ -64,9 +64,8 @@ def of_export(served: Path, config) -> dict[str, Any]:
   """Returns `{"rows", "metrics"}` of an exported model on the files of a table.
 
   Returns:
-    `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
-    and of `group_metrics`, of several labels as `dlrm.tasks.named` names them; or what
-    `RankingMetrics` computes of one ranking for each user.
+    `rows`, their number, and `metrics`: of clicks as `dlrm.tasks.metrics` returns them, or of one
+    ranking for each user as `RankingMetrics` computes them.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
@@ -107,8 +106,7 @@ def _ranking(
 
   All items that the user has on the day are to be found, each once. Items that the model does not
   know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
-  are left out of the ranking, and do not count. Users of whom nothing is known get the most popular
-  items.
+  are left out of the ranking, and do not count. Unknown users get the most popular items.
   """
   pairs = interactions.pairs(table)
   repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
@@ -136,7 +134,7 @@ def _ranking(
 def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.evaluate", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
-  parser.add_argument("--files", help="other files, in place of the data that the run held out")
+  parser.add_argument("--files", help="other files, in place of validation and test rows")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):

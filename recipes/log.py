@@ -42,7 +42,7 @@ class TensorBoard:
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
       self._board.add_scalar(name, value, step)
-    self._board.flush()  # a kill loses nothing that a checkpoint is after
+    self._board.flush()  # or a kill would lose steps before the checkpoint that a run resumes from
 
   def close(self) -> None:
     self._board.close()

@@ -60,11 +60,10 @@ def inference_batch(
     counts: int `[S]`, items of each sequence.
     width: of a row.
     places, aligned: see `positions`.
-    ask: 1 adds a column without an item (a mask), whose output is the prediction; 0 takes that of
-      the last item.
+    ask: 1 predicts at one more column, which has no item (a mask), 0 at the last item.
 
   Returns:
-    `items` int32 `[S, width]`, -1 after those of the sequence; `segments`, 0, or -1 for none;
+    `items` int32 `[S, width]`, -1 after the sequence; `segments`, 0, or -1 for none;
     `positions`; and `last` `[S]`, the column of the prediction.
   """
   lengths = np.maximum(counts + ask, 1)  # without any item the prediction is not used

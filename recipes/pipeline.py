@@ -111,7 +111,7 @@ class ShuffledRows:
 
   def __init__(self, size: int, seed: int):
     self._size, self._seed = size, seed
-    self._window = _NO_WINDOW  # the one that was asked for last
+    self._window = _NO_WINDOW  # the last one
 
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Returns the rows at the positions from `start` on, int64 `[stop - start]`.
@@ -154,8 +154,8 @@ class ShuffledRows:
 class SequentialBatches:
   """Batch number -> rows of a split in order, once, the last batch filled up to the full size.
 
-  Every batch carries `mask`, bool `[batch_size]`: False where the row is filling. Filling rows hold
-  `fill[name]`, or 0. `shard` and `apart` are as of `ShuffledBatches`; all hosts have equally many
+  Every batch has a `mask`, bool `[batch_size]`: False at rows that fill it up, whose values are
+  `fill[name]`, or 0. For `shard` and `apart` see `ShuffledBatches`; all hosts have equally many
   batches.
   """
 

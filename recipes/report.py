@@ -123,7 +123,7 @@ class Table:
 
   @property
   def columns(self) -> dict[str, list[dict[str, float]]]:
-    """The metrics of each group with the seconds, and those of the baselines, by seed."""
+    """The metrics of each group, with its seconds, and of each baseline, by seed."""
     columns = {
       label: [run.result["metrics"] | {"seconds": run.result["seconds"]} for run in group]
       for label, group in self.groups.items()
@@ -225,8 +225,8 @@ def _notes(table: Table) -> Iterator[str]:
   )
   yield (
     f"Test metrics of the state {' or '.join(states)}; mean and, with `±`, standard deviation over"
-    " seeds. Bold: the best figure of a metric. Seconds are those of the whole run, on a machine"
-    " that may have had other work too."
+    " seeds. Bold: the best figure of a metric. Seconds: of the whole run, on a machine that may"
+    " have had other work too."
   )
   settings = [group[0].settings for group in table.groups.values()]
   shared = [name for name in settings[0] if all(name in other for other in settings)]

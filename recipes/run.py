@@ -126,8 +126,8 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
 def stop_signal() -> Iterator[Callable[[int], bool]]:
   """Yields a function that returns, at every step, whether to save and end: after a SIGTERM.
 
-  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. Each of
-  several processes has JAX's handler, by which the one that gets the signal tells all.
+  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. With several
+  processes JAX's handler passes the signal on, so that all of them end at one step.
   """
   if jax.process_count() > 1:
     yield multihost_utils.reached_preemption_sync_point

@@ -39,7 +39,7 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     serve: the folder of what serving needs besides the model; None if there is none.
 
   Raises:
-    UserError: there is no such run, or its tables cannot correspond to those of the model.
+    UserError: there is no such run, or its tables and the model's do not correspond.
   """
   if not config.init_from:
     return

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import scipy.sparse
 from scipy.special import entr
 
 from ..evaluation import baselines
@@ -122,25 +123,19 @@ def logistic_regression(
 ) -> dict[str, float]:
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
-  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
-  in memory; the `rows` in the result say how many there were. Vectors that the model projects are
-  left out: they would be most of it.
+  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is in
+  memory; `rows` in the result is their number in training. Vectors that the model projects are left
+  out: they would be most of it.
   """
-  blocks = [
-    size
-    for feature in data.features
-    for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
-  ]
   clicks = {n: p for p, (n, x) in enumerate(data.labels.items()) if x.loss == "binary"}
   matrices, weights = {}, {}
   labels: dict[str, dict[str, np.ndarray]] = {name: {} for name in clicks}
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
     rows = slice(first, stop)
-    dense = np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
-    ids = _ids(data, rows).values()
-    wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
-    matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)
+    ids, dense = _ids(data, rows), np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
+    blocks = [baselines.one_hot(ids[x.name], x.vocabulary_size) for x in data.features]
+    matrices[split] = scipy.sparse.hstack([*blocks, scipy.sparse.csr_matrix(dense)], format="csr")
     weights[split] = _weights(data, rows)
     for name, place in clicks.items():
       labels[name][split] = _label(data, place, rows)

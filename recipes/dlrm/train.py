@@ -26,7 +26,7 @@ from . import data as data_lib
 from . import histories, tasks
 from .model import build_model
 
-_PENDING = 8  # batches of an evaluation by which the host runs ahead of the devices
+_PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def logits(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  They are those of `tasks.metrics`: of users where a table declares one, and of `config.slices`. A
-  row counts by its `weight`, if there is one. A split without rows has no metrics.
+  See `tasks.metrics`; of users where a table declares one, and of `config.slices`. A row counts by
+  its `weight`, if there is one. A split without rows has no metrics.
   """
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
 

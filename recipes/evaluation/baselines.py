@@ -1,6 +1,7 @@
-"""Baselines without a neural network, by which every result can be judged."""
+"""Baselines without a neural network: what a result has to be better than."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,29 +26,11 @@ _NEIGHBOURS, _BLOCK = 100, 128
 _MAX_KNN_PAIRS = 10**10
 
 
-def one_hot(
-  ids: np.ndarray, vocabulary_sizes: Sequence[int], dense: np.ndarray | None = None
-) -> csr_matrix:
-  """Returns the design matrix of a linear model, float32 `[N, sum(vocabulary_sizes) + K]`.
-
-  Args:
-    ids: int `[N, W]`; -1 is padding and sets nothing.
-    vocabulary_sizes: of each of the W columns' features. Columns of one bag are given as
-      `size, 0, 0, ...`: a column of size 0 shares the block of the column before it.
-    dense: float `[N, K]`, appended as they are.
-  """
-  ends = np.cumsum(vocabulary_sizes)
-  starts = np.where(np.asarray(vocabulary_sizes) > 0, ends - vocabulary_sizes, -1)
-  starts = np.maximum.accumulate(starts)
-  present = ids >= 0
-  columns = (ids + starts)[present]
-  row_ends = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
-  matrix = csr_matrix(
-    (np.ones(columns.size, np.float32), columns, row_ends), shape=(len(ids), int(ends[-1]))
-  )
-  if dense is None or dense.shape[1] == 0:
-    return matrix
-  return scipy.sparse.hstack([matrix, csr_matrix(dense)], format="csr")
+def one_hot(ids: np.ndarray, size: int) -> csr_matrix:
+  """Returns the sums of one-hot vectors, float32 `[N, size]`, of ids int `[N, ...]`; -1 is none."""
+  ids = ids.reshape(len(ids), math.prod(ids.shape[1:]))
+  ends = np.cumsum([0, *(ids >= 0).sum(axis=1)])
+  return csr_matrix((np.ones(ends[-1], np.float32), ids[ids >= 0], ends), (len(ids), size))
 
 
 def logistic_regression(
@@ -66,7 +49,7 @@ def logistic_regression(
     inverse_penalties: values of scikit-learn's `C` to choose from.
 
   Returns:
-    The metrics of the chosen fit as "valid_auc", those of the test if it has rows, `c` and `rows`.
+    The metrics of the chosen fit, as "valid_auc" and "test_auc", its `c`, and the number of `rows`.
   """
 
   def scores(model, split: str) -> dict[str, float]:
@@ -78,8 +61,8 @@ def logistic_regression(
   best: dict[str, float] = {}
   with files.progress("logistic regression", len(inverse_penalties), "fit") as bar:
     for c in inverse_penalties:
-      # scikit-learn's default tolerance is on the gradient of the mean loss, in which an id seen
-      # once in ten thousand rows hardly shows: rare ids would stay untrained.
+      # scikit-learn's default tolerance is on the gradient of the mean loss, where an id that is in
+      # one of ten thousand rows hardly shows: rare ids would stay untrained.
       model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
       with warnings.catch_warnings():
         # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
@@ -192,7 +175,7 @@ def ranking(
       nothing.
     ks: cutoffs of the metrics.
     counts: `[items]`, how often each item is in training, for its popularity; None is not known.
-    batch: examples at once; `batch * items` scores are held.
+    batch: examples at once; `batch * items` scores are in memory.
   """
   popular = () if counts is None else counts
   metrics = RankingMetrics.empty(ks, num_items=relevant.shape[1], popularity=popular)

@@ -16,8 +16,8 @@ CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
 def click_metrics(logits, labels, weights=None) -> dict[str, float]:
   """Computes the metrics that the examples define, in float64, by scikit-learn.
 
-  `auc` and `logloss` are scikit-learn's. `ne` is the normalized entropy, the log loss over that of
-  predicting the rate of clicks for every example (He et al. 2014, equation 1): below 1 is better
+  `auc` and `logloss` are scikit-learn's. `ne` is the normalized entropy, the log loss over the one
+  of predicting the rate of clicks for every example (He et al. 2014, equation 1): below 1 is better
   than that rate. `calibration` is the mean prediction over the rate of clicks; 1 is best.
 
   `auc` and `ne` need both outcomes, `calibration` needs clicks, and all need a positive weight.

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..errors import MissingPackageError, UserError
 
-# Scores that are held at once, in all: 64 MB of float32.
+# Scores that are in memory at once: 64 MB of float32.
 _MAX_SCORES = 1 << 24
 
 

@@ -202,9 +202,8 @@ def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
 def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
 
-  A split in which nothing is held out has no metrics.
-  With `config.ann` the test split has `ann_recall@k` as well: how many of the exact best an
-  approximate index finds.
+  A split without rows has no metrics. With `config.ann` the test has `ann_recall@k` as well: the
+  share of the exact best that an approximate index finds.
   """
 
   encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)

@@ -304,27 +304,6 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
 
 
-TALK = """
-import jax, numpy as np
-from recipes import mesh as mesh_lib
-from recipes import pipeline
-
-mesh, me = mesh_lib.start(), jax.process_index()
-assert mesh_lib.is_main() == (me == 0)
-part = {"x": np.arange(4).reshape(2, 2) + 4 * me}
-whole = mesh_lib.gather(mesh_lib.to_global(mesh, part))["x"]
-assert whole.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-source = pipeline.SequentialBatches({"x": np.arange(8)}, (0, 8), batch_size=4, shard=(me, 2))
-ahead = mesh_lib.prefetch_to_device(mesh, pipeline.batches(source, dict))
-assert [mesh_lib.gather(batch)["x"].tolist() for batch in ahead] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-"""
-
-
-@pytest.mark.ci
-def test_processes_talk(jobs):
-  jobs.run([sys.executable, "-c", TALK], processes=2)
-
-
 ROWS, DIM = 1_000_000, 64
 BUILD = f"""
 import json, pathlib, jax, embed
