@@ -44,11 +44,10 @@ def test_the_list_imports_no_jax():
 
 
 def test_a_recipe_that_does_not_exist(capsys):
-  for wanted, hint in (("dlmr", "did you mean dlrm?"), ("nosuch", "there are dlrm, sequence")):
-    with pytest.raises(SystemExit) as stop:
-      listing.main([wanted])
-    assert stop.value.code == 2
-    assert hint in capsys.readouterr().err
+  with pytest.raises(SystemExit) as stop:
+    listing.main(["dlmr"])
+  assert stop.value.code == 2
+  assert "sequence" in capsys.readouterr().err
 
 
 def test_modes_are_those_that_change_a_config():
