@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -30,44 +30,36 @@ FILE = "metrics.jsonl"
 _COMPILING = 2  # steps that may compile, which the rate leaves out
 
 
-class TensorBoard:
+# What takes the metrics of a step, and what ends it.
+Writer = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
+
+
+def _tensorboard(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
   """Writes `<workdir>/tensorboard`; replaces the steps after the one that the run resumes from."""
+  from tensorboardX import SummaryWriter
 
-  def __init__(self, workdir: epath.Path, config: Mapping[str, Any], step: int):
-    from tensorboardX import SummaryWriter
+  board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
-    del config
-    self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def write(step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
-      self._board.add_scalar(name, value, step)
-    self._board.flush()  # or a kill would lose steps before the checkpoint that a run resumes from
+      board.add_scalar(name, value, step)
+    board.flush()  # or a kill would lose steps before the checkpoint that a run resumes from
 
-  def close(self) -> None:
-    self._board.close()
+  return write, board.close
 
 
-class WandB:
+def _wandb(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
   """Writes a run of Weights & Biases; a resumed run continues it, by the path of the workdir.
 
   `WANDB_PROJECT` and the other variables of wandb say where it is.
   """
-
-  def __init__(self, workdir: epath.Path, config: Mapping[str, Any], step: int):
-    del step
-    name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
-    wandb = importlib.import_module("wandb")
-    self._run = wandb.init(id=name, name=workdir.name, config=dict(config), resume="allow")
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    self._run.log(dict(metrics), step=step)
-
-  def close(self) -> None:
-    self._run.finish()
+  name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
+  wandb = importlib.import_module("wandb")
+  run = wandb.init(id=name, name=workdir.name, config=dict(config), resume="allow")
+  return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
 
-_WRITERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
+_WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 class Log:
@@ -113,8 +105,8 @@ class Log:
     traceback: TracebackType | None,
   ) -> None:
     self._bar.close()
-    for writer in self._writers:
-      writer.close()
+    for _, close in self._writers:
+      close()
 
   def train(self, step: int, model: nnx.Module, values: Mapping[str, Any]) -> None:
     """Logs a step: means of its values since the last line, every `log_every` steps.
@@ -194,8 +186,8 @@ class Log:
     if mesh_lib.is_main():
       # As a whole: a store of objects, such as gs://, cannot append.
       files.write(self._path, "".join(f"{json.dumps(line)}\n" for line in self._lines))
-    for writer in self._writers:
-      writer.write(step, metrics)
+    for write, _ in self._writers:
+      write(step, metrics)
 
   def _say(self, step: int, text: str) -> None:
     if mesh_lib.is_main():
