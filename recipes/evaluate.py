@@ -113,7 +113,7 @@ def _ranking(
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
   targets = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics.empty(ks), 0
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
   columns = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     part = targets[start : start + _USERS]
@@ -122,7 +122,7 @@ def _ranking(
     top_ids = codes.find(pa.array(answers.items.ravel(), pa.string()))
     lengths = [*map(len, part)]
     relevant = packing.padded(np.concatenate(part), lengths, max(lengths))
-    metrics = metrics.update(top_ids.reshape(answers.items.shape), relevant)
+    metrics.update(top_ids.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   mesh_lib.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "

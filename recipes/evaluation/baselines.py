@@ -178,7 +178,7 @@ def ranking(
     batch: examples at once; `batch * items` scores are in memory.
   """
   popular = () if counts is None else counts
-  metrics = RankingMetrics.empty(ks, num_items=relevant.shape[1], popularity=popular)
+  metrics = RankingMetrics(ks, num_items=relevant.shape[1], popularity=popular)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
   with files.progress("ranking", relevant.shape[0], "row") as bar:
     for start in range(0, relevant.shape[0], batch):
@@ -190,7 +190,7 @@ def ranking(
       targets, top_ids = relevant[start:stop], np.where(values == -np.inf, -1, ids)
       lengths = np.diff(targets.indptr)
       width = max(int(lengths.max(initial=0)), 1)
-      metrics = metrics.update(top_ids, packing.padded(targets.indices, lengths, width))
+      metrics.update(top_ids, packing.padded(targets.indices, lengths, width))
       bar.update(stop - start)
   return metrics.compute()
 

@@ -1,6 +1,5 @@
 """Metrics of clicks, on all rows of a split, and of rankings, fed batch by batch."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,7 +97,6 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
   return (*(f"{name}@{k}" for k in ks for name in names), "mrr")
 
 
-@dataclasses.dataclass(frozen=True)
 class RankingMetrics:
   """Metrics of recommended items, averaged over the examples, in float64 on the host.
 
@@ -112,40 +110,27 @@ class RankingMetrics:
   popularity@k the mean popularity of the items there, as RecBole's ItemCoverage and
   AveragePopularity.
 
-  Attributes:
-    sums: of the examples so far, float64 by name.
-    examples: how many.
-    best: int32 `[items]`, the best place, from 0, that an item has had; `[0]` without a catalogue.
-    popularity: `[items]`, how often each item is in training; `[0]` if it is not known.
+  Args:
+    ks: cutoffs.
+    num_items: the catalogue, for coverage; 0 measures none.
+    popularity: `[items]`, how often each item is in training, for popularity and coverage; () if it
+      is not known.
 
-  >>> metrics = RankingMetrics.empty([2], popularity=[7, 3, 0])
-  >>> values = metrics.update([[1, 0], [1, 0]], [[0], [1]]).compute()
+  >>> metrics = RankingMetrics([2], popularity=[7, 3, 0])
+  >>> metrics.update([[1, 0], [1, 0]], [[0], [1]])
+  >>> values = metrics.compute()
   >>> values["hr@2"], values["precision@2"], values["popularity@2"], round(values["coverage@2"], 4)
   (1.0, 0.5, 5.0, 0.6667)
   """
 
-  ks: tuple[int, ...]
-  sums: dict[str, Any]
-  examples: int
-  best: np.ndarray
-  popularity: np.ndarray
+  def __init__(self, ks: Sequence[int], *, num_items: int = 0, popularity: Any = ()):
+    self._ks, self._popularity = tuple(ks), np.asarray(popularity)
+    self._examples, self._sums = 0, dict[str, float]()
+    # The best place, from 0, that each item has had.
+    self._best = np.full(len(popularity) or num_items, np.iinfo(np.int32).max, np.int32)
 
-  @classmethod
-  def empty(
-    cls, ks: Sequence[int], *, num_items: int = 0, popularity: Any = ()
-  ) -> "RankingMetrics":
-    """Returns the metrics of no example.
-
-    Args:
-      num_items: the catalogue, for coverage; 0 measures none.
-      popularity: `[items]`, how often each item is in training, for popularity and coverage.
-    """
-    popularity = np.asarray(popularity)
-    best = np.full(len(popularity) or num_items, np.iinfo(np.int32).max, np.int32)
-    return cls(tuple(ks), {}, 0, best, popularity)
-
-  def update(self, top_ids, relevant, mask=True) -> "RankingMetrics":
-    """Returns the metrics with one more batch.
+  def update(self, top_ids, relevant, mask=True) -> None:
+    """Adds a batch.
 
     Args:
       top_ids: int `[B, K]`, the best first, each id once; negative where there is none.
@@ -156,29 +141,29 @@ class RankingMetrics:
     counted = (relevant >= 0).any(axis=1) & mask
     top_ids, relevant = top_ids[counted], relevant[counted]
     hits, is_item = _is_member(top_ids, relevant), top_ids >= 0
-    values = dict(_ranking(hits, (relevant >= 0).sum(axis=1), self.ks))
-    if len(self.popularity):
-      popular = np.where(is_item, self.popularity[top_ids], 0)
-      for k in self.ks:
+    values = dict(_ranking(hits, (relevant >= 0).sum(axis=1), self._ks))
+    if len(self._popularity):
+      popular = np.where(is_item, self._popularity[top_ids], 0)
+      for k in self._ks:
         filled = np.maximum(is_item[:, :k].sum(axis=1), 1)
         values[f"popularity@{k}"] = popular[:, :k].sum(axis=1) / filled
-    best = self.best.copy()
-    if len(best):
+    if len(self._best):
       places = np.broadcast_to(np.arange(top_ids.shape[1], dtype=np.int32), top_ids.shape)
-      np.minimum.at(best, top_ids[is_item], places[is_item])
-    sums = {name: self.sums.get(name, 0.0) + x.sum(dtype=np.float64) for name, x in values.items()}
-    return dataclasses.replace(self, sums=sums, examples=self.examples + len(hits), best=best)
+      np.minimum.at(self._best, top_ids[is_item], places[is_item])
+    self._examples += len(hits)
+    for name, x in values.items():
+      self._sums[name] = self._sums.get(name, 0.0) + x.sum(dtype=np.float64)
 
   def compute(self) -> dict[str, float]:
     """Returns `{"recall@k", "ndcg@k", "hr@k", "precision@k" for every k, "mrr"}`.
 
     With popularities `popularity@k`, and with a catalogue `coverage@k`.
     """
-    if not self.examples:
+    if not self._examples:
       raise UserError("no example has a relevant item: take a larger split")
-    metrics = {name: float(x / self.examples) for name, x in self.sums.items()}
-    ks = self.ks if len(self.best) else ()
-    return metrics | {f"coverage@{k}": float(np.mean(self.best < k)) for k in ks}
+    metrics = {name: float(x / self._examples) for name, x in self._sums.items()}
+    ks = self._ks if len(self._best) else ()
+    return metrics | {f"coverage@{k}": float(np.mean(self._best < k)) for k in ks}
 
 
 def _ranking(

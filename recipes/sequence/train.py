@@ -163,13 +163,13 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   has had before.
   """
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
-  empty = RankingMetrics.empty(config.ks, popularity=data_lib.train_counts(data))
+  counts = data_lib.train_counts(data)
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics = empty
+    metrics = RankingMetrics(config.ks, popularity=counts)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
-      metrics = metrics.update(*mesh_lib.gather((recommend(view, batch), batch["target"])))
+      metrics.update(*mesh_lib.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 
   return evaluate

@@ -207,12 +207,12 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """
 
   encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
-  empty = RankingMetrics.empty(config.ks, popularity=data.train_counts())
+  counts = data.train_counts()
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics = empty
+    metrics = RankingMetrics(config.ks, popularity=counts)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     earlier = ("train",) if split == "valid" else ("train", "valid")
     popularity = data.popularity(config.popularity.half_life, *earlier)
@@ -226,7 +226,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
       queries, top_ids, relevant, seen, mask = mesh_lib.gather(
         (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
       )
-      metrics = metrics.update(top_ids, relevant, mask)
+      metrics.update(top_ids, relevant, mask)
       if approximate is not None:
         approximate_ids = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
         shares.append(retrieval.recall(approximate_ids, top_ids[mask]))

@@ -270,7 +270,7 @@ def killed(jobs, folder):
   """A run of two processes of which one was killed in the middle, and the other was stopped."""
   workdir = folder / "killed"
   main, other = jobs.start(recipe(workdir), processes=2)
-  wait_for_lines(workdir, 5, main)
+  wait_for_lines(workdir, 6, main)  # a checkpoint is after step 5
   other.send_signal(signal.SIGKILL)
   assert other.wait(timeout=60) == -signal.SIGKILL, said(main)
   main.kill()

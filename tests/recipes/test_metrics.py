@@ -166,18 +166,18 @@ def test_rankings_equal_a_slow_one():
   _, top_ids = best(np.eye(len(scores), dtype=np.float32), scores.T, 10, pad(seen))
   top_ids = np.asarray(top_ids)
   counts = np.arange(60)
-  metrics = RankingMetrics.empty(ks, popularity=counts)
+  metrics = RankingMetrics(ks, popularity=counts)
   for start in range(0, 40, 16):  # uneven batches
     rows = slice(start, start + 16)
-    metrics = metrics.update(top_ids[rows], pad(relevant)[rows])
+    metrics.update(top_ids[rows], pad(relevant)[rows])
   wanted = slow_ranking(scores, relevant, seen, ks, counts)
   assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_rankings_by_hand():
-  metrics = RankingMetrics.empty((2,), num_items=10)
-  metrics = metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
-  metrics = metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
+  metrics = RankingMetrics((2,), num_items=10)
+  metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
+  metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
   found = metrics.compute()
   ideal = 1 + 1 / math.log2(3)
   assert found["recall@2"] == pytest.approx((1 / 3 + 0 + 1) / 3)
@@ -193,4 +193,4 @@ def test_cutoffs_are_in_the_catalogue_and_rankings_have_something_to_find():
   with pytest.raises(errors.UserError, match=r"write --config\.ks='\(5,\)', and for example"):
     ranking_names((5, 1000), 40)
   with pytest.raises(errors.UserError, match="no example has a relevant item"):
-    RankingMetrics.empty((1,)).update([[1]], [[-1]]).compute()
+    RankingMetrics((1,)).compute()
