@@ -19,7 +19,7 @@ import embed.checkpoint
 
 from . import mesh as mesh_lib
 from . import results
-from .errors import from_settings
+from .errors import UserError, from_settings
 
 _STATE = "state"
 
@@ -107,7 +107,10 @@ def steps(workdir: epath.Path) -> list[int]:
 
 def folder(workdir: epath.Path, step: int) -> epath.Path:
   """Returns the folder of a checkpoint's arrays."""
-  return workdir / "checkpoints" / str(step) / _STATE
+  path = workdir / "checkpoints" / str(step)
+  if not path.exists():
+    raise UserError(f"{path}, the tested state, is missing: train again")
+  return path / _STATE
 
 
 def load(path: epath.Path, **nodes: Any) -> None:

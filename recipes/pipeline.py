@@ -21,6 +21,7 @@ Arrays = Mapping[str, np.ndarray]
 # Rows that are next to each other in a file and in a shuffled order are read together: some 100 kB
 # to 1 MB of a click log.
 _CHUNK = 1 << 13
+_MAX_CHUNKS = 1 << 19  # with more rows, from 4.3 billion on, the chunks are longer
 # Rows that are shuffled among each other: their order takes 8 MB, and reading them in it needs that
 # many rows of the file in the page cache.
 _WINDOW = 1 << 20
@@ -89,12 +90,12 @@ class ShuffledBatches:
 
 
 class ShuffledRows:
-  """Orders rows at random, a new order in every epoch, in memory that hardly grows with the rows.
+  """Orders rows at random, a new order in every epoch, in 40 MB at most for any number of rows.
 
   Up to 2**20 rows have a random permutation. More rows are cut into chunks of 2**13 neighbours or a
-  few more, which are shuffled, and then the rows within windows of 128 chunks. So a reader needs
-  the rows of one window at a time, in pieces of a chunk. Held are the chunks of an epoch and the
-  permutation of one window.
+  few more, which are shuffled, and then the rows within windows of about a million. So a reader
+  needs the rows of one window at a time, in pieces of a chunk. In memory are the chunks of an epoch
+  and the permutation of one window.
 
   Grain's `index_shuffle` would hold nothing, but takes 5 microseconds a number for a million
   numbers, and a millisecond for a hundred; a row of these permutations takes tens of
@@ -134,11 +135,11 @@ class ShuffledRows:
     generator = np.random.default_rng((self._seed, epoch))
     if self._size <= _WINDOW:
       return epoch, 0, self._size, generator.permutation(self._size)
-    count = self._size // _CHUNK
+    count = min(self._size // _CHUNK, _MAX_CHUNKS)
     edges = self._size * np.arange(count + 1) // count
     chunks = generator.permutation(count)
     ends = np.cumsum(edges[chunks + 1] - edges[chunks])
-    per_window = _WINDOW // _CHUNK
+    per_window = max(_WINDOW * count // self._size, 1)
     window = int(np.searchsorted(ends, position, side="right")) // per_window
     chosen = chunks[window * per_window : (window + 1) * per_window]
     order = packing.ranges(edges[chosen], edges[chosen + 1] - edges[chosen])
