@@ -57,7 +57,7 @@ def in_loop(config, parts: "Parts", steps: int) -> list[float]:
   config = config_lib.copied(config, steps=steps, eval_every=steps)
   with tempfile.TemporaryDirectory() as folder:
     parts.train.run(config, folder)
-    found = [line.get("examples_per_second") for line in log.lines(Path(folder))]
+    found = [line.get("examples_per_second") for line in log.lines(Path(folder) / log.FILE)]
     return list(filter(None, found))[1:]
 
 

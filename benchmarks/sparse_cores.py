@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from embed.kernels import sparse_core_pallas as kernels
-from recipes import hosts
+from recipes import mesh as mesh_lib
 
 TOPOLOGIES, WIDTHS = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"), (128, 256, 512, 1024, 2048)
 ROWS, IDS, BAGS = 1 << 18, 10_000, (1024, 20)  # of a device
@@ -48,9 +48,9 @@ def compiled(topology: str, width: int, name: str) -> dict[str, Any]:
   over = lambda shape, dtype: jax.ShapeDtypeStruct(
     (shape[0] * mesh.size, *shape[1:]),
     jnp.dtype(dtype),
-    sharding=NamedSharding(mesh, P(hosts.AXIS)),
+    sharding=NamedSharding(mesh, P(mesh_lib.AXIS)),
   )
-  part = P(hosts.AXIS)
+  part = P(mesh_lib.AXIS)
   run = jax.shard_map(function, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
   traced = jax.jit(run, donate_argnums=range(donated)).trace(*(over(*x) for x in shapes))
   program = aot.compiled(traced, topology)

@@ -22,7 +22,7 @@ from common import MIB
 from flax import nnx
 
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 DIMS = (8, 16, 32, 64, 100, 128, 256)
@@ -38,7 +38,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
   )
   features = embed.FeatureConfig(table)
   batch = embed.Padded(jax.ShapeDtypeStruct((BAGS * mesh.size, LENGTH), jnp.int32))
-  plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=hosts.AXIS)
+  plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=mesh_lib.AXIS)
   plan["table"].strategy, plan["table"].storage = "mod", WAYS[way]
   make = lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   layer = aot.shapes(make, mesh)
@@ -51,7 +51,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     optimizer.update(layer, grads)
     return loss
 
-  traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
+  traced = step.trace(layer, optimizer, mesh_lib.over_examples(mesh, batch))
   return aot.compiled(traced, topology), layer, plan.stacks()["table"]
 
 

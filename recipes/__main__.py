@@ -1,7 +1,6 @@
 """Lists what there is to run: the recipes, and the configs that each of them trains."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 
@@ -43,22 +42,15 @@ def listing(recipe: str) -> str:
 def more() -> str:
   """Returns notes on the files of all recipes, and the commands that read runs and tables."""
   width = max(map(len, _COMMANDS))
-  commands = [f"python -m {name:{width}}  {about}\n" for name, about in _COMMANDS.items()]
-  return "\n".join([_MORE.format(root=catalogue.ROOT), "".join(commands)])
+  commands = [f"python -m {name:{width}}  {about}" for name, about in _COMMANDS.items()]
+  return "\n".join([_MORE.format(root=catalogue.ROOT), *commands])
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
-  parser.add_argument("recipe", nargs="?", help="one of them; default: all")
-  wanted, known = parser.parse_args(argv).recipe, list(catalogue.recipes())
-  if wanted is None:
-    print("\n\n".join([*map(listing, known), more()]), end="")
-  elif wanted in known:
-    print(listing(wanted))
-  else:
-    close = difflib.get_close_matches(wanted, known, 1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-    parser.exit(2, f"error: there is no recipe {wanted!r}: {hint}\n")
+  parser, known = argparse.ArgumentParser(f"python -m {__package__}"), list(catalogue.recipes())
+  parser.add_argument("recipe", nargs="?", choices=known, help="one of them; default: all")
+  recipe = parser.parse_args(argv).recipe
+  print(listing(recipe) if recipe else "\n\n".join([*map(listing, known), more()]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fits the baselines of a run on a table or a published data set, and adds them to its result.json.
+"""Fits the baselines of a run and adds them to its result.json.
 
     python -m recipes.baselines runs/dlrm
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from absl import logging
 
-from . import errors, files, hosts, results
+from . import errors, files, results
+from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import UserError, terminal
+from .errors import terminal
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
 
@@ -28,9 +29,6 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
 
   Args:
     most_rows: fits nothing where more rows train, and nothing that has failed before.
-
-  Raises:
-    UserError: the run has not ended, or the data are not those that it was trained on.
   """
   run = run_lib.opened(workdir)
   result, path = run.result, Path(workdir) / "result.json"
@@ -38,12 +36,12 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   data = run.load()
   tasks = recipe.tasks(data, run.config) if data.num_examples <= most_rows else {}
   if not tasks:
-    hosts.say(f"baselines: python -m {__package__}.baselines {workdir}")
+    mesh_lib.say(f"baselines: python -m {__package__}.baselines {workdir}")
   known = result["baselines"]
   for name, task in tasks.items():
     if known.get(name) or (name in known and most_rows < float("inf")):
       continue
-    hosts.say(f"fitting the baseline {name}")
+    mesh_lib.say(f"fitting the baseline {name}")
     known[name] = {}
     files.write_json(path, result)
     try:
@@ -51,10 +49,8 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
     except KeyboardInterrupt:
       del known[name]
       raise
-    except UserError as error:  # as EASE of too many items
-      hosts.say(f"the baseline {name} is left out: {error}")
     except Exception as error:  # a library's, which must not hide the result of the run
-      hosts.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
+      mesh_lib.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
     finally:
       files.write_json(path, result)
   if data.best:

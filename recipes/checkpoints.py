@@ -3,8 +3,8 @@
     checkpoints/20/state/      tables by name, dense parameters, both optimizers' states
     checkpoints/20/metrics/    of the evaluation at this step, if there was one
 
-A checkpoint does not know how many devices or processes wrote it. Orbax gives it its name when it
-is complete, so that a kill never leaves half of one.
+A checkpoint is independent of the devices and processes that wrote it. Orbax gives it its name when
+it is complete, so that a kill never leaves half of one.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from orbax.checkpoint import checkpoint_managers
 
 import embed.checkpoint
 
-from . import hosts, results
+from . import mesh as mesh_lib
+from . import results
 from .errors import UserError, from_settings
 
 _STATE = "state"
@@ -70,8 +71,8 @@ def save(
   """
   tree = embed.checkpoint.to_tree(model=model, optimizer=optimizer)
   items = ocp.args.Composite(**{_STATE: ocp.args.PyTreeSave(tree)})
-  own = dict(metrics) or None
-  manager.save(step, args=items, metrics=own, custom_metadata=dict(memory), force=True)
+  scores = dict(metrics) or None
+  manager.save(step, args=items, metrics=scores, custom_metadata=dict(memory), force=True)
 
 
 def restore(
@@ -92,31 +93,28 @@ def restore(
     step = manager.latest_step()
     if step is None:
       return 0, {}
-    hosts.say(f"resuming from step {step}")
+    mesh_lib.say(f"resuming from step {step}")
   load(folder(manager.directory.parent, step), **nodes)
   return step, dict(manager.metadata(step).custom_metadata or {})
-
-
-# --- also of other runs ---------------------------------------------------------------------------
 
 
 def steps(workdir: epath.Path) -> list[int]:
   """Returns the steps of the checkpoints in a workdir."""
   path = workdir / "checkpoints"
-  names = [each.name for each in path.iterdir()] if path.exists() else []
+  names = [child.name for child in path.iterdir()] if path.exists() else []
   return sorted(int(name) for name in names if name.isdecimal())
 
 
 def folder(workdir: epath.Path, step: int) -> epath.Path:
-  """Returns the folder of a checkpoint's arrays; raises UserError if it is missing."""
-  path = epath.Path(workdir) / "checkpoints" / str(step)
+  """Returns the folder of a checkpoint's arrays."""
+  path = workdir / "checkpoints" / str(step)
   if not path.exists():
     raise UserError(f"{path}, the tested state, is missing: train again")
   return path / _STATE
 
 
 def load(path: epath.Path, **nodes: Any) -> None:
-  """Loads the arrays of a checkpoint into models and optimizers; errors are as of `restore`."""
+  """Loads the arrays of a checkpoint into models and optimizers; raises as `restore` does."""
   with from_settings():  # before Orbax, which would advise to pad or cut tables
     embed.checkpoint.check(metadata(path), **nodes)
   embed.checkpoint.from_tree(read(path, embed.checkpoint.like(**nodes)), **nodes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from . import hosts
+from . import mesh as mesh_lib
 from .errors import MissingPackageError, UserError
 from .tables import settings as table_settings
 
@@ -138,7 +138,7 @@ def check(config: ConfigDict, mesh: Any) -> None:
     raise UserError(f"clip_norm is {config.clip_norm}: choose a positive norm, or 0 for none")
   if not 0 <= config.get("dropout", 0.0) < 1:
     raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
-  hosts.check_batch_sizes(mesh, batch_size=config.batch_size or hosts.num_devices(mesh))
+  mesh_lib.check_batch_sizes(mesh, batch_size=config.batch_size or mesh_lib.num_devices(mesh))
   for name in config.writers:
     if name not in _WRITERS:
       raise UserError(f"config.writers has {name!r}: choose some of {', '.join(_WRITERS)}")
@@ -151,7 +151,7 @@ def check(config: ConfigDict, mesh: Any) -> None:
 
 def with_schedule(config: ConfigDict, examples: int, mesh: Any, **how: int) -> ConfigDict:
   """Returns the config with the settings that depend on the number of training examples."""
-  count = hosts.num_devices(mesh)
+  count = mesh_lib.num_devices(mesh)
   config = table_settings.steps_of_data(config, examples, count, **how)
   return with_even_evaluation(config, mesh)
 
@@ -161,5 +161,5 @@ def with_even_evaluation(config: ConfigDict, mesh: Any) -> ConfigDict:
 
   It is rounded up, since last batches are padded anyway.
   """
-  count, size = hosts.num_devices(mesh), config.eval_batch_size
+  count, size = mesh_lib.num_devices(mesh), config.eval_batch_size
   return copied(config, eval_batch_size=-(-size // count) * count)

@@ -1,10 +1,10 @@
 """The interface of a data set, and the data sets of a recipe by name.
 
-A data set is prepared once into a folder of columns (see `recipes.cache`); the batches of a recipe
-read them. Another data set needs no code if a config can declare its columns. With a name of its
-own it is a function that returns such a declaration, as `recipes.two_tower.published.gowalla`,
-wrapped by `recipes.tables.settings.declared`; what no declaration describes is a module with
-`settings` and `build`. Each is a line in the `DATA_SETS` of its recipe.
+A data set is prepared once into a folder of columns (see `recipes.cache`), which the batches of a
+recipe read. A config declares the columns of a table; a published table is a function that returns
+such a declaration, as `recipes.two_tower.published.gowalla`, wrapped by
+`recipes.tables.settings.declared`; any other data set is a module with `settings` and `build`. Each
+is a line in the `DATA_SETS` of its recipe.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import cache, hosts
+from . import cache
+from . import mesh as mesh_lib
 from .errors import UserError
 
 
@@ -112,7 +113,7 @@ class Registry(dict[str, DataSet]):
         raise
       raise type(error)(f"{error} {data_set.hint}") from error
     for note in meta.get("notes", ()):
-      hosts.say(note)
+      mesh_lib.say(note)
     return data_set.view(Prepared(columns, meta, columns.folder.name))
 
   def describe(self, config) -> Prepared:

@@ -1,8 +1,7 @@
-"""Errors that the user can mend, and text from data as a terminal or a page shows it."""
+"""Errors that the user can mend, and escapes of text from data for a terminal or a page."""
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -38,10 +37,7 @@ class DivergedError(UserError, FloatingPointError):
 
 @contextlib.contextmanager
 def from_settings() -> Iterator[None]:
-  """Turns a ValueError of the code within into a UserError.
-
-  For calls of a library with settings as they are: what it refuses, the user can mend.
-  """
+  """Turns a ValueError of a library, which the user's settings have caused, into a UserError."""
   try:
     yield
   except UserError:
@@ -52,10 +48,7 @@ def from_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-  """Ends the program in one line if a package that the code within imports is not installed.
-
-  For commands, around their imports of the packages of the extra `recipes`, direct or not.
-  """
+  """Ends the program in one line if a package that the code within imports is not installed."""
   try:
     yield
   except ModuleNotFoundError as error:
@@ -75,29 +68,17 @@ def in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
   """Ends a command with the message of what the code within raises and the user can mend."""
   try:
     yield
-  except UserError as error:
-    parser.exit(2, terminal(f"error: {error}\n"))
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except OSError as error:
-    named = f": {error.filename}" if error.filename else ""
-    parser.exit(2, terminal(f"error: {error.strerror or error}{named}\n"))
+  except (UserError, OSError) as error:
+    parser.exit(2, f"error: {message(error)}\n")
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-
-
-def explain(error: Exception) -> str | None:
-  """Returns the line that tells the user what to do, or None if the error is a fault of ours."""
-  if isinstance(error, UserError):
-    return str(error)
-  if not isinstance(error, OSError) or error.errno not in _FULL + _REFUSED:
-    return None
-  reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-  if error.errno in _FULL:
-    return f"{reason}. Free some space; the same command then resumes from the last checkpoint."
-  return f"{reason}. --workdir and --config.cache_dir must be folders that this user can write to."
+def message(error: Exception) -> str:
+  """Returns the line that tells the user what is wrong, with the file if there is one."""
+  if isinstance(error, OSError) and not isinstance(error, UserError):
+    return terminal(": ".join(str(x) for x in (error.strerror or error, error.filename) if x))
+  return terminal(error)
 
 
 # --- text from data -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Measures the tested state of a run again: on the data it held out, or on other files.
+"""Measures the tested state of a run again: on its validation and test rows, or on other files.
 
     python -m recipes.evaluate runs/clicks
     python -m recipes.evaluate runs/clicks --files=new_rows.csv
@@ -20,7 +20,8 @@ import pyarrow as pa
 from absl import logging
 
 from . import config as config_lib
-from . import errors, export, hosts, packing, results, serving
+from . import errors, export, packing, results, serving
+from . import mesh as mesh_lib
 from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
@@ -39,7 +40,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   Raises:
     UserError: the run has not ended, or its data have changed.
   """
-  mesh, run = hosts.start(), run_lib.opened(workdir)
+  mesh, run = mesh_lib.start(), run_lib.opened(workdir)
   data = run.load()
   config, model = config_lib.with_even_evaluation(run.config, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)
@@ -63,9 +64,8 @@ def of_export(served: Path, config) -> dict[str, Any]:
   """Returns `{"rows", "metrics"}` of an exported model on the files of a table.
 
   Returns:
-    `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
-    and of `group_metrics`, of several labels as `dlrm.tasks.named` names them; or what
-    `RankingMetrics` computes of one ranking for each user.
+    `rows`, their number, and `metrics`: of clicks as `dlrm.tasks.metrics` returns them, or of one
+    ranking for each user as `RankingMetrics` computes them.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
@@ -92,10 +92,10 @@ def _clicks(
     chunks.append((model.scores(inputs), rows.label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = tasks.of_served(model.labels, score)
-  # The labels of the table are in the order of its declaration, as those of the model may not be.
+  # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows, strict=False)
+  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows)
   return {"rows": len(label), "metrics": {k: x for k, x in metrics.items() if not np.ndim(x)}}
 
 
@@ -106,26 +106,25 @@ def _ranking(
 
   All items that the user has on the day are to be found, each once. Items that the model does not
   know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
-  are left out of the ranking, and do not count. Users of whom nothing is known get the most popular
-  items.
+  are left out of the ranking, and do not count. Unknown users get the most popular items.
   """
   pairs = interactions.pairs(table)
   repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
-  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics.empty(ks), 0
-  asked = {"": pairs.users, **pairs.values}
+  targets = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  columns = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
-    of_part = wanted[start : start + _USERS]
-    values = {name: x[start : start + _USERS] for name, x in asked.items()}
-    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
-    found = codes.find(pa.array(answers.items.ravel(), pa.string()))
-    lengths = [*map(len, of_part)]
-    relevant = packing.padded(np.concatenate(of_part), lengths, max(lengths))
-    metrics = metrics.update(found.reshape(answers.items.shape), relevant)
+    part = targets[start : start + _USERS]
+    values = {name: x[start : start + _USERS] for name, x in columns.items()}
+    answers = model.answers(values, np.zeros(len(part), bool), max(ks), is_cut=True)
+    top_ids = codes.find(pa.array(answers.items.ravel(), pa.string()))
+    lengths = [*map(len, part)]
+    relevant = packing.padded(np.concatenate(part), lengths, max(lengths))
+    metrics.update(top_ids.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
-  hosts.say(
+  mesh_lib.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
     f"{int(repeats.sum()):,} items that they had before do not count"
   )
@@ -135,14 +134,14 @@ def _ranking(
 def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.evaluate", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
-  parser.add_argument("--files", help="other files, in place of the data that the run held out")
+  parser.add_argument("--files", help="other files, in place of validation and test rows")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     if arguments.files:
-      found = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
-      print(f"{found['rows']:,} rows")
-      metrics = found["metrics"]
+      measured = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
+      print(f"{measured['rows']:,} rows")
+      metrics = measured["metrics"]
     else:
       metrics = evaluate(arguments.run)
   for name, value in metrics.items():

@@ -24,7 +24,8 @@ from ml_collections import ConfigDict
 import embed
 
 from . import config as config_lib
-from . import errors, files, hosts
+from . import errors, files
+from . import mesh as mesh_lib
 from . import run as run_lib
 from .errors import MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
@@ -90,10 +91,10 @@ def export(
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
-  mesh = hosts.start()
+  mesh = mesh_lib.start()
   with from_settings():
     parts = _RECIPES[recipe](config, serve, mesh)
-  hosts.replicate(mesh, parts.model)
+  mesh_lib.replicate(mesh, parts.model)
   run.restore(parts.model)
   parts.model.eval()
   program = embed.export(
@@ -241,7 +242,7 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     half_life = config.popularity.half_life
     popularity = data_lib.log_popularity(item, when, half_life, data.num_items)
     batches = train.catalogue(data, config, popularity, mesh)
-    items = (hosts.to_global(mesh, batch) for batch in batches)
+    items = (mesh_lib.to_global(mesh, batch) for batch in batches)
     vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)
     return np.asarray(vectors)[: data.num_items]
 

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, writers, and a progress bar.
+"""What a run reports while it trains: metrics.jsonl, TensorBoard or W&B, and a progress bar.
 
 `metrics.jsonl` has a line every `log_every` steps and for each evaluation. Writers get the same.
 """
@@ -9,9 +9,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,76 +22,44 @@ from tqdm import tqdm
 import embed
 from embed.planning import aligned
 
-from . import files, hosts, results
+from . import files, results
+from . import mesh as mesh_lib
 from .errors import DivergedError
 
+FILE = "metrics.jsonl"
 _COMPILING = 2  # steps that may compile, which the rate leaves out
-_UNSAID = ("exchange_rounds", "buffer_fill")  # of the metrics, in lines for a reader
-_FILE = "metrics.jsonl"
 
 
-# --- writers --------------------------------------------------------------------------------------
+# What takes the metrics of a step, and what ends it.
+Writer = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
 
 
-class Writer(Protocol):
-  """Takes the metrics of a run to where its user reads them.
-
-  Steps rise, but a run that resumes writes the steps since its checkpoint once more, with the same
-  numbers. An exception in a writer ends the run.
-  """
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes metrics by name: of training every `log_every` steps, of evaluations, of the test.
-
-    They are called as in `metrics.jsonl`: `loss`, `examples_per_second`, `valid_auc`; the test's,
-    `test_auc`, come at the last step.
-    """
-
-  def close(self) -> None:
-    """Is called once, when the run has ended, failed or been stopped."""
-
-
-class TensorBoard:
+def _tensorboard(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
   """Writes `<workdir>/tensorboard`; replaces the steps after the one that the run resumes from."""
+  from tensorboardX import SummaryWriter
 
-  def __init__(self, workdir: epath.Path, config: Mapping[str, Any], step: int):
-    from tensorboardX import SummaryWriter
+  board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
-    del config
-    self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def write(step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
-      self._board.add_scalar(name, value, step)
-    self._board.flush()  # a kill loses nothing that a checkpoint is after
+      board.add_scalar(name, value, step)
+    board.flush()  # or a kill would lose steps before the checkpoint that a run resumes from
 
-  def close(self) -> None:
-    self._board.close()
+  return write, board.close
 
 
-class WandB:
+def _wandb(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
   """Writes a run of Weights & Biases; a resumed run continues it, by the path of the workdir.
 
   `WANDB_PROJECT` and the other variables of wandb say where it is.
   """
-
-  def __init__(self, workdir: epath.Path, config: Mapping[str, Any], step: int):
-    del step
-    name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
-    wandb = importlib.import_module("wandb")
-    self._run = wandb.init(id=name, name=workdir.name, config=dict(config), resume="allow")
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    self._run.log(dict(metrics), step=step)
-
-  def close(self) -> None:
-    self._run.finish()
+  name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
+  wandb = importlib.import_module("wandb")
+  run = wandb.init(id=name, name=workdir.name, config=dict(config), resume="allow")
+  return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
 
-_WRITERS: dict[str, Callable[..., Writer]] = {"tensorboard": TensorBoard, "wandb": WandB}
-
-
-# --- the log --------------------------------------------------------------------------------------
+_WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 class Log:
@@ -102,36 +70,26 @@ class Log:
   Args:
     workdir: has `metrics.jsonl`. Lines after `start` are of a run that was killed after its
       checkpoint; they are removed and written again, the same.
-    config: of the run.
+    config: of the run; `writers` names what gets the metrics besides the file.
     start: the step that the run resumes from; 0 begins it.
     memory: what `memory` returned at that step; {} at step 0.
-    writers: get the metrics as well as those that `config.writers` names.
   """
 
-  def __init__(
-    self,
-    workdir: epath.Path,
-    config: Any,
-    start: int,
-    memory: Mapping[str, Any],
-    writers: Sequence[Writer] = (),
-  ):
+  def __init__(self, workdir: epath.Path, config: Any, start: int, memory: Mapping[str, Any]):
     self.step = start  # the number of steps taken
-    self._config, self._start, self._path = config, start, workdir / _FILE
-    self._lines = [line for line in lines(workdir) if line["step"] <= start]
+    self._config, self._start, self._path = config, start, workdir / FILE
+    self._lines = [line for line in lines(self._path) if line["step"] <= start]
     self._values: dict[str, list[Any]] = {  # since the last line
       name: list(values) for name, values in memory.get("values", {}).items()
     }
     self._seconds = memory.get("seconds", 0.0)
-    self._writers: list[Writer] = []
-    if hosts.is_main():
-      named = [_WRITERS[name](workdir, config.to_dict(), start) for name in config.writers]
-      self._writers = [*writers, *named]
+    names = config.writers if mesh_lib.is_main() else ()
+    self._writers = [_WRITERS[name](workdir, config.to_dict(), start) for name in names]
     self._bar = tqdm(
       total=config.steps,
       initial=start,
       unit="step",
-      disable=None if hosts.is_main() else True,
+      disable=None if mesh_lib.is_main() else True,
       dynamic_ncols=True,
     )
     self._began = time.perf_counter()
@@ -147,8 +105,8 @@ class Log:
     traceback: TracebackType | None,
   ) -> None:
     self._bar.close()
-    for writer in self._writers:
-      writer.close()
+    for _, close in self._writers:
+      close()
 
   def train(self, step: int, model: nnx.Module, values: Mapping[str, Any]) -> None:
     """Logs a step: means of its values since the last line, every `log_every` steps.
@@ -157,9 +115,6 @@ class Log:
       step: the number of steps taken, this one included.
       model: whose `SparseEmbed`s report dropped ids.
       values: scalars by name, on the device or not.
-
-    Raises:
-      FloatingPointError: a mean is not finite.
     """
     for name, x in values.items():
       self._values.setdefault(name, []).append(x)
@@ -190,11 +145,7 @@ class Log:
       self._say(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
   def memory(self, step: int) -> dict[str, Any]:
-    """Returns what a run that resumes after this step needs, as JSON values.
-
-    Raises:
-      FloatingPointError: a value since the last line is not finite.
-    """
+    """Returns what a run that resumes after this step needs, as JSON values."""
     self._restart_clock(step)
     return {"values": self._fetched(step), "seconds": self.seconds}
 
@@ -213,9 +164,11 @@ class Log:
 
   def scores(self, step: int) -> dict[str, float]:
     """Returns the validation metrics of the last evaluation up to a step; {} if there was none."""
-    of = lambda line: {name: x for name, x in line.items() if name.startswith("valid_")}
-    found = [of(line) for line in self._lines if line["step"] <= step and of(line)]
-    return found[-1] if found else {}
+    is_valid = lambda name: name.startswith("valid_")
+    evaluations = [
+      line for line in self._lines if line["step"] <= step and any(map(is_valid, line))
+    ]
+    return {name: x for line in evaluations[-1:] for name, x in line.items() if is_valid(name)}
 
   def _fetched(self, step: int) -> dict[str, list[float]]:
     """Returns the values since the last line as floats."""
@@ -230,16 +183,14 @@ class Log:
 
   def _write(self, step: int, metrics: Mapping[str, float]) -> None:
     self._lines.append({"step": step, **metrics})
-    if not hosts.is_main():
-      return
-    # As a whole: a store of objects, such as gs://, cannot append.
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self._lines)
-    files.write(self._path, text)
-    for writer in self._writers:
-      writer.write(step, metrics)
+    if mesh_lib.is_main():
+      # As a whole: a store of objects, such as gs://, cannot append.
+      files.write(self._path, "".join(f"{json.dumps(line)}\n" for line in self._lines))
+    for write, _ in self._writers:
+      write(step, metrics)
 
   def _say(self, step: int, text: str) -> None:
-    if hosts.is_main():
+    if mesh_lib.is_main():
       self._bar.write(f"step {step}/{self._config.steps}  {text}", file=sys.stderr)
 
   def _restart_clock(self, step: int) -> None:
@@ -247,20 +198,19 @@ class Log:
     self._clock, self._clock_step = time.perf_counter(), step
 
 
-def lines(workdir: epath.Path) -> list[dict[str, Any]]:
-  """Returns the lines of a run's `metrics.jsonl`; [] before the first one."""
-  path = epath.Path(workdir) / _FILE
+def lines(path: Any) -> list[dict[str, Any]]:
+  """Returns the lines of a `metrics.jsonl`; [] of a file that does not exist."""
   return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def trained(model: nnx.Module) -> str:
   """Returns a table of a model's tables with their slots, and a line about all other parameters."""
   rows = [("table", "rows", "columns", "MB", "slots")]
-  for _, module in nnx.iter_modules(model):
-    for name, of in module.variable_shapes.items() if isinstance(module, embed.SparseEmbed) else ():
-      size, dim = of["parameters"].shape
-      megabytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in of.values()) / 1e6
-      slots = ", ".join(slot for slot in of if slot != "parameters")
+  for module in _layers(model):
+    for name, arrays in module.variable_shapes.items():
+      size, dim = arrays["parameters"].shape
+      megabytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values()) / 1e6
+      slots = ", ".join(slot for slot in arrays if slot != "parameters")
       rows.append((name, f"{size:,}", f"{dim:,}", f"{megabytes:,.1f}", slots or "none"))
   number = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
   return (
@@ -270,22 +220,13 @@ def trained(model: nnx.Module) -> str:
 
 
 def _reports(model: nnx.Module) -> dict[str, float]:
-  """Returns the reports of the model's SparseEmbeds: the sum of dropped ids, else the largest."""
+  """Returns the reports of the model's tables: the sum of dropped ids, else the largest."""
   values: dict[str, list[float]] = {}
-  for _, module in nnx.iter_modules(model):
-    if isinstance(module, embed.SparseEmbed):
-      for name, value in module.report.get_value().items():
-        values.setdefault(name, []).append(np.asarray(value).item())
+  for module in _layers(model):
+    for name, value in module.report.get_value().items():
+      values.setdefault(name, []).append(np.asarray(value).item())
   return {name: sum(v) if name == "dropped_ids" else max(v) for name, v in values.items()}
 
 
-def shown(statistics: Mapping[str, float]) -> str:
-  """Returns numbers in words.
-
-  >>> shown({"users": 6040, "density": 0.0447})
-  '6,040 users, density 0.0447'
-  """
-  return ", ".join(
-    f"{value:,} {name}" if isinstance(value, int) else f"{name} {value:.4g}"
-    for name, value in statistics.items()
-  )
+def _layers(model: nnx.Module) -> list[embed.SparseEmbed]:
+  return [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, embed.SparseEmbed)]

@@ -35,9 +35,10 @@ def train(recipe: str, config, workdir: str) -> None:
   folders = [Path(workdir) / f"seed_{seed}" for seed in seeds]
   for seed, folder in zip(seeds, folders, strict=True):
     train_one(recipe, config_lib.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
-  from . import hosts, report
+  from . import mesh as mesh_lib
+  from . import report
 
-  if hosts.is_main():
+  if mesh_lib.is_main():
     print(f"\n{terminal(report.write(folders, Path(workdir) / 'report'))}")
 
 
@@ -46,22 +47,15 @@ def train_one(recipe: str, config, workdir: Path, is_first: bool = True) -> None
   # What takes seconds is imported here, so that a wrong flag is answered at once.
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
-    from . import baselines, hosts, results
+    from . import baselines, results
+    from . import mesh as mesh_lib
   result = module.run(config, str(workdir))
-  if not hosts.is_main():
+  if not mesh_lib.is_main():
     return
   # Of other seeds the baselines are the same; and other processes would wait for them.
-  if config.test and is_first and hosts.shard()[1] == 1:
+  if config.test and is_first and mesh_lib.shard()[1] == 1:
     result = baselines.fit(workdir, most_rows=baselines.SMALL)
   print(terminal(results.table(result)))
-  _show(workdir)
-
-
-def _show(workdir: Path) -> None:
-  from . import report
-
-  if sys.stdout.isatty():
-    print(f"\n{terminal(report.sketch(report.load(workdir)))}")
   print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
 
@@ -113,11 +107,10 @@ def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], No
     except KeyboardInterrupt:
       print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
       sys.exit(130)  # of a shell, for a program that SIGINT has ended
-    except (ValueError, OSError) as error:
-      text = errors.explain(error)
-      if logging.level_debug() or text is None:
+    except (errors.UserError, OSError) as error:
+      if logging.level_debug():
         raise
-      sys.exit(terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
+      sys.exit(f"error: {errors.message(error)} (--verbosity=1 shows the traceback)")
 
   return lambda: app.run(main, flags_parser=parse)
 

@@ -2,15 +2,12 @@
 
 Most people buy little: one row per person, padded to the longest, would be padding almost entirely.
 Packed rows have one static shape, so a step is compiled once, and an attention mask keeps the
-sequences of a row apart. Which sequences share a row is decided once, when the data is prepared;
-an epoch shuffles the rows.
+sequences of a row apart. Rows are packed once, when the data is prepared; an epoch shuffles them.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-
-from .errors import UserError
 
 
 def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,16 +50,23 @@ def padded(
   return rows
 
 
-def questions(
+def inference_batch(
   items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str, ask: int
 ) -> dict[str, np.ndarray]:
-  """Returns rows of one sequence each, by which a model is asked what comes next.
+  """Returns rows of one sequence each, for the prediction of the next item.
 
-  `items` int32 `[S, width]` of all sequences, one after the other, `counts` of each, -1 after them;
-  `segments`, 0, or -1 for none; `positions`, as there; and `last` `[S]`, the column whose output is
-  the prediction: with `ask` 1 one more column, which has no item (a mask).
+  Args:
+    items: of all sequences, one after the other.
+    counts: int `[S]`, items of each sequence.
+    width: of a row.
+    places, aligned: see `positions`.
+    ask: 1 predicts at one more column, which has no item (a mask), 0 at the last item.
+
+  Returns:
+    `items` int32 `[S, width]`, -1 after the sequence; `segments`, 0, or -1 for none;
+    `positions`; and `last` `[S]`, the column of the prediction.
   """
-  lengths = np.maximum(counts + ask, 1)  # without any item the answer is not used
+  lengths = np.maximum(counts + ask, 1)  # without any item the prediction is not used
   return {
     "items": padded(items, counts, width),
     "segments": np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32),
@@ -79,7 +83,5 @@ def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
     width: the number of places.
     aligned: "end" puts the last item at `width - 1` as left padding does, "start" the first at 0.
   """
-  if aligned not in ("start", "end"):
-    raise UserError(f"unknown alignment of positions {aligned!r}: choose start or end")
   first = width - lengths if aligned == "end" else np.zeros_like(lengths)
   return ranges(first, lengths)

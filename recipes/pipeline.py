@@ -1,8 +1,8 @@
 """Grain pipelines that read whole batches from memory-mapped columns.
 
 One element of these pipelines is one batch, because an element per row would spend more time in
-Python than the model spends computing. A batch is a function of its number alone, so the position
-in the data is one integer, and a pipeline that is moved there goes on exactly as before.
+Python than the model spends computing. A batch is a function of its number alone, so a run that
+resumes starts its pipeline at a number, and goes on exactly as before.
 """
 
 import signal
@@ -13,6 +13,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from . import packing
 from .errors import UserError
 
 Arrays = Mapping[str, np.ndarray]
@@ -20,11 +21,11 @@ Arrays = Mapping[str, np.ndarray]
 # Rows that are next to each other in a file and in a shuffled order are read together: some 100 kB
 # to 1 MB of a click log.
 _CHUNK = 1 << 13
-_MAX_CHUNKS = 1 << 20  # with more rows, from 8.6 billion on, the chunks are longer
-# Rows that are shuffled among each other. Their order takes 8 MB, and reading them in it needs that
+_MAX_CHUNKS = 1 << 19  # with more rows, from 4.3 billion on, the chunks are longer
+# Rows that are shuffled among each other: their order takes 8 MB, and reading them in it needs that
 # many rows of the file in the page cache.
 _WINDOW = 1 << 20
-_NOTHING_HELD: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0, np.int64))
+_NO_WINDOW: tuple[int, int, int, np.ndarray] = (-1, 0, 0, np.empty(0, np.int64))
 
 
 class Source(Protocol):
@@ -51,12 +52,7 @@ class ShuffledBatches:
       concatenated are the batch that a single host would read.
     apart: whether each host reads only its own rows of the split instead, see `own_rows`. The order
       of the rows then depends on the number of hosts.
-    shuffle: whether each epoch has an order of its own; else all have that of the rows.
     names: of the columns to read; None reads all.
-
-  Raises:
-    UserError: the split has fewer rows than there are hosts, or the hosts cannot share a batch
-      evenly.
 
   >>> columns = {"x": np.arange(10)}
   >>> source = ShuffledBatches(columns, (5, 10), batch_size=5, seed=0, num_batches=2)
@@ -74,7 +70,6 @@ class ShuffledBatches:
     num_batches: int,
     shard: tuple[int, int] = (0, 1),
     apart: bool = False,
-    shuffle: bool = True,
     names: tuple[str, ...] | None = None,
   ):
     rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
@@ -82,7 +77,7 @@ class ShuffledBatches:
       raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._num_batches = columns, rows, num_batches
     self._names = tuple(columns) if names is None else names
-    self._order = ShuffledRows(rows[1] - rows[0], seed) if shuffle else None
+    self._order = ShuffledRows(rows[1] - rows[0], seed)
 
   def __len__(self) -> int:
     return self._num_batches
@@ -90,23 +85,17 @@ class ShuffledBatches:
   def __getitem__(self, number: int) -> dict[str, np.ndarray]:
     base = number * self._batch_size
     start, stop = self._part
-    first, size = self._rows[0], self._rows[1] - self._rows[0]
-    if self._order is None:
-      picked = first + np.arange(base + start, base + stop) % size
-    else:
-      picked = first + self._order.rows(base + start, base + stop)
-    return {name: self._columns[name][picked] for name in self._names}
+    rows = self._rows[0] + self._order.rows(base + start, base + stop)
+    return {name: self._columns[name][rows] for name in self._names}
 
 
 class ShuffledRows:
-  """Orders rows at random, a new order in every epoch, in memory that does not grow with the rows.
+  """Orders rows at random, a new order in every epoch, in 40 MB at most for any number of rows.
 
-  Up to 2**20 rows are a window, and the order is a random permutation of them. More rows are cut
-  into chunks of 2**13 neighbours, on a grid that starts at a random row and goes round the end. The
-  chunks are shuffled, and then the rows within windows of 2**19 to 2**20 rows. So a reader needs
-  the rows of one window at a time, in pieces of a chunk, and every row is equally likely at every
-  position. Held are the permutation of one window and, while it is made, of the chunks: 8 MB each
-  at the most.
+  Up to 2**20 rows have a random permutation. More rows are cut into chunks of 2**13 neighbours or a
+  few more, which are shuffled, and then the rows within windows of about a million. So a reader
+  needs the rows of one window at a time, in pieces of a chunk. In memory are the chunks of an epoch
+  and the permutation of one window.
 
   Grain's `index_shuffle` would hold nothing, but takes 5 microseconds a number for a million
   numbers, and a millisecond for a hundred; a row of these permutations takes tens of
@@ -123,8 +112,7 @@ class ShuffledRows:
 
   def __init__(self, size: int, seed: int):
     self._size, self._seed = size, seed
-    self._chunk, self._num_windows = max(_CHUNK, size // _MAX_CHUNKS), -(-size // _WINDOW)
-    self._held = _NOTHING_HELD
+    self._window = _NO_WINDOW  # the last one
 
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Returns the rows at the positions from `start` on, int64 `[stop - start]`.
@@ -134,53 +122,41 @@ class ShuffledRows:
     parts = [np.empty(0, np.int64)]
     while start < stop:
       epoch, position = divmod(start, self._size)
-      window = ((position + 1) * self._num_windows - 1) // self._size
-      first = position - self._begin(window)
-      parts.append(self._window(epoch, window)[first : first + stop - start])
+      # One read, and one assignment: threads may race but never mix windows.
+      of_epoch, first, end, order = self._window
+      if epoch != of_epoch or not first <= position < end:
+        self._window = _, first, _, order = self._shuffled(epoch, position)
+      parts.append(order[position - first :][: stop - start])
       start += len(parts[-1])
     return np.concatenate(parts)
 
-  def _begin(self, window: int) -> int:
-    """Returns the first position of a window; their sizes differ by one row at most."""
-    return self._size * window // self._num_windows
-
-  def _window(self, epoch: int, window: int) -> np.ndarray:
-    name, order = self._held  # one assignment, one read: threads may race but never mix windows
-    if name != (epoch, window):
-      if self._num_windows == 1:
-        order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
-      else:
-        order = self._chunks(epoch, self._begin(window), self._begin(window + 1))
-        # A seed that ends in zeros equals the one without them.
-        np.random.default_rng((self._seed, epoch, window, 1)).shuffle(order)
-      self._held = (epoch, window), order
-    return order
-
-  def _chunks(self, epoch: int, begin: int, end: int) -> np.ndarray:
-    """Returns the rows at these positions of an epoch after the chunks have been shuffled."""
-    generator, whole = np.random.default_rng((self._seed, epoch)), self._size // self._chunk
-    first_row, chunks = generator.integers(self._size), generator.permutation(whole)
-    rows = np.empty(end - begin, np.int64)
-    for place in range(begin // self._chunk, -(-end // self._chunk)):
-      # What is left after the last whole chunk is at the end of the order. The grid's random start
-      # makes that any rows.
-      chunk = place if place == whole else int(chunks[place])
-      start, stop = max(begin, place * self._chunk), min(end, (place + 1) * self._chunk)
-      shift = (chunk - place) * self._chunk
-      rows[start - begin : stop - begin] = np.arange(start + shift, stop + shift)
-    rows += first_row
-    rows[rows >= self._size] -= self._size
-    return rows
+  def _shuffled(self, epoch: int, position: int) -> tuple[int, int, int, np.ndarray]:
+    """Returns the epoch, the first position, the end and the rows of the window of a position."""
+    generator = np.random.default_rng((self._seed, epoch))
+    if self._size <= _WINDOW:
+      return epoch, 0, self._size, generator.permutation(self._size)
+    count = min(self._size // _CHUNK, _MAX_CHUNKS)
+    edges = self._size * np.arange(count + 1) // count
+    chunks = generator.permutation(count)
+    ends = np.cumsum(edges[chunks + 1] - edges[chunks])
+    per_window = max(_WINDOW * count // self._size, 1)
+    window = int(np.searchsorted(ends, position, side="right")) // per_window
+    chosen = chunks[window * per_window : (window + 1) * per_window]
+    order = packing.ranges(edges[chosen], edges[chosen + 1] - edges[chosen])
+    # A seed that ends in zeros equals the one without them.
+    np.random.default_rng((self._seed, epoch, window, 1)).shuffle(order)
+    first = int(ends[window * per_window - 1]) if window else 0
+    return epoch, first, first + len(order), order
 
   def __getstate__(self) -> dict[str, Any]:
-    return self.__dict__ | {"_held": _NOTHING_HELD}
+    return self.__dict__ | {"_window": _NO_WINDOW}
 
 
 class SequentialBatches:
   """Batch number -> rows of a split in order, once, the last batch filled up to the full size.
 
-  Every batch carries `mask`, bool `[batch_size]`: False where the row is filling. Filling rows hold
-  `fill[name]`, or 0. `shard` and `apart` are as of `ShuffledBatches`; all hosts have equally many
+  Every batch has a `mask`, bool `[batch_size]`: False at rows that fill it up, whose values are
+  `fill[name]`, or 0. For `shard` and `apart` see `ShuffledBatches`; all hosts have equally many
   batches.
   """
 
@@ -239,11 +215,7 @@ def own_rows(rows: tuple[int, int], shard: tuple[int, int]) -> tuple[int, int]:
 
 
 def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[int, int]:
-  """Returns the first and last place, exclusive, of a global batch that `(index, count)` reads.
-
-  Raises:
-    ValueError: the hosts cannot share it evenly; says so of `name`.
-  """
+  """Returns the first and last place, exclusive, of a global batch that `(index, count)` reads."""
   index, count = shard
   if size % count:
     raise UserError(f"{name} {size} must be a multiple of the {count} hosts")

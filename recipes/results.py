@@ -10,14 +10,14 @@ from embed.planning import aligned
 
 from .errors import UserError
 
-_NEUTRAL = ("popularity", "share", "outcome")
+_NEUTRAL = ("popularity", "share")
 
 
 def gain(metric: str, value: float) -> float:
   """Returns a number that is larger the better the value of a metric is.
 
-  Log losses and normalized entropies are best small, a calibration is best at 1, all else is best
-  large. A popularity and a count are neither good nor bad: NaN.
+  Losses and normalized entropies are best small, a calibration is best at 1, all else is best
+  large. A popularity and a share are neither good nor bad: NaN.
 
   Args:
     metric: its name, with or without a split and a slice, as "valid_auc[gender=F]".
@@ -36,13 +36,11 @@ def gain(metric: str, value: float) -> float:
 
 def check_select(select: str, metrics: Collection[str]) -> None:
   """Raises UserError unless validation has the metric that selects; "" selects nothing."""
-  if select and not metrics:
-    raise UserError(
-      f"config.select is {select!r}, and no rows validate: pass --config.select= to test the state "
-      "of the last step"
-    )
   if select and select not in metrics:
-    raise UserError(f"config.select is {select!r}; the metrics are {sorted(metrics)}")
+    instead = f"choose one of {sorted(metrics)}, or" if metrics else "no rows validate:"
+    raise UserError(
+      f"config.select is {select!r}: {instead} pass --config.select= to test the last state"
+    )
 
 
 def scalars(split: str, metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder of a run, the workdir: its config, its result, and what serving needs.
+"""The workdir, the folder of a run: its config, its result, and what serving needs.
 
     config.json     the settings, with those that the data have decided
     data.json       hashes of the data by file
@@ -11,6 +11,7 @@
 Several processes share one workdir: the main one writes these files, all of them the checkpoints.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -19,9 +20,8 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType, ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -34,14 +34,15 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import checkpoints, files, hosts, log, results
+from . import checkpoints, files, log, results
 from . import config as config_lib
+from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 
 _CONFIG, _DATA, _RESULT, _SERVE = "config.json", "data.json", "result.json", "serve"
-# What a config has where the data decide: see `tables.settings.steps_of_data`, and of two_tower
+# Values of settings that the data decide: see `config.with_schedule`, and of two_tower
 # `train.decide`.
-_OPEN = {
+_UNDECIDED = {
   "batch_size": 0, "steps": 0, "eval_every": 0, "log_every": 0, "warmup_steps": -1, "query": [],
   "candidate": [], "popularity.half_life": -1,
 }  # fmt: skip
@@ -52,30 +53,26 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-  """Returns the config of a run that may be resumed: a batch size of 0 is the one it began with.
+  """Checks the config of a run that may be resumed; returns it with the batch size it began with.
 
   Then the batches are the same on any number of devices.
-
-  Raises:
-    UserError: the workdir holds a run of another config; names the settings that differ.
   """
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
     return config
-  stored = files.read_json(workdir / _CONFIG)
   is_leaf = lambda path, _: len(path) == 2 or path == ("files",)  # a column is one value
-  there, here = (flatten_dict(x, sep=".", is_leaf=is_leaf) for x in (stored, plain(config)))
-  may_change = (*config_lib.MAY_CHANGE, "user_table.files", "item_table.files")
+  stored = files.read_json(workdir / _CONFIG)
+  before, now = (flatten_dict(x, sep=".", is_leaf=is_leaf) for x in (stored, plain(config)))
+  may_change = {*config_lib.MAY_CHANGE, "user_table.files", "item_table.files"}
   differing = [
-    f"{name}: {there.get(name)!r:.200} there, {value!r:.200} now"
-    for name, value in here.items()
-    if name.partition(".")[0] not in may_change and name not in may_change
-    if value not in (there.get(name), _OPEN.get(name, there.get(name)))
+    f"{name}: {before.get(name)!r:.200} there, {now.get(name)!r:.200} now"
+    for name in {**now, **before}
+    if not {name, name.partition(".")[0]} & may_change
+    if now.get(name) not in (before.get(name), _UNDECIDED.get(name, before.get(name)))
   ]
-  differing += [f"{name} there, and not now" for name in there.keys() - here.keys()]
   if differing:
     raise UserError(
       f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
-      f"--workdir, or remove that one. Only these may change: {', '.join(config_lib.MAY_CHANGE)}."
+      f"--workdir. Only these may change: {', '.join(config_lib.MAY_CHANGE)}"
     )
   return config_lib.copied(config, batch_size=config.batch_size or stored["batch_size"])
 
@@ -84,17 +81,17 @@ def finished(config: ConfigDict, workdir: epath.Path) -> dict[str, Any] | None:
   """Returns the result of the workdir's run if it has ended, and None if there is work to do."""
   if not (workdir / _RESULT).exists():
     return None
-  ended, wanted = files.read_json(workdir / _RESULT), plain(config)
+  result, now = files.read_json(workdir / _RESULT), plain(config)
   for name in config_lib.LENGTH:
-    known = ended["config"].get(name)
-    if wanted.get(name) not in (known, _OPEN.get(name, known)):
+    before = result["config"].get(name)
+    if now.get(name) not in (before, _UNDECIDED.get(name, before)):
       return None
-  hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
-  return ended
+  mesh_lib.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
+  return result
 
 
 def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module) -> None:
-  """Writes config.json, copies what serving needs into the workdir, and says what is trained.
+  """Writes config.json, copies what serving needs into the workdir, and prints what is trained.
 
   Args:
     config: with what the data have decided.
@@ -102,9 +99,6 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
     data: has `sha256`, hashes of the data by file, `statistics`, numbers by name, and `serve`, the
       folder that was prepared with them; None if there is none.
     model: that is trained.
-
-  Raises:
-    UserError: the run has taken more steps already, or was trained on other data.
   """
   taken = max(checkpoints.steps(workdir), default=0)
   if taken and list(files.read_json(workdir / _DATA).values()) != list(data.sha256.values()):
@@ -112,60 +106,40 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
       f"the data have changed since the run in {workdir} began: choose another --workdir"
     )
   if taken > config.steps:
-    raise UserError(
-      f"{workdir} has taken {taken} steps, and config.steps is {config.steps}: a run can be "
-      "lengthened, not shortened"
-    )
-  hosts.say(f"data: {log.shown(data.statistics)}")
-  hosts.say(log.trained(model))
-  if hosts.is_main():
+    raise UserError(f"{workdir} has taken {taken} steps: config.steps cannot be {config.steps}")
+  numbers = data.statistics.items()
+  shown = (f"{x:,} {name}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers)
+  mesh_lib.say(f"data: {', '.join(shown)}\n{log.trained(model)}")
+  if mesh_lib.is_main():
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_json(workdir / _CONFIG, plain(config))
     files.write_json(workdir / _DATA, dict(data.sha256))
-    if data.serve is not None:
-      _copy(data.serve, workdir / _SERVE)
+    for path in data.serve.rglob("*") if data.serve is not None else ():
+      if path.is_file():  # each by itself, since the workdir may be in a bucket
+        copy = workdir / _SERVE / path.relative_to(data.serve).as_posix()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
   multihost_utils.sync_global_devices("begin")
 
 
-class StopSignal:
-  """Notices SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
+@contextlib.contextmanager
+def stop_signal() -> Iterator[Callable[[int], bool]]:
+  """Yields a function that returns, at every step, whether to save and end: after a SIGTERM.
 
-  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. The handler
-  is set where it may be: in the main thread of a process that is alone. Each of several processes
-  has JAX's handler, by which the one that gets the signal tells all.
+  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. With several
+  processes JAX's handler passes the signal on, so that all of them end at one step.
   """
-
-  _received = False
-
-  def __enter__(self) -> "StopSignal":
-    self._is_set = jax.process_count() == 1
-    self._is_set &= threading.current_thread() is threading.main_thread()
-    if self._is_set:
-      self._previous = signal.signal(signal.SIGTERM, self._receive)
-    return self
-
-  def __exit__(self, *unused: object) -> None:
-    if self._is_set:
-      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-  def _receive(self, number: int, frame: FrameType | None) -> None:
-    self._received = True
-
-  def has_come(self, step: int) -> bool:
-    """Returns whether to save and end: the same in every process, each of which asks every step."""
-    if jax.process_count() == 1:
-      return self._received
-    return multihost_utils.reached_preemption_sync_point(step)
-
-
-def is_due(step: int, period: int) -> bool:
-  """Returns whether a step ends a period of so many steps; a period of 0 never ends."""
-  return period > 0 and step % period == 0
-
-
-def tested(manager: Any, select: str) -> int:
-  """Returns the step of the state to test: the best on validation, or without `select` the last."""
-  return manager.best_step() if select else manager.latest_step()
+  if jax.process_count() > 1:
+    yield multihost_utils.reached_preemption_sync_point
+  elif threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    yield lambda step: False
+  else:
+    received = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.set())
+    try:
+      yield lambda step: received.is_set()
+    finally:
+      signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 class Preempted(SystemExit):
@@ -177,7 +151,12 @@ class Preempted(SystemExit):
 
   def __init__(self, step: int):
     super().__init__(os.EX_TEMPFAIL)  # 75
-    hosts.say(f"stopped at step {step}; the same command resumes there")
+    mesh_lib.say(f"stopped at step {step}; the same command resumes there")
+
+
+def is_due(step: int, period: int) -> bool:
+  """Returns whether a step ends a period of so many steps; a period of 0 never ends."""
+  return period > 0 and step % period == 0
 
 
 # --- the result -----------------------------------------------------------------------------------
@@ -196,13 +175,11 @@ def finish(
 
   Args:
     recipe: its name.
-    config: of the run, with what the data have decided.
-    workdir: of the run.
-    data: has `sha256`, hashes of the data by file, and `statistics`, numbers by name.
+    config, workdir, data: as for `begin`.
     writer: the log of the run.
     tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested. Scalars are among the result's
-      `metrics`, and arrays `[points, columns]` among its `curves`.
+    metrics: of the test rows; {} of a run that is not tested. Scalars become `metrics` of the
+      result, and arrays `[points, columns]` its `curves`.
   """
   scores = results.scalars("test", metrics)
   result = {
@@ -221,13 +198,13 @@ def finish(
     "data_sha256": dict(data.sha256),
   }
   writer.eval(writer.step, scores)
-  if hosts.is_main():
+  if mesh_lib.is_main():
     files.write_json(workdir / _RESULT, result)
   return result
 
 
 def device() -> dict[str, Any]:
-  """Returns what the run computed on."""
+  """Returns the devices and the machine of the run."""
   first = jax.devices()[0]
   return {
     "platform": first.platform,
@@ -275,7 +252,7 @@ class Run:
   def model(self, data: Any, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
     """Returns the model in its tested state, on the devices of the mesh."""
     model, _ = self.train.make_state(self.config, data, mesh)
-    hosts.replicate(mesh, model)
+    mesh_lib.replicate(mesh, model)
     self.restore(model)
     return model
 
@@ -285,27 +262,15 @@ class Run:
 
 
 def opened(workdir: str | os.PathLike[str]) -> Run:
-  """Opens a run that has ended; raises UserError if it has not."""
+  """Opens a run that has ended; raises MissingFileError if there is none."""
   folder = epath.Path(workdir).resolve()
-  if not (folder / _CONFIG).exists():
-    raise MissingFileError(f"{folder} is no run: it has no {_CONFIG}. Give a --workdir")
   if not (folder / _RESULT).exists():
-    raise UserError(f"{folder} has no {_RESULT}: the run has not ended. Its command resumes it")
-  ended = files.read_json(folder / _RESULT)
-  return Run(folder, config_lib.complete(ended["recipe"], files.read_json(folder / _CONFIG)), ended)
-
-
-# --- files ----------------------------------------------------------------------------------------
+    raise MissingFileError(f"{folder} has no {_RESULT}: give the --workdir of a run that has ended")
+  result = files.read_json(folder / _RESULT)
+  stored = files.read_json(folder / _CONFIG)
+  return Run(folder, config_lib.complete(result["recipe"], stored), result)
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
   """Returns the config as JSON would give it back: tuples are lists."""
   return json.loads(json.dumps(config.to_dict()))
-
-
-def _copy(source: Path, target: epath.Path) -> None:
-  for path in source.rglob("*"):
-    if path.is_file():
-      copy = target / path.relative_to(source).as_posix()
-      copy.parent.mkdir(parents=True, exist_ok=True)
-      copy.write_bytes(path.read_bytes())

@@ -5,7 +5,6 @@ do, and by number elsewhere. The dense optimizer, random streams and the schedul
 rates start anew.
 """
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from flax import nnx
 import embed
 import embed.checkpoint
 
-from . import checkpoints, files, hosts
+from . import checkpoints, files
+from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 from .tables import row_ids
 
-_KEPT = nnx.Any(nnx.Param, nnx.BatchStat)  # of what is no table
+_DENSE = nnx.Any(nnx.Param, nnx.BatchStat)
 
 Arrays = Mapping[str, Any]  # by name; of a table by slot
 
 
 def take(config, model: nnx.Module, serve: Path | None) -> None:
-  """Puts the state of the run `config.init_from`, if there is one, into a model that is new.
+  """Loads the state of the run `config.init_from`, if there is one, into a new model.
 
   It is the state that run has tested, or its last one while it has not ended.
 
@@ -39,30 +39,37 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     serve: the folder of what serving needs besides the model; None if there is none.
 
   Raises:
-    UserError: there is no such run, or a table has another width there, or nothing corresponds.
+    UserError: there is no such run, or its tables and the model's do not correspond.
   """
   if not config.init_from:
     return
-  other = _Other(epath.Path(config.init_from).expanduser().resolve())
-  rows = row_ids.read(serve) if serve is not None else {}
+  source = _Source(epath.Path(config.init_from).expanduser().resolve())
   tree = embed.checkpoint.to_tree(model=model)
-  own = tree["model"]
-  keys = _matches(own["tables"], other)
-  hosts.say(f"starting from step {other.step} of {other.workdir}: {len(keys)} tables")
-  for key, old_key in keys.items():
-    own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows)
-    own["state"] |= _admissions(own["state"], other, key, old_key)
-  for key in own["tables"].keys() - keys.keys():
-    hosts.say(f"  table {_name(key)} is new")
-  if other.reads_the_same(serve):
-    own["state"] |= _dense(model, own["state"], other)
+  tables, state = tree["model"]["tables"], tree["model"]["state"]
+  by_name = {_name(key): key for key in source.tables}
+  matches = {key: key if key in source.tables else by_name.get(_name(key)) for key in tables}
+  mesh_lib.say(f"starting from step {source.step} of {source.workdir}")
+  if not any(matches.values()):
+    raise UserError(
+      f"no table of {source.workdir} has the name of one of this run's: they are "
+      f"{', '.join(sorted(by_name))} there and {', '.join(sorted(map(_name, tables)))} here"
+    )
+  rows = row_ids.read(serve) if serve is not None else {}
+  for key, source_key in matches.items():
+    if source_key is None:
+      mesh_lib.say(f"  table {_name(key)} is new")
+      continue
+    tables[key] = _table(tables[key], source, key, source_key, rows)
+    state |= _counts(state, source, key, source_key)
+  if source.has_same_inputs(serve):
+    state |= _dense(model, state, source)
   else:
-    hosts.say("  the features or their order differ there: no dense parameter is taken")
+    mesh_lib.say("  the features or their order differ there: no dense parameter is loaded")
   embed.checkpoint.from_tree(tree, model=model)
 
 
-class _Other:
-  """The state of another run: the one that it has tested, or its last one.
+class _Source:
+  """The state of the run to start from.
 
   Attributes:
     step: of the state.
@@ -84,11 +91,11 @@ class _Other:
     self.state, self.tables = tree["state"], tree["tables"]
     self.rows = row_ids.read(self._serve) if self._serve.is_dir() else {}
 
-  def reads_the_same(self, serve: Path | None) -> bool:
-    """Returns whether the dense part has the inputs that it has there, in their order.
+  def has_same_inputs(self, serve: Path | None) -> bool:
+    """Returns whether the features and their order are the same.
 
-    Its first layers read a concatenation: with other features of the same widths, the parameters
-    would fit, and mean something else.
+    The first dense layers read a concatenation: with other features of the same widths, the
+    parameters would fit, and mean something else.
     """
     if serve is None or not self._serve.is_dir():
       return True
@@ -96,23 +103,7 @@ class _Other:
 
   def read(self, part: str, like: Arrays) -> dict[str, Any]:
     """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
-    return checkpoints.read(self._path, {"model": {part: like}})["model"][part]
-
-
-def _matches(tables: Arrays, other: _Other) -> dict[str, str]:
-  """Returns the key of the other run's table for each table that has one there."""
-  matches = {}
-  for key in tables:
-    same = [old for old in other.tables if _name(old) == _name(key)]
-    exact = [old for old in same if old.rpartition("/")[0] == key.rpartition("/")[0]]
-    if exact or len(same) == 1:
-      matches[key] = (exact or same)[0]
-  if not matches:
-    raise UserError(
-      f"no table of {other.workdir} has the name of one of this run's: they are "
-      f"{_listed(other.tables)} there and {_listed(tables)} here"
-    )
-  return matches
+    return checkpoints.read(self._path, {"model": {part: like}})["model"][part] if like else {}
 
 
 def _name(key: str) -> str:
@@ -120,96 +111,74 @@ def _name(key: str) -> str:
   return key.rpartition("/")[2]
 
 
-def _listed(keys: Arrays) -> str:
-  return ", ".join(sorted(map(_name, keys)))
-
-
 def _table(
-  own: Arrays,
-  other: _Other,
-  key: str,
-  old_key: str,
-  ids: Mapping[str, row_ids.RowIds],
+  own: Arrays, source: _Source, key: str, source_key: str, ids: Mapping[str, row_ids.RowIds]
 ) -> dict[str, jax.Array]:
-  """Returns a table and its slots with the rows of the other run's, where there are any."""
-  name, old = _name(key), other.tables[old_key]
+  """Returns a table and its slots, with the rows that the source has too."""
+  name, old = _name(key), source.tables[source_key]
   (size, dim), (old_size, old_dim) = own["parameters"].shape, old["parameters"].shape
   if dim != old_dim:
     raise UserError(
-      f"table {name} has {dim} columns, and {_name(old_key)} in {other.workdir} has {old_dim}: "
-      "keep the dim, or train without config.init_from"
+      f"table {name} has {dim} columns, and {old_dim} in {source.workdir}: keep the dim, or train "
+      "without config.init_from"
     )
-  rows, old_rows = ids.get(name), other.rows.get(_name(old_key))
-  if (rows is None) != (old_rows is None):
-    raise UserError(
-      f"table {name} has raw ids in {'this run' if rows else other.workdir} only: rows correspond "
-      "by raw id, or by number if neither run has kept raw ids"
-    )
+  rows, old_rows = ids.get(name), source.rows.get(_name(source_key))
   if rows is not None and old_rows is not None:
     index = row_ids.correspondence(old_rows, old_size, rows, size)
-  elif size == old_size:
+  elif rows is old_rows and size == old_size:  # neither run has raw ids
     index = np.arange(size, dtype=np.int32)
   else:
     raise UserError(
-      f"table {name} has {size:,} rows, and {old_size:,} in {other.workdir}, and their raw ids "
-      "are not known: declare the data as config.columns, which keeps them"
+      f"the {size:,} rows of table {name} cannot be matched with the {old_size:,} in "
+      f"{source.workdir}, since raw ids are not known: declare config.columns for both runs"
     )
   slots = [slot for slot in own if slot in old and own[slot].shape[1:] == old[slot].shape[1:]]
-  taken, missing = int((index >= 0).sum()), [slot for slot in own if slot not in slots]
-  if taken < size:
-    hosts.say(f"  table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
-  if old_size > taken:
-    hosts.say(f"  table {name}: {old_size - taken:,} rows of the other run have no counterpart")
-  if missing:
-    hosts.say(f"  table {name}: slots {', '.join(missing)} are new")
+  missing, new_rows = sorted(own.keys() - slots), int((index < 0).sum())
+  notes = [f"{size - new_rows:,} of {size:,} rows, {new_rows:,} new"] * bool(new_rows)
+  notes += [f"slots {', '.join(missing)} are new"] * bool(missing)
+  if notes:
+    mesh_lib.say(f"  table {name}: {'; '.join(notes)}")
   if size == old_size and (index == np.arange(size)).all():
     like = {slot: _struct(own[slot]) for slot in slots}
-    return {**own, **other.read("tables", {old_key: like})[old_key]}
+    return {**own, **source.read("tables", {source_key: like})[source_key]}
   # Every process reads all rows, since any row may move to any device.
   whole = {slot: jax.ShapeDtypeStruct(old[slot].shape, own[slot].dtype) for slot in slots}
-  read = other.read("tables", {old_key: whole})[old_key]
+  read = source.read("tables", {source_key: whole})[source_key]
   merge = lambda x, rows: jax.jit(_merged, out_shardings=x.sharding)(x, np.asarray(rows), index)
   return {**own, **{slot: merge(own[slot], read[slot]) for slot in slots}}
 
 
-def _admissions(own: Arrays, other: _Other, key: str, old_key: str) -> dict[str, Any]:
+def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns `old[index]`, and the own rows where the index is -1."""
+  is_old = (index >= 0).reshape(-1, *[1] * (own.ndim - 1))
+  return jnp.where(is_old, old[index], own)
+
+
+def _counts(own: Arrays, source: _Source, key: str, source_key: str) -> dict[str, Any]:
   """Returns the counts of a dynamic vocabulary, which the use of its rows refers to."""
 
-  def start(key: str) -> str:
-    prefix, _, name = key.rpartition("/")
-    return f"{prefix}/vocabularies/{name}/admissions/value/".removeprefix("/")
+  def prefix(key: str) -> str:
+    module, _, name = key.rpartition("/")
+    return f"{module}/vocabularies/{name}/admissions/value/".removeprefix("/")
 
-  names = {start(old_key) + part: start(key) + part for part in ("step", "batch", "totals")}
+  names = {prefix(source_key) + part: prefix(key) + part for part in ("step", "batch", "totals")}
   like = {
-    theirs: _struct(own[mine])
-    for theirs, mine in names.items()
-    if mine in own and theirs in other.state
+    old: _struct(own[new]) for old, new in names.items() if new in own and old in source.state
   }
-  read = other.read("state", like) if like else {}
-  return {names[theirs]: x for theirs, x in read.items()}
+  return {names[old]: x for old, x in source.read("state", like).items()}
+
+
+def _dense(model: nnx.Module, own: Arrays, source: _Source) -> dict[str, Any]:
+  """Returns the dense parameters that the source has, of the same shape."""
+  leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, _DENSE))
+  names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+  shapes = {name: own[name].shape for name in names if name in own}
+  shared = [
+    name for name in shapes.keys() & source.state if tuple(source.state[name].shape) == shapes[name]
+  ]
+  mesh_lib.say(f"  {len(shared)} of {len(shapes)} dense parameters")
+  return source.read("state", {name: _struct(own[name]) for name in shared})
 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns `old[index]`, and the own rows where the index is -1."""
-  is_taken = (index >= 0).reshape(-1, *[1] * (own.ndim - 1))
-  return jnp.where(is_taken, old[index], own)
-
-
-def _dense(model: nnx.Module, own: Arrays, other: _Other) -> dict[str, Any]:
-  """Returns the dense parameters that the other run has, of the same shape."""
-  name_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-  leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, _KEPT))
-  like = {}
-  for name in (name for path, _ in leaves if (name := name_of(path)) in own):
-    x, shape = own[name], tuple(other.state[name].shape) if name in other.state else None
-    if shape == x.shape:
-      like[name] = _struct(x)
-    else:
-      there = "has none" if shape is None else f"has one of shape {shape}"
-      hosts.say(f"  {name}, of shape {x.shape}, is new: the other run {there}")
-  hosts.say(f"  {len(like)} dense parameters")
-  return other.read("state", like) if like else {}

@@ -36,10 +36,10 @@ def test_every_folder_with_python_files_is_installed():
 
 
 def test_a_package_that_is_not_installed_is_one_line(monkeypatch):
-  monkeypatch.setitem(sys.modules, "uniplot", None)  # an import of it is a ModuleNotFoundError
+  monkeypatch.setitem(sys.modules, "pooch", None)  # an import of it is a ModuleNotFoundError
   with pytest.raises(SystemExit) as stop, errors.importing():
-    importlib.import_module("uniplot")
-  assert stop.value.code == "error: uniplot is not installed: pip install -e '.[recipes]'"
+    importlib.import_module("pooch")
+  assert stop.value.code == "error: pooch is not installed: pip install -e '.[recipes]'"
   for name in ("recipes.nosuch", "embed.nosuch"):  # a bug, which keeps its traceback
     with pytest.raises(ModuleNotFoundError), errors.importing():
       importlib.import_module(name)

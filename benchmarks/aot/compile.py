@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 
 _ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",  # tracing needs a backend, and must not look for chips
@@ -60,7 +60,7 @@ def without_devices() -> None:
 
 
 def topology_mesh(topology: str) -> Mesh:
-  """Returns the mesh that `hosts.start` would make on the devices of a topology.
+  """Returns the mesh that `mesh_lib.start` would make on the devices of a topology.
 
   It is "v5p:4x4x4" or another one of TPUs, "h100:8" for 8 GPUs, or "h100:4x8" for 4 nodes of them.
   """
@@ -73,7 +73,7 @@ def topology_mesh(topology: str) -> Mesh:
   else:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   devices = described.devices
-  return jax.make_mesh((len(devices),), (hosts.AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+  return jax.make_mesh((len(devices),), (mesh_lib.AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def _is_gpu(topology: str) -> bool:
@@ -143,5 +143,5 @@ def training(recipe: str, config: Any, mesh: Mesh) -> tuple[Any, nnx.Module, nnx
   data = data_lib.describe(config) if recipe == "dlrm" else data_lib.load(config)
   config = config if recipe == "dlrm" and config.steps else train.decide(config, data, mesh)
   model, optimizer = shapes(lambda: train.make_state(config, data, mesh), mesh)
-  batch = hosts.over_examples(mesh, data_lib.batch_shapes(data, config))
+  batch = mesh_lib.over_examples(mesh, data_lib.batch_shapes(data, config))
   return train.make_train_step(config, data, mesh), model, optimizer, batch

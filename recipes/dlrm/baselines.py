@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import scipy.sparse
 from scipy.special import entr
-from sklearn.metrics import roc_auc_score
 
 from ..evaluation import baselines
 from ..tables.spec import Label
@@ -49,9 +49,9 @@ def constant_rate(data: ClickData) -> dict[str, float]:
   }
   train, scores = sums.pop("train"), dict[str, float]()
   for split, held_out in sums.items():
-    each = zip(data.labels.items(), train, held_out, strict=True)
-    found = {name: _of_constant(label, *of_rows) for (name, label), *of_rows in each}
-    scores |= _named(data, split, found)
+    by_label = zip(data.labels.items(), train, held_out, strict=True)
+    metrics = {name: _of_constant(label, *moments) for (name, label), *moments in by_label}
+    scores |= _named(data, split, metrics)
   return scores
 
 
@@ -97,48 +97,14 @@ def _named(
   data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
   """Returns the metrics of a split by their names, given those of each label."""
-  found = tasks_lib.named(data.labels, scores)
-  return {f"{split}_{name}": value for name, value in found.items()}
+  metrics = tasks_lib.named(data.labels, scores)
+  return {f"{split}_{name}": value for name, value in metrics.items()}
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
     return np.asarray(data.columns["weight"][rows]).ravel()
   return np.ones(rows.stop - rows.start, np.float32)
-
-
-def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float]:
-  """Returns the column that ranks held-out rows best by itself, and the AUC of its ranking.
-
-  A number ranks by its size, in either direction; ids by the rates of clicks of their training
-  rows.
-
-  Args:
-    data: the data set; of each split the last rows are used.
-    max_rows: how many.
-  """
-  held_out = next(name for name in ("test", "valid") if len(range(*data.splits[name])))
-  train, test = (
-    slice(max(start, stop - max_rows), stop)
-    for start, stop in (data.splits["train"], data.splits[held_out])
-  )
-  label, weights = np.asarray(data.columns["label"][train]), _weights(data, train)
-  clicks, mean = weights * label, np.average(label, weights=weights)
-  names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
-  dense = np.asarray(data.columns["dense"][test])
-  scores = {names[i]: dense[:, i] for i in data.numbers}
-  known, asked = (_ids(data, rows) for rows in (train, test))
-  for feature in data.features:
-    ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
-    sums = lambda x, ids=ids, size=size: sum(np.bincount(each, x, size) for each in ids.T)
-    rates = (sums(clicks) + mean) / (sums(weights) + 1)  # of no value at 0
-    at = asked[feature.name] + 1
-    scores[feature.name] = rates[at] if at.ndim == 1 else rates[at].mean(axis=1)
-  label, weights = np.asarray(data.columns["label"][test]), _weights(data, test)
-  aucs = {name: roc_auc_score(label, x, sample_weight=weights) for name, x in scores.items()}
-  aucs = {name: float(max(auc, 1 - auc)) for name, auc in aucs.items()}
-  best = max(aucs, key=lambda name: aucs[name])
-  return best, aucs[best]
 
 
 def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:
@@ -157,25 +123,19 @@ def logistic_regression(
 ) -> dict[str, float]:
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
-  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
-  in memory; the `rows` in the result say how many there were. Vectors that the model projects are
-  left out: they would be most of it.
+  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is in
+  memory; `rows` in the result is their number in training. Vectors that the model projects are left
+  out: they would be most of it.
   """
-  blocks = [
-    size
-    for feature in data.features
-    for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
-  ]
   clicks = {n: p for p, (n, x) in enumerate(data.labels.items()) if x.loss == "binary"}
   matrices, weights = {}, {}
   labels: dict[str, dict[str, np.ndarray]] = {name: {} for name in clicks}
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
     rows = slice(first, stop)
-    dense = np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
-    ids = _ids(data, rows).values()
-    wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
-    matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)
+    ids, dense = _ids(data, rows), np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
+    blocks = [baselines.one_hot(ids[x.name], x.vocabulary_size) for x in data.features]
+    matrices[split] = scipy.sparse.hstack([*blocks, scipy.sparse.csr_matrix(dense)], format="csr")
     weights[split] = _weights(data, rows)
     for name, place in clicks.items():
       labels[name][split] = _label(data, place, rows)
@@ -190,8 +150,8 @@ def logistic_regression(
     return next(iter(fits.values()))
   scores: dict[str, float] = {}
   for split in ("valid", "test"):
-    of = lambda fit, split=split: {
+    of_split = lambda fit, split=split: {
       name.removeprefix(f"{split}_"): x for name, x in fit.items() if name.startswith(f"{split}_")
     }
-    scores |= _named(data, split, {name: of(fit) for name, fit in fits.items()})
+    scores |= _named(data, split, {name: of_split(fit) for name, fit in fits.items()})
   return scores

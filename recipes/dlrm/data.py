@@ -18,7 +18,8 @@ import numpy as np
 
 import embed
 
-from .. import cache, hosts, pipeline
+from .. import cache, pipeline
+from .. import mesh as mesh_lib
 from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
@@ -168,8 +169,7 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `config.steps` from `start` on: `label`, `dense` `[B, K]`, `features`.
 
-  Rows are shuffled, or with `config.shuffle=False` in order. B is this process's part of
-  `config.batch_size`.
+  Rows are shuffled. B is this process's part of `config.batch_size`.
   """
   source = pipeline.ShuffledBatches(
     data.columns,
@@ -177,9 +177,8 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=hosts.shard(),
+    shard=mesh_lib.shard(),
     apart=isinstance(data.columns, spark.Shards),
-    shuffle=config.shuffle,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
@@ -197,7 +196,7 @@ def eval_batches(
     data.splits[split],
     batch_size=batch_size,
     fill=_FILL,
-    shard=hosts.shard(),
+    shard=mesh_lib.shard(),
     apart=isinstance(data.columns, spark.Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)

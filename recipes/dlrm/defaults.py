@@ -46,7 +46,6 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },
-  "shuffle": True,  # whether rows train in a new order every epoch; False keeps theirs, as of time
   "dense_optimizer": "adamw",  # or "adagrad"
   "adam_betas": (0.9, 0.999),  # of adamw
   "learning_rate": 1e-3,  # of dense parameters

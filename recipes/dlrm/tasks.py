@@ -17,13 +17,8 @@ from flax import nnx
 from scipy.special import logit
 
 from ..errors import UserError
-from ..evaluation.metrics import (
-  CLICK_NAMES,
-  Groups,
-  click_metrics,
-  group_metrics,
-  reliability,
-)
+from ..evaluation.groups import Groups, group_metrics
+from ..evaluation.metrics import CLICK_NAMES, click_metrics, reliability
 from ..tables.spec import Label, is_one_click
 from ..training import layers, losses
 
@@ -232,8 +227,6 @@ def metrics(
   weights: np.ndarray,
   groups: Groups = _NO_GROUPS,
   ids: Mapping[str, np.ndarray] = {},
-  *,
-  strict: bool = True,
 ) -> dict[str, Any]:
   """Returns the metrics of all rows of a split by name, and `reliability`, an array.
 
@@ -248,7 +241,6 @@ def metrics(
     targets: `[N]` or `[N, T]`, NaN where a label does not count.
     weights: float `[N]`, how often a row counts.
     groups, ids: see `group_metrics`.
-    strict: as of `click_metrics`.
   """
   scores: dict[str, dict[str, Any]] = {}
   for name, label, *rows in cut(labels, outputs, targets):
@@ -257,7 +249,7 @@ def metrics(
     own, target, amount = own[counts], target[counts], weights[counts]
     if label.loss == "binary":
       examples = own[:, 0], target, amount
-      scores[name] = click_metrics(*examples, strict=strict)
+      scores[name] = click_metrics(*examples)
       if len(target):
         scores[name]["reliability"] = reliability(*examples)
         scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})

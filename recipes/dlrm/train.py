@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import groups
@@ -25,26 +26,25 @@ from . import data as data_lib
 from . import histories, tasks
 from .model import build_model
 
-_PENDING = 8  # batches of an evaluation by which the host runs ahead of the devices
+_PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
 
 
-def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
-    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("dlrm", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -56,25 +56,26 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   run_lib.begin(config, folder, data, model)
-  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory, writers) as writer:
+    with log.Log(folder, config, start, memory) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
         evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
-        stops = stop.has_come(step)
-        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+        is_last = stops(step)
+        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
           checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if stops:
+        if is_last:
           raise run_lib.Preempted(step)
-      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      chosen = manager.best_step() if config.select else manager.latest_step()
+      tested, _ = checkpoints.restore(manager, chosen, model=model)
       metrics = evaluate(model, "test") if config.test else {}
       return run_lib.finish("dlrm", config, folder, data, writer, tested, metrics)
 
@@ -125,8 +126,8 @@ def logits(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  They are those of `tasks.metrics`: of users where a table declares one, and of `config.slices`. A
-  row counts by its `weight`, if there is one. A split without rows has no metrics.
+  See `tasks.metrics`; of users where a table declares one, and of `config.slices`. A row counts by
+  its `weight`, if there is one. A split without rows has no metrics.
   """
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
 
@@ -138,13 +139,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     ahead, rows = collections.deque[Any](), list[Any]()
-    for batch in hosts.put_ahead(mesh, batches):
+    for batch in mesh_lib.prefetch_to_device(mesh, batches):
       ids = {name: batch["features"][name] for name in grouping.features}
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
       ahead.append((predict(view, batch), batch["label"], amount, ids))
       if len(ahead) > _PENDING:
-        rows.append(hosts.gather(ahead.popleft()))
-    rows += map(hosts.gather, ahead)
+        rows.append(mesh_lib.gather(ahead.popleft()))
+    rows += map(mesh_lib.gather, ahead)
     outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return tasks.metrics(data.labels, outputs, targets, weights, grouping, ids)
 
@@ -177,7 +178,7 @@ def make_state(
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
     optimizer = embed.Optimizer(model, dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer
 
 

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import cache, hosts, packing, pipeline
+from .. import cache, packing, pipeline
+from .. import mesh as mesh_lib
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -227,7 +228,7 @@ def train_counts(data: SequenceData) -> np.ndarray:
 
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
-  source = TrainBatches(data, config, shard=hosts.shard())
+  source = TrainBatches(data, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
 
 
@@ -369,17 +370,17 @@ def _hidden(sizes: np.ndarray) -> np.ndarray:
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
   """Returns the evaluated users once; see `EvalBatches`."""
-  source = EvalBatches(data, split, config, shard=hosts.shard())
+  source = EvalBatches(data, split, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 
 class EvalBatches:
   """Batch number -> users with their histories, of similar length within a batch.
 
-  A batch holds, for B users, the `packing.questions` of their last items, of width W, `seen` int32
-  `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item (-1 where
-  the row fills up the last batch), and `user` `[B]`; with `config.time_buckets` `times` `[B, W]`,
-  of the items.
+  A batch holds, for B users, the `packing.inference_batch` of their last items, of width W, `seen`
+  int32 `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item (-1
+  where the row fills up the last batch), and `user` `[B]`; with `config.time_buckets` `times`
+  `[B, W]`, of the items.
   W and E are of few sizes, so that few shapes are compiled.
 
   Args:
@@ -416,7 +417,7 @@ class EvalBatches:
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
     items = self._items[packing.ranges(stop - kept, kept)]
     how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
-    batch = packing.questions(items, kept, width, **how) | {
+    batch = packing.inference_batch(items, kept, width, **how) | {
       "seen": seen,
       "target": self._items[stop][:, None].astype(np.int32),
       "user": users.astype(np.int32),

@@ -56,11 +56,11 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   items[:] = np.concatenate(sequences)
   offsets = cache.column(folder, "offsets", (len(lengths) + 1,), np.int64)
   offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
-  best = RankingMetrics.empty(settings["ks"], num_items=settings["items"])
+  best = RankingMetrics(settings["ks"], num_items=settings["items"])
   for start in range(0, len(sequences), _CHUNK):
     chunk = sequences[start : start + _CHUNK]
     ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in chunk])
-    best = best.update(ranked, np.array([sequence[-1:] for sequence in chunk]))
+    best.update(ranked, np.array([sequence[-1:] for sequence in chunk]))
   return {
     "num_items": settings["items"],
     "sha256": {"generated": hashlib.sha256(items.tobytes() + offsets.tobytes()).hexdigest()},

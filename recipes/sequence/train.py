@@ -1,6 +1,6 @@
 """Trains a sequence model: `run` reads from top to bottom; what it calls is below it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
@@ -22,27 +23,32 @@ from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
 
-MODELS = tuple(model_lib.BLOCKS)
-LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
+_CHOICES = {
+  "model": tuple(model_lib.BLOCKS),
+  "loss": ("softmax", "sampled_softmax", "bce", "gbce"),
+  "positions": ("end", "start"),
+  "residual": ("input", "norm"),
+  "init": tuple(layers.INITIALIZERS),
+}
+_OF_MODELS = {"time_buckets": ("hstu",), "temperature": ("sasrec", "hstu")}
 
 
-def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
-    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("sequence", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -54,25 +60,26 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   run_lib.begin(config, folder, data, model)
-  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory, writers) as writer:
+    with log.Log(folder, config, start, memory) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
         evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
-        stops = stop.has_come(step)
-        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+        is_last = stops(step)
+        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
           checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if stops:
+        if is_last:
           raise run_lib.Preempted(step)
-      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      chosen = manager.best_step() if config.select else manager.latest_step()
+      tested, _ = checkpoints.restore(manager, chosen, model=model)
       metrics = evaluate(model, "test") if config.test else {}
       return run_lib.finish("sequence", config, folder, data, writer, tested, metrics)
 
@@ -109,10 +116,10 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model, batch) -> jax.Array:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
-      each = losses.cross_entropy(model.scores(hidden), targets)
+      costs = losses.cross_entropy(model.scores(hidden), targets)
     else:
-      each = _sampled(model, hidden, targets, batch)
-    return losses.mean(each, targets >= 0)
+      costs = _sampled(model, hidden, targets, batch)
+    return losses.mean(costs, targets >= 0)
 
   def _sampled(model, hidden, targets, batch) -> jax.Array:
     positive = model.scores(hidden, targets[..., None])[..., 0]
@@ -141,8 +148,10 @@ def make_recommend(
     if mesh is None:
       items = model.candidates(model.embed.tables[model_lib.ITEM])
       return retrieval.top_k(query, items, k, seen)[1]
-    rows = lambda ids: model.candidates(model.embed({model_lib.ITEM: ids})[model_lib.ITEM])
-    return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]
+    # Each device looks up its own part of the catalogue, and scores it.
+    every = jnp.minimum(jnp.arange(-(-num_items // mesh.size) * mesh.size), num_items - 1)
+    rows = model.embed({model_lib.ITEM: every.astype(jnp.int32)})[model_lib.ITEM]
+    return retrieval.top_k(query, model.candidates(rows), k, seen, mesh, size=num_items)[1]
 
   return recommend
 
@@ -154,13 +163,13 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   has had before.
   """
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
-  empty = RankingMetrics.empty(config.ks, popularity=data_lib.train_counts(data))
+  counts = data_lib.train_counts(data)
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics = empty
+    metrics = RankingMetrics(config.ks, popularity=counts)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
-      metrics = metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
+    for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
+      metrics.update(*mesh_lib.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 
   return evaluate
@@ -172,24 +181,17 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  if config.model not in MODELS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
-  if config.loss not in LOSSES:
-    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
+  for name, known in _CHOICES.items():
     if config[name] not in known:
-      raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
+      raise UserError(f"unknown {name} {config[name]!r}: choose one of {tuple(known)}")
+  for name, models in _OF_MODELS.items():
+    if config[name] and config.model not in models:
+      raise UserError(f"config.{name} is for the models {', '.join(models)}: leave it out")
   config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
-  if config.dim % config.heads:
-    raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
-  if config.time_buckets < 0 or (config.time_buckets and config.model != "hstu"):
-    raise UserError("time_buckets is for the model hstu, and 0 or more: leave it out")
-  if config.temperature < 0 or (config.temperature and config.model not in ("sasrec", "hstu")):
-    raise UserError("temperature is for the models sasrec and hstu, and 0 or more: leave it out")
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})
   if config.loss != "softmax" and config.negatives.shared:
-    hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+    mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
 def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None):
@@ -207,5 +209,5 @@ def make_state(
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

@@ -486,13 +486,13 @@ def _two_tower_inputs(
 def _sequence_inputs(
   queries: _Queries, about: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Returns the `packing.questions` of the last items, and which rows have any, `[B]`."""
+  """Returns the `packing.inference_batch` of the last items, and which rows have any, `[B]`."""
   width, ask = about["max_length"], about["ask"]
   kept = np.array([min(len(items), width - ask) for items in queries.histories])
   latest = zip(queries.histories, kept.tolist(), strict=True)
   items = np.concatenate([history[len(history) - count :] for history, count in latest])
   how = {"places": width, "aligned": about["positions"], "ask": ask}
-  return packing.questions(items, kept, width, **how), kept > 0
+  return packing.inference_batch(items, kept, width, **how), kept > 0
 
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:

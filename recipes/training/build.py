@@ -10,7 +10,7 @@ from flax import nnx
 
 import embed
 
-from .. import hosts
+from .. import mesh as mesh_lib
 from ..errors import UserError
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -133,7 +133,7 @@ def tables(
   if limit and inputs is not None:
     plan = embed.plan(features, mesh, inputs(), optimizer, hbm_bytes=limit)
   else:
-    plan = embed.Plan.uniform(features, optimizer, mesh, hosts.AXIS, "mod")
+    plan = embed.Plan.uniform(features, optimizer, mesh, mesh_lib.AXIS, "mod")
   by_table = {} if isinstance(strategies, str) else dict(strategies)
   if unknown := sorted(by_table.keys() - set(plan)):
     raise UserError(
@@ -143,7 +143,7 @@ def tables(
   for name, strategy in by_table.items():
     plan[name].strategy = strategy
   if is_planned:
-    hosts.say(str(plan))
+    mesh_lib.say(str(plan))
     if not plan.fits:
       raise UserError(
         f"the tables need {plan.bytes_per_device:,} bytes on each device, more than "

@@ -17,14 +17,14 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     users, relevant[split] = examples(data, split, config.examples)
     histories[split] = data.matrix(*earlier)[users]
 
-  alike = lambda scores, start, stop: np.tile(scores, (stop - start, 1))
+  repeated = lambda scores, start, stop: np.tile(scores, (stop - start, 1))
 
   def recent() -> dict[str, float]:
-    """The column of popularity that the model's scores have, alone."""
+    """Ranks by the column of popularity that the model's scores have, alone."""
     metrics: dict[str, float] = {}
     for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
       values = baselines.ranking(
-        functools.partial(alike, data.popularity(config.popularity.half_life, *earlier)),
+        functools.partial(repeated, data.popularity(config.popularity.half_life, *earlier)),
         relevant[split],
         histories[split] if config.exclude_seen else None,
         config.ks,

@@ -16,7 +16,8 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, pipeline
+from .. import mesh as mesh_lib
+from .. import pipeline
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -171,7 +172,7 @@ def load(config) -> RetrievalData:
 
 def train_batches(data: RetrievalData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
-  source = TrainBatches(data, config, shard=hosts.shard())
+  source = TrainBatches(data, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
 
 
@@ -265,7 +266,7 @@ class TrainBatches:
 
 def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
   """Returns the examples of a split once, in order, as batches of `EvalBatches`."""
-  source = EvalBatches(data, split, config, shard=hosts.shard())
+  source = EvalBatches(data, split, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 

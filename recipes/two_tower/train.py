@@ -1,7 +1,7 @@
 """Trains a two-tower model: `run` reads from top to bottom; what it calls is below it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from ml_collections import ConfigDict
 
 import embed
 
-from .. import checkpoints, hosts, log, warm_start
+from .. import checkpoints, log, warm_start
 from .. import config as config_lib
+from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
@@ -29,23 +30,22 @@ from .model import TwoTower, build_model, with_all_features
 LOSSES = ("softmax", "cosine_contrastive")
 
 
-def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
+def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`. The same
+  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
   call resumes a run that was stopped, on any number of devices.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
-    writers: get the metrics as well, and are closed at the end; see `log.Writer`.
 
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
       another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
-  mesh, folder = hosts.start(), epath.Path(workdir).resolve()
+  mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
   config = run_lib.resumed(config_lib.complete("two_tower", config), folder)
   if (result := run_lib.finished(config, folder)) is not None:
     return result
@@ -57,25 +57,26 @@ def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, A
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   run_lib.begin(config, folder, data, model)
-  with run_lib.StopSignal() as stop, checkpoints.opened(folder, config.select) as manager:
+  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
     start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
     if start == 0:
       warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory, writers) as writer:
+    with log.Log(folder, config, start, memory) as writer:
       batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(hosts.put_ahead(mesh, batches), start + 1):
+      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
         if writer.has_stalled(config.select, config.patience):
           break
         writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
         evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
         metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
         writer.eval(step, metrics)
-        stops = stop.has_come(step)
-        if evaluates or stops or run_lib.is_due(step, config.checkpoint_every):
+        is_last = stops(step)
+        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
           checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if stops:
+        if is_last:
           raise run_lib.Preempted(step)
-      tested, _ = checkpoints.restore(manager, run_lib.tested(manager, config.select), model=model)
+      chosen = manager.best_step() if config.select else manager.latest_step()
+      tested, _ = checkpoints.restore(manager, chosen, model=model)
       metrics = evaluate(model, "test") if config.test else {}
       return run_lib.finish("two_tower", config, folder, data, writer, tested, metrics)
 
@@ -144,8 +145,8 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
     ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
     log_expected, weight = None, config.popularity.weight
     if config.logq or weight:
-      own = model.frequency.expected(jnp.maximum(ids, 0))
-      log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
+      in_batch = model.frequency.expected(jnp.maximum(ids, 0))
+      log_expected = config.logq * jnp.log(in_batch + rate) - weight * jnp.log(in_batch)
     logits = scores(queries, candidates) / config.temperature
     return losses.sampled_softmax(logits, ids, log_expected=log_expected).mean()
 
@@ -156,13 +157,13 @@ def admit(config, model: TwoTower, batch):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
-  asked = inputs(config, batch)
-  rows = model.embed.admit(model.of_tables(asked))
-  rows = {side: asked[side] | each for side, each in rows.items()}
+  features = inputs(config, batch)
+  rows = model.embed.admit(model.of_tables(features))
+  rows = {side: features[side] | admitted for side, admitted in rows.items()}
   size = batch["positive"].shape[0]
-  of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
-  batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
-  drawn = {"negative_candidate": of(slice(size, None))} if config.negatives.number else {}
+  cut = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
+  batch = batch | {"query": rows["query"], "positive_candidate": cut(slice(size))}
+  drawn = {"negative_candidate": cut(slice(size, None))} if config.negatives.number else {}
   return batch | drawn
 
 
@@ -178,7 +179,7 @@ def make_encode(mesh: Mesh | None):
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def encode(model, batch):
     vectors = model.candidates(batch["candidate"], batch["popularity"])
-    return _placed(vectors, mesh, PartitionSpec(hosts.AXIS))
+    return _placed(vectors, mesh, PartitionSpec(mesh_lib.AXIS))
 
   return encode
 
@@ -201,32 +202,31 @@ def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
 def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
 
-  A split in which nothing is held out has no metrics.
-  With `config.ann` the test split has `ann_recall@k` as well: how many of the exact best an
-  approximate index finds.
+  A split without rows has no metrics. With `config.ann` the test has `ann_recall@k` as well: the
+  share of the exact best that an approximate index finds.
   """
 
   encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
-  empty = RankingMetrics.empty(config.ks, popularity=data.train_counts())
+  counts = data.train_counts()
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics = empty
+    metrics = RankingMetrics(config.ks, popularity=counts)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     earlier = ("train",) if split == "valid" else ("train", "valid")
     popularity = data.popularity(config.popularity.half_life, *earlier)
-    items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
+    items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     approximate, shares = None, []
     if config.ann and split == "test":
-      approximate = retrieval.Approximate(hosts.gather(candidates)[: data.num_items])
-    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
+      approximate = retrieval.Approximate(mesh_lib.gather(candidates)[: data.num_items])
+    for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
       queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
-      queries, top_ids, relevant, seen, mask = hosts.gather(
+      queries, top_ids, relevant, seen, mask = mesh_lib.gather(
         (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
       )
-      metrics = metrics.update(top_ids, relevant, mask)
+      metrics.update(top_ids, relevant, mask)
       if approximate is not None:
         approximate_ids = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
         shares.append(retrieval.recall(approximate_ids, top_ids[mask]))
@@ -246,12 +246,12 @@ def catalogue(
   Every process yields its own part. The order is by `retrieval.catalogue_batches`; without a mesh
   it is by item.
   """
-  index, count = hosts.shard()
+  index, count = mesh_lib.shard()
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
-    own = np.split(items, count)[index]
-    features = data_lib.candidate_inputs(data, own)
+    part = np.split(items, count)[index]
+    features = data_lib.candidate_inputs(data, part)
     candidate = {name: features[name] for name in config.candidate}
-    yield {"candidate": candidate, "popularity": popularity[own]}
+    yield {"candidate": candidate, "popularity": popularity[part]}
 
 
 # --- what is trained ------------------------------------------------------------------------------
@@ -262,23 +262,16 @@ def check(config, mesh: Mesh | None) -> None:
   config_lib.check(config, mesh)
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  if not config.temperature > 0:
-    raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
-  if not -1 <= config.cosine.margin < 1 or not config.cosine.weight > 0:
-    raise UserError(
-      f"config.cosine is {dict(config.cosine)}: choose a margin of -1 to 1, and a weight above 0"
-    )
   if config.loss == "cosine_contrastive" and not config.negatives.number:
     raise UserError(
-      "cosine_contrastive compares cosines with the ones of drawn items: set negatives.number, as "
-      "to 1000"
+      "cosine_contrastive has drawn negatives alone: set negatives.number, as to 1000"
     )
   if config.loss == "cosine_contrastive" and config.popularity.weight:
     raise UserError(
       "cosine_contrastive learns popularity in its vectors: set popularity.weight to 0"
     )
-  hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+  mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
@@ -310,5 +303,5 @@ def make_state(
     )
     model = build_model(config, data, mesh, of_batch)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

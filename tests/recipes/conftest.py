@@ -12,7 +12,8 @@ import filelock
 import pytest
 from served_models import CLICKS, LOG, write_clicks, write_log
 
-from recipes import export, files, hosts, serving
+from recipes import export, files, serving
+from recipes import mesh as mesh_lib
 from recipes import run as run_lib
 
 _TABLES = {"optimizer": "adam", "init_scale": 0.3}  # slots are not zero, and scores differ
@@ -137,7 +138,7 @@ def _train(trained):
   else:
     write_log(trained.file, users=50, items=12)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(hosts, "start", lambda: None)
+    patch.setattr(mesh_lib, "start", lambda: None)
     trained.train(trained.workdir)
     export.export(trained.workdir, trained.served, platforms=("cpu",))
   (trained.folder / "done").touch()

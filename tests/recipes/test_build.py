@@ -8,7 +8,7 @@ from cases import refused
 from flax import nnx
 
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.config import RUN
 from recipes.training import build
 
@@ -25,7 +25,7 @@ def inputs():
 
 def make(sharding="mod", inputs=inputs, devices=8, **settings):
   config = ml_collections.ConfigDict(RUN | {"table": {"sharding": sharding}} | settings)
-  mesh = hosts.start() if devices == 8 else None
+  mesh = mesh_lib.start() if devices == 8 else None
   optimizer = embed.sgd(0.1)
   return build.tables(config, FEATURES, optimizer, rngs=nnx.Rngs(0), mesh=mesh, inputs=inputs)
 

@@ -11,7 +11,8 @@ from flax import nnx
 
 import embed
 import embed.checkpoint
-from recipes import checkpoints, errors, hosts
+from recipes import checkpoints, errors
+from recipes import mesh as mesh_lib
 
 ROWS = 30
 
@@ -32,7 +33,7 @@ def make_state(seed, rows, mesh):
 
 def make(seed, rows=ROWS, mesh=None):
   state = make_state(seed, rows, mesh)
-  hosts.replicate(mesh, *state.values())
+  mesh_lib.replicate(mesh, *state.values())
   return state
 
 
@@ -85,7 +86,7 @@ def test_the_last_two_and_the_best_are_kept(run):
 @pytest.mark.ci
 def test_a_checkpoint_is_restored_to_the_bit_on_eight_devices(run):
   workdir, trees = run
-  assert_same(restored(workdir, mesh=hosts.start())[0], trees[7])
+  assert_same(restored(workdir, mesh=mesh_lib.start())[0], trees[7])
 
 
 def test_a_model_alone_is_restored_too(run):

@@ -13,7 +13,8 @@ from cases import each
 from served_models import run_of
 
 from recipes import config as config_lib
-from recipes import describe, export, hosts, predict
+from recipes import describe, export, predict
+from recipes import mesh as mesh_lib
 from recipes.dlrm import train
 from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
@@ -360,7 +361,7 @@ ODD = ["a.b", "x/y", 'say "x"', "line\nbreak", "--x", "score", "__class__", ""]
 
 @pytest.mark.ci
 def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   values = [[f"{value}"[-1] for value in RNG.integers(5, size=ROWS)] for _ in ODD]
   columns = [RNG.integers(2, size=ROWS).astype(str), *values]
   path, out = tmp_path / "a.csv", tmp_path / "my.py"

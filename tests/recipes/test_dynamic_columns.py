@@ -10,7 +10,8 @@ from sklearn.metrics import log_loss
 import embed
 import embed.checkpoint
 from recipes import config as config_lib
-from recipes import export, hosts, serving
+from recipes import export, serving
+from recipes import mesh as mesh_lib
 from recipes.dlrm import data, train
 from recipes.errors import UserError
 
@@ -70,7 +71,7 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("dynamic")
   file = write(folder / "first.csv")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(hosts, "start", lambda: None)
+    patch.setattr(mesh_lib, "start", lambda: None)
     result = train.run(config_of(file, folder), str(folder / "run"))
   with open(file, newline="") as stream:
     return folder, list(csv.DictReader(stream)), result

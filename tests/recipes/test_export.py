@@ -175,12 +175,12 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   (tmp_path / "occupied" / "thesis.txt").write_text("mine")
   run, out = clicks.workdir, tmp_path / "served"
   cases = [
-    ((tmp_path, out), "is no run"),
+    ((tmp_path, out), "give the --workdir of a run that has ended"),
     ((run, out, {"ann": True}), "--ann is for the items"),
     ((run, out, {"platforms": ("gpu",)}), "--platforms is 'gpu'"),
     ((run, tmp_path / "occupied"), "holds other files"),
     ((no_table, out), "no folder serve, of transforms and raw ids, as only runs on tables"),
-    ((unfinished, out), "the run has not ended"),
+    ((unfinished, out), "give the --workdir of a run that has ended"),
     ((edited("without", tested_step=5), out), "checkpoints/5, the tested state, is missing"),
   ]
   call = lambda given: export.export(*given[:2], **(given[2] if given[2:] else {}))

@@ -11,7 +11,6 @@ import sys
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
-from recipe_runs import write_run
 
 import embed
 from recipes import __main__ as listing
@@ -44,11 +43,10 @@ def test_the_list_imports_no_jax():
 
 
 def test_a_recipe_that_does_not_exist(capsys):
-  for wanted, hint in (("dlmr", "did you mean dlrm?"), ("nosuch", "there are dlrm, sequence")):
-    with pytest.raises(SystemExit) as stop:
-      listing.main([wanted])
-    assert stop.value.code == 2
-    assert hint in capsys.readouterr().err
+  with pytest.raises(SystemExit) as stop:
+    listing.main(["dlmr"])
+  assert stop.value.code == 2
+  assert "sequence" in capsys.readouterr().err
 
 
 def test_modes_are_those_that_change_a_config():
@@ -149,19 +147,5 @@ def test_what_stops_a_run_is_no_traceback(command):
   begins_again = "stopped; the same command resumes from the last checkpoint"
   code, _, err = command("sequence", raising(KeyboardInterrupt()))
   assert (code, err[1:]) == (130, ["", begins_again])
-  full = OSError(errno.ENOSPC, "Refused", "x/y")
-  code, _, _ = command("sequence", raising(full))
-  assert code.startswith("error: Refused: x/y. Free some space; the same command")
-
-
-@pytest.mark.ci
-def test_a_run_ends_with_where_its_results_are(tmp_path, capsys, monkeypatch):
-  folder = write_run(tmp_path / "a")
-  main._show(pathlib.Path(folder))
-  wanted = [f"results: {folder}/result.json", f"curves:  python -m recipes.report {folder}"]
-  assert capsys.readouterr().out.split("\n") == ["", *wanted, ""]
-  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-  main._show(pathlib.Path(folder))
-  shown = capsys.readouterr().out.splitlines()
-  assert "loss / steps" in shown[1]
-  assert shown[-2:] == wanted
+  code, _, _ = command("sequence", raising(OSError(errno.ENOSPC, "Disk full", "x/y")))
+  assert code.startswith("error: Disk full: x/y ")

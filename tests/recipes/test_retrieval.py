@@ -4,12 +4,12 @@ import functools
 import sys
 
 import jax
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
 
-from recipes import errors, hosts
+from recipes import errors
+from recipes import mesh as mesh_lib
 from recipes.evaluation import retrieval
 
 K = 7
@@ -55,14 +55,10 @@ def test_ties_and_chunks(max_scores, excluding):
   check(top_k(query, candidates, K, exclude, max_scores=max_scores), wanted)
 
 
-def test_over_a_mesh_and_of_rows_looked_up_is_the_same():
-  mesh = meshes.make_mesh()
+def test_over_a_mesh_is_the_same():
   query, candidates, exclude = draw(1)
   wanted = slow(query @ candidates.T, K, exclude)
-  check(top_k(query, candidates, K, exclude, mesh, max_scores=5 * 4), wanted)
-  rows = lambda ids: jnp.asarray(candidates)[ids]
-  best = lambda query, exclude: retrieval.top_k_of_rows(query, rows, 83, K, exclude, mesh, 5 * 4)
-  check(jax.jit(best)(query, exclude), wanted)
+  check(top_k(query, candidates, K, exclude, meshes.make_mesh(), max_scores=5 * 4), wanted)
 
 
 def test_what_fills_up_chunks_and_shards_never_wins():
@@ -81,7 +77,7 @@ def test_a_catalogue_that_every_device_encodes_in_part(size, spread):
   query, candidates, exclude = draw(1, size=size)
   batches = retrieval.catalogue_batches(size, 16, mesh)
   assert set(batches.ravel()) == set(range(size))
-  place = (lambda x: x) if mesh is None else functools.partial(hosts.to_global, mesh)
+  place = (lambda x: x) if mesh is None else functools.partial(mesh_lib.to_global, mesh)
   whole = retrieval.joined([place(candidates[items]) for items in batches], mesh)
   np.testing.assert_array_equal(np.asarray(whole)[:size], candidates)
   if mesh is not None:
@@ -112,38 +108,12 @@ def test_nothing_as_large_as_all_scores_or_a_catalogue_is_made():
     assert sent not in text
 
 
-def test_real_scores_and_equal_vectors():
-  generator = np.random.default_rng(2)
-  query = generator.normal(size=(6, 16)).astype(np.float32)
-  candidates = generator.normal(size=(50, 16)).astype(np.float32)
-  candidates[31], candidates[44] = candidates[12], candidates[12]
-  _, ids = top_k(query, candidates, 50)
-  _, cut = top_k(query, candidates, 50, max_scores=6 * 8)
-  for row in np.asarray(ids).tolist():
-    place = row.index(12)
-    assert row[place : place + 3] == [12, 31, 44]
-  np.testing.assert_array_equal(ids, cut)
-  wanted = slow(query.astype(np.float64) @ candidates.T.astype(np.float64), 50)[1]
-  distinct = ~np.isin(wanted, [12, 31, 44])
-  np.testing.assert_array_equal(np.asarray(ids)[distinct], wanted[distinct])
-
-
 def test_few_are_left():
   scores = np.array([[3.0, -0.0, 0.0, -1.0]], np.float32)
   exclude = np.array([[0, -1, 3]], np.int32)
   found, ids = top_k(np.ones((1, 1), np.float32), scores.T, 4, exclude)
   assert ids.tolist() == [[1, 2, -1, -1]]  # -0.0 equals 0.0
   assert found.tolist() == [[0.0, 0.0, -np.inf, -np.inf]]
-
-
-def test_errors():
-  query, candidates, exclude = draw(0)
-  with pytest.raises(ValueError, match="k is 84: choose 1 to 83"):
-    retrieval.top_k(query, candidates, 84)
-  with pytest.raises(ValueError, match=r"must be \[queries, width\] and \[candidates, width\]"):
-    retrieval.top_k(query[:, :2], candidates, 2)
-  with pytest.raises(ValueError, match=r"exclude \(4, 9\) must be \[5 queries"):
-    retrieval.top_k(query, candidates, 2, exclude[:4])
 
 
 def test_without_usearch_the_message_says_what_to_install(monkeypatch):
@@ -167,8 +137,3 @@ def test_the_approximate_index():
   assert not (ids[:, :, None] == exclude[:, None, :]).any()
   np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
   assert (np.diff(scores, axis=1) <= 0).all()
-
-
-def test_found_by_hand():
-  exact = np.array([[4, 2], [7, -1]])
-  assert retrieval.recall(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)

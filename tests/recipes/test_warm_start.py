@@ -12,7 +12,8 @@ from served_models import CLICKS
 
 import embed
 from recipes import config as config_lib
-from recipes import errors, hosts, warm_start
+from recipes import errors, warm_start
+from recipes import mesh as mesh_lib
 from recipes.tables import row_ids
 from recipes.tables.row_ids import RowIds
 
@@ -83,7 +84,7 @@ def test_rows_follow_their_raw_ids(clicks, tmp_path, capsys):
   for name in same:
     np.testing.assert_array_equal(now[name], source[name])
   said = capsys.readouterr().err
-  assert f"starting from step 8 of {clicks.workdir}: " in said
+  assert f"starting from step 8 of {clicks.workdir}" in said
   assert " rows, " in said
 
 
@@ -141,16 +142,14 @@ def test_what_does_not_correspond_is_named(clicks, towers, tmp_path):
   ]
   refused(cases, call, errors.UserError)
   config, wider = prepared(clicks, tmp_path, dim=4)
-  with pytest.raises(
-    errors.UserError, match=r"has 5 columns, and age in .*run has 9: keep the dim"
-  ):
+  with pytest.raises(errors.UserError, match=r"has 5 columns, and 9 in .*run: keep the dim"):
     warm_start.take(config, wider.model, wider.serve)
 
 
 @pytest.mark.ci
 def test_a_whole_run_starts_there(clicks, tmp_path, monkeypatch):
   """At a rate of nearly 0 it tests what the other run did."""
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   frozen = clicks.table["table"] | {"learning_rate": 1e-9}
   changes = {"learning_rate": 1e-9, "table": frozen, "init_from": str(clicks.workdir)}
   result = clicks.train(tmp_path / "warm", **changes)

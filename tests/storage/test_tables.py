@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_close, assert_equal, make_mesh
 
 import embed
-from recipes import hosts
+from recipes import mesh as mesh_lib
 
 PLACES = {
   "mod": {"mesh": {}, "sharding": "mod"},
@@ -189,7 +189,7 @@ def run(devices, strategy="mod", seed=0, replicate=True):
   model = Ranker(seed, mesh=mesh, sharding=strategy)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
   if replicate:
-    hosts.replicate(mesh, model, optimizer)
+    mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer
 
 

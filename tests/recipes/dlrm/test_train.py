@@ -12,10 +12,9 @@ import recipe_runs
 import ways
 from cases import each
 from recipe_runs import RESULT, dlrm_smoke, recorded_reads
-from sklearn.metrics import roc_auc_score
 
 from recipes import baselines as command
-from recipes import hosts
+from recipes import mesh as mesh_lib
 from recipes.dlrm import baselines, data, train
 from recipes.evaluation.metrics import CLICK_NAMES
 from recipes.training import build
@@ -28,7 +27,7 @@ OTHERS = sorted({path.stem for path in Path("configs/dlrm").glob("*.py")} - {"sy
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   """On eight devices, of which the other configs need none."""
   if name != "synthetic":
-    monkeypatch.setattr(hosts, "start", lambda: None)
+    monkeypatch.setattr(mesh_lib, "start", lambda: None)
   changes = {"criteo_kaggle": {"vocabulary": "min_count"}}
   config = dlrm_smoke(name, tmp_path, **{"model": "dcnv2"} | changes.get(name, {}))
   with recorded_reads() as unread:
@@ -98,18 +97,6 @@ def test_rates_of_tables_go_by_the_optimizer_unless_given(tmp_path):
   each(cases, check)
 
 
-def test_unknown_names(tmp_path):
-  config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
-  with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
-    build.table_optimizer(config)
-  config.dense_optimizer = "sgd"
-  with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
-    train.dense_optimizer(config)
-  config.table.optimizer, config.model = "sgd", "xdeepfm"
-  with pytest.raises(ValueError, match="unknown model 'xdeepfm': choose dlrm, dcnv2"):
-    train.build_model(config, data.load(config))
-
-
 def clicks(label, dense, ids, splits, **columns):
   columns |= {"label": label, "dense": dense, "ids": ids}
   columns = {name: np.asarray(column) for name, column in columns.items()}
@@ -133,23 +120,6 @@ def test_the_constant_rate_by_hand(monkeypatch):
   scores = baselines.constant_rate(weighted)
   assert scores["test_logloss"] == pytest.approx(-np.log(0.5))
   assert scores["valid_logloss"] == pytest.approx(-np.log(0.5))
-
-
-def test_the_most_telling_column():
-  draw = np.random.default_rng(0)
-  label, splits = draw.integers(0, 2, 400), {"train": (0, 200), "valid": (200, 300)}
-  splits["test"] = (300, 400)
-  noise = draw.normal(size=(400, 2)).astype(np.float32)
-  city = np.where(draw.random(400) < 0.9, label, 1 - label).astype(np.int32)[:, None]
-  name, auc = baselines.most_telling(clicks(label, noise, city, splits))
-  rate = [label[:200][city[:200, 0] == x].mean() for x in (0, 1)]
-  by_hand = roc_auc_score(label[300:], np.take(rate, city[300:, 0]))
-  assert (name, auc) == ("city", pytest.approx(by_hand))
-  leak = noise.copy()
-  leak[:, 1] -= 9 * label  # a click makes it smaller
-  assert baselines.most_telling(clicks(label, leak, city, splits)) == ("age", 1.0)
-  city[:, 0] = np.where(label, 2, -1)  # a missing value tells as much
-  assert baselines.most_telling(clicks(label, noise, city, splits)) == ("city", 1.0)
 
 
 @pytest.mark.weekly

@@ -146,8 +146,6 @@ def test_packing_fits_and_wastes_little():
   assert used.max() == 1
   assert used.sum() == lengths.sum()
   assert used.mean() > 0.98
-  with pytest.raises(ValueError, match="unknown alignment of positions 'left'"):
-    packing.positions(lengths, 50, "left")
 
 
 def test_an_epoch_holds_every_user_once(tmp_path):

@@ -16,7 +16,8 @@ from recipe_runs import recorded_reads, sequence_smoke
 
 import embed
 from recipes import baselines as command
-from recipes import hosts
+from recipes import errors
+from recipes import mesh as mesh_lib
 from recipes.sequence import baselines, data, train
 
 OTHERS = sorted({path.stem for path in Path("configs/sequence").glob("*.py")} - {"synthetic"})
@@ -31,7 +32,7 @@ METRICS = {
 @pytest.mark.parametrize("name", [*ways.ci("synthetic"), *ways.weekly(*OTHERS)])
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   if name != "synthetic":
-    monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
+    monkeypatch.setattr(mesh_lib, "start", lambda: None)  # one run on eight devices will do
   # The model that masks and a loss that samples read what the others leave alone.
   config = sequence_smoke(name, tmp_path, model="bert4rec", loss="sampled_softmax")
   with recorded_reads() as unread:
@@ -60,7 +61,7 @@ def check_result(result, config, workdir):
 def test_eight_devices_follow_one(model, tmp_path):
   changes = {"model": model, "loss": "sampled_softmax", "steps": 10, "dropout": 0.1}
   config = sequence_smoke("synthetic", tmp_path, **changes)
-  mesh = hosts.start()
+  mesh = mesh_lib.start()
   assert mesh.size == 8
   one, eight = losses(config, None), losses(config, mesh)
   np.testing.assert_allclose(one[:3], eight[:3], rtol=1e-5)
@@ -71,12 +72,12 @@ def losses(config, mesh):
   loaded = data.load(config)
   model = train.build_model(config, loaded.num_items, mesh)
   optimizer = embed.Optimizer(model, optax.adamw(config.learning_rate))
-  hosts.replicate(mesh, model, optimizer)
+  mesh_lib.replicate(mesh, model, optimizer)
   table = model.embed.arrays["item"]["parameters"].get_value()
   assert table.sharding.is_fully_replicated == (mesh is None)
   step = nnx.jit(train.make_train_step(config, loaded, mesh), donate_argnums=(0, 1))
   found = [
-    step(model, optimizer, hosts.to_global(mesh, batch))
+    step(model, optimizer, mesh_lib.to_global(mesh, batch))
     for batch in data.train_batches(loaded, config)
   ]
   return np.array([float(metrics["loss"]) for metrics in found])
@@ -91,11 +92,11 @@ def test_a_full_softmax_needs_no_samples(tmp_path):
 @pytest.mark.ci
 def test_one_device_and_eight_rank_alike(tmp_path):
   config = sequence_smoke("synthetic", tmp_path)
-  loaded, mesh = data.load(config), hosts.start()
+  loaded, mesh = data.load(config), mesh_lib.start()
   found = []
   for where in (None, mesh):
     model = train.build_model(config, loaded.num_items, where)
-    hosts.replicate(where, model)
+    mesh_lib.replicate(where, model)
     found.append(train.evaluator(loaded, config, where)(model, "test"))
   assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -136,37 +137,17 @@ def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):
     prepare("sequence", config)
 
 
-@pytest.mark.ci
-def test_sizes_that_make_no_model(tmp_path):
+def test_settings_that_make_no_sense(tmp_path):
   cases = [
-    ({"heads": 3}, "the width 8 must be a multiple of the 3 heads"),
-    ({"heads": 0}, "config.heads is 0: choose 1 or more"),
-    ({"blocks": -1}, "config.blocks is -1"),
-    ({"max_length": 0}, "config.max_length is 0"),
+    ({"negatives.number": 17}, r"negatives\.number is 17.*multiple of the 8 devices.* 16"),
+    ({"negatives.number": 0}, r"config\.negatives\.number is 0: choose 1 or more"),
+    ({"loss": "hinge"}, "unknown loss 'hinge': choose one of"),
+    ({"model": "bert4rec", "temperature": 0.1}, "is for the models sasrec, hstu: leave it out"),
     ({"dropout": 1.5}, "config.dropout is 1.5: choose 0 or more, below 1"),
   ]
-  refused(
-    cases,
-    lambda changes: train.check(sequence_smoke("synthetic", tmp_path, **changes), None),
-    ValueError,
-  )
-
-
-def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
-  config, mesh = sequence_smoke("synthetic", tmp_path), hosts.start()
-  config.negatives.number = 17
-  with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
-    train.check(config, mesh)
-  train.check(config, None)
-  config.negatives.number = 0
-  with pytest.raises(ValueError, match=r"config\.negatives\.number is 0: choose 1 or more"):
-    train.check(config, None)
-  config.loss = "hinge"
-  with pytest.raises(ValueError, match="unknown loss 'hinge': choose one of"):
-    train.check(config, None)
-  config.model = "gru4rec"
-  with pytest.raises(ValueError, match="unknown model 'gru4rec': choose one of"):
-    train.check(config, None)
+  mesh = mesh_lib.start()
+  check = lambda changes: train.check(sequence_smoke("synthetic", tmp_path, **changes), mesh)
+  refused(cases, check, errors.UserError)
 
 
 @pytest.mark.weekly

@@ -29,6 +29,7 @@ RESULT = {  # the keys of a result
 _CONDITIONAL = {
   "epochs", "linear", "history.hidden", "history.blocks",
   "history.heads", "residual", "init", "table.initial_accumulator", "negatives.calibration",
+  "cosine.margin", "cosine.weight",
 }  # fmt: skip
 _WRITERS = {
   "gowalla": write_gowalla,

@@ -10,7 +10,8 @@ import ways
 from ml_collections import ConfigDict
 
 from recipes import config as config_lib
-from recipes import errors, hosts, log
+from recipes import errors, log
+from recipes import mesh as mesh_lib
 
 RECIPES = ("dlrm", "two_tower", "sequence")
 EACH = ["clicks", *ways.ci("towers", "sequences")]
@@ -33,7 +34,7 @@ def test_a_plain_dict_is_a_config(tmp_path, monkeypatch):
     assert (config.columns.who.kind, config.dim, config.steps) == ("user", 4, 0)
     raise PreparedError
 
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   columns = {"who": "user", "what": "item", "liked": "label"}
   table = {"files": "log.csv", "columns": columns, "dim": 4}
   for recipe in RECIPES:
@@ -56,7 +57,7 @@ def lines(workdir):
 @pytest.mark.parametrize("trained", EACH, indirect=True)
 @pytest.mark.programs(120, "trains a run and resumes it, each with its own model and step")
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   real = log.Log.train
 
   def stopping(self, step, *args):
@@ -73,7 +74,7 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(trained, tmp_path, monkeypatc
 
 
 def test_files_may_move_after_a_run_has_begun(clicks, tmp_path, monkeypatch):
-  monkeypatch.setattr(hosts, "start", lambda: None)
+  monkeypatch.setattr(mesh_lib, "start", lambda: None)
   run, moved = clicks.copy(tmp_path), tmp_path / "moved.csv"
   (run / "result.json").unlink()  # it has taken all steps, and not been tested
   shutil.copy(clicks.file, moved)

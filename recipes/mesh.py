@@ -1,4 +1,4 @@
-"""One program on a laptop, a GPU node or a pod: who takes part, who writes, where a batch lives.
+"""One program on a laptop, a GPU node or a pod: the mesh, the processes, and where a batch lives.
 
 One process on one device has no mesh, and every function returns its argument unchanged. More
 devices or processes get a mesh of all devices with the one axis `data`: examples are split over it,
@@ -7,10 +7,8 @@ part of every batch, and takes the same decisions.
 """
 
 import functools
-import json
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -25,22 +23,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from .errors import UserError, terminal
 
 AXIS = "data"
-_AHEAD = 2  # batches on the devices that no step has asked for
-_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_PREFETCHED = 2  # batches on the devices that no step has taken
 
 
 def start() -> Mesh | None:
-  """Joins the other processes where there are any, and returns the mesh of all their devices.
+  """Joins the other processes, if any, and returns the mesh of all devices.
 
-  The three variables `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and
-  `JAX_PROCESS_ID` say it outright. Without them JAX asks a Cloud TPU's metadata or GKE's variables,
-  Slurm's or Open MPI's. Call it before anything else uses JAX.
+  `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name
+  them. Without these variables JAX asks a Cloud TPU's metadata, GKE, Slurm or Open MPI. Call it
+  before anything else uses JAX.
 
   Returns:
     The mesh, or None for one process on one device.
-
-  Raises:
-    ValueError: only some of the three variables are set.
   """
   if not jax.distributed.is_initialized():
     _join()
@@ -51,39 +45,31 @@ def start() -> Mesh | None:
 
 
 def _join() -> None:
-  address, count, index = values = [os.environ.get(name) for name in _VARIABLES]
+  count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
   if count == "1":
     return
-  if count or index or (address and not _several()):
-    if not all(values):
-      missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
-      raise UserError(
-        f"{', '.join(missing)} is not set. A run of several processes needs all of "
-        f"{', '.join(_VARIABLES)}; unset them all for one process."
-      )
+  if count or index:
     # Deactivated, or under Slurm each process would see only the GPU of its own local number.
     jax.distributed.initialize(
-      address,
-      num_processes=int(count or 1),
-      process_id=int(index or 0),
+      num_processes=int(count) if count else None,
+      process_id=int(index) if index else None,
       cluster_detection_method="deactivate",
     )
-  elif _several():
+  elif _is_launched():
     jax.distributed.initialize()
 
 
-def _several() -> bool:
+def _is_launched() -> bool:
   """Returns whether a launcher, or a TPU slice, may have started more processes than this one.
 
-  Asked first because `initialize` in a Slurm task that is alone would hide all GPUs but one, and
-  because it raises where it finds no cluster. The variables are those that JAX itself reads.
+  `initialize` raises where it finds no cluster, and in a Slurm task that is alone it would hide all
+  GPUs but one.
   """
   slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
   mpi = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
   # JAX sets this itself where it finds TPU chips; a slice of one host works as well.
   platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-  tpu = "tpu" in (platforms or "").split(",")
-  return slurm or mpi or tpu
+  return slurm or mpi or "tpu" in (platforms or "").split(",")
 
 
 def is_main() -> bool:
@@ -98,7 +84,7 @@ def say(text: str) -> None:
 
 
 def shard() -> tuple[int, int]:
-  """Returns `(index, count)`: which part of every batch this process reads, of how many."""
+  """Returns `(index, count)`: the part of every batch that this process reads."""
   return jax.process_index(), jax.process_count()
 
 
@@ -108,12 +94,10 @@ def num_devices(mesh: Mesh | None) -> int:
 
 
 def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
-  """Raises UserError where a global batch cannot be split evenly over the devices; names it."""
+  """Raises UserError for a global batch that the devices cannot share evenly."""
   count = num_devices(mesh)
   for name, size in sizes.items():
-    if name.endswith("batch_size") and size < 1:
-      raise UserError(f"{name} is {size}: choose {count} or more")
-    if size % count:
+    if size % count or (name == "batch_size" and size < 1):
       raise UserError(
         f"{name} is {size}, which must be a multiple of the {count} devices: choose "
         f"{max(size // count, 1) * count}"
@@ -139,21 +123,16 @@ def over_examples(mesh: Mesh, batch: Any) -> Any:
   return jax.tree.map(shape, batch)
 
 
-def put_ahead(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
-  """Returns the batches as `to_global` makes them, on the devices before they are asked for.
+def prefetch_to_device(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
+  """Returns the batches as `to_global` makes them, copied by a thread ahead of the steps.
 
-  Like `grain.experimental.device_put`, but each process gives only its own part of the batch. A
-  thread puts up to two batches there while the model works on earlier ones; close an iterator that
-  is not read to its end, to end its thread. An iterator's state is the position after the batches
-  that it has returned, the same as of an iterator of `batches`.
-
-  On one CPU device the batches stay NumPy arrays: the compiled step reads the same memory, and a
-  second thread would only take time from it.
+  Close an iterator that is not read to its end, to end its thread. On one CPU device the batches
+  stay NumPy arrays: the compiled step reads the same memory.
   """
   if mesh is None and jax.default_backend() == "cpu":
     return batches
   put = jax.device_put if mesh is None else functools.partial(to_global, mesh)
-  return ThreadPrefetchIterDataset(batches.map(put), prefetch_buffer_size=_AHEAD)
+  return ThreadPrefetchIterDataset(batches.map(put), prefetch_buffer_size=_PREFETCHED)
 
 
 def gather(tree: Any) -> Any:
@@ -162,7 +141,7 @@ def gather(tree: Any) -> Any:
 
 
 def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
-  """Puts a copy of all state that is still on one device on every device, in place.
+  """Copies all state that is still on one device to every device, in place.
 
   Tables are on the mesh already, each row where it belongs, and stay as they are.
   """
@@ -179,33 +158,3 @@ def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
 
   for node in nodes:
     nnx.update(node, jax.tree.map(place, nnx.state(node)))
-
-
-def from_main(f: Callable[[], Any]) -> Any:
-  """Calls `f` in the main process alone, and returns its JSON value in every process.
-
-  For what must be decided once, as what a folder holds, and for work that need not be done twice.
-  What `f` raises is raised here; in the other processes, which would wait forever for a value, a
-  RuntimeError with its message, or a UserError for one.
-  """
-  if jax.process_count() == 1:
-    return f()
-  said: dict[str, Any] = {}
-  error = None
-  if is_main():
-    try:
-      said["value"] = f()
-    except Exception as raised:
-      error, said["error"] = raised, f"{type(raised).__name__}: {raised}"
-      said["user"] = isinstance(raised, UserError)
-  text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-  if not is_main():
-    text = np.zeros(size, np.uint8)
-  said = json.loads(multihost_utils.broadcast_one_to_all(text).tobytes())
-  if error is not None:
-    raise error
-  if "error" in said:
-    kind = UserError if said["user"] else RuntimeError
-    raise kind(f"the main process failed: {said['error']}")
-  return said["value"]
