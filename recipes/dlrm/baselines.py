@@ -1,16 +1,13 @@
-"""Baselines of click models, on the same rows: a constant rate and a logistic regression.
-
-Each label has its own; the logistic regression is of labels of clicks.
-"""
+"""Baselines of click models, on the same rows: a constant rate and a logistic regression."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from scipy.special import entr
-from sklearn.metrics import roc_auc_score
+from scipy.special import logit
 
 from ..evaluation import baselines
+from ..results import scalars
 from ..tables.spec import Label
 from ..training.features import cut_ids
 from . import tasks as tasks_lib
@@ -20,14 +17,13 @@ _ROWS = 1 << 22  # labels that are read at once
 
 
 def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]]]:
-  """Returns what fits each baseline and returns its metrics, by its name."""
+  """Returns, by name, functions that fit a baseline and return its metrics."""
   chosen: dict[str, Callable[[], Mapping[str, float]]] = {
     "constant rate": functools.partial(constant_rate, data)
   }
   can_choose = len(range(*data.splits["valid"])) > 0
   has_clicks = any(label.loss == "binary" for label in data.labels.values())
-  # Sequences of many targets have no columns for a regression.
-  if config.baseline.max_rows and can_choose and has_clicks and "dense" in data.columns:
+  if config.baseline.max_rows and can_choose and has_clicks:
     chosen["logistic regression"] = functools.partial(
       logistic_regression,
       data,
@@ -38,107 +34,52 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
 
 
 def constant_rate(data: ClickData) -> dict[str, float]:
-  """Returns the metrics of predicting the training rows' rate of clicks for every row.
+  """Returns the metrics of the training rows' rate of clicks, predicted for every row.
 
-  Of classes it predicts their rates, of a regression the mean of log(1 + value).
+  For classes it predicts their rates, for a regression the mean of log(1 + value).
   """
-  sums = {
-    split: [_sums(data, place, label, *rows) for place, label in enumerate(data.labels.values())]
-    for split, rows in data.splits.items()
-    if len(range(*rows))
-  }
-  train, scores = sums.pop("train"), dict[str, float]()
-  for split, held_out in sums.items():
-    each = zip(data.labels.items(), train, held_out, strict=True)
-    found = {name: _of_constant(label, *of_rows) for (name, label), *of_rows in each}
-    scores |= _named(data, split, found)
+  labels = enumerate(data.labels.values())
+  constants = np.concatenate([_constant(data, column, label) for column, label in labels])
+  scores: dict[str, float] = {}
+  for split in ("valid", "test"):
+    rows = slice(*data.splits[split])
+    if targets := len(range(*data.splits[split])):
+      outputs = np.broadcast_to(constants, (targets, len(constants)))
+      examples = outputs, np.asarray(data.columns["label"][rows], np.float32), _weights(data, rows)
+      scores |= scalars(split, tasks_lib.metrics(data.labels, *examples, strict=False))
   return scores
 
 
-def _of_constant(label: Label, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
-  if label.loss == "squared_log":
-    total, first, second = held_out
-    mean = train[1] / train[0]
-    return {"squared_loss": float((second - 2 * mean * first) / total + mean**2)}
-  known, rates = (x / x.sum() for x in (train, held_out))
-  logloss = float(-rates @ np.log(np.clip(known, 1e-15, 1)))
-  if label.loss == "binary":
-    ne, calibration = logloss / max(entr(rates).sum(), 1e-300), known[1] / max(rates[1], 1e-300)
-    return {"auc": 0.5, "logloss": logloss, "ne": float(ne), "calibration": float(calibration)}
-  return {"accuracy": float(rates[known.argmax()]), "logloss": logloss}
-
-
-def _sums(data: ClickData, place: int, label: Label, start: int, stop: int) -> np.ndarray:
-  """Returns the weight of each outcome of a label, or of a regression the first three moments."""
-  total = np.zeros(3 if label.loss == "squared_log" else max(label.num_outputs, 2))
+def _constant(data: ClickData, column: int, label: Label) -> np.ndarray:
+  """Returns the best constant outputs of a label for the training rows, `[O of the label]`."""
+  total, amount = np.zeros(label.num_outputs), 0.0
+  start, stop = data.splits["train"]
   for first in range(start, stop, _ROWS):
-    part = slice(first, min(first + _ROWS, stop))
-    target, weight = _label(data, place, part), _weights(data, part).astype(np.float64)
-    counts = ~np.isnan(target)
-    target, weight = target[counts], weight[counts]
-    if label.loss == "squared_log":
-      total += weight @ (target[:, None] ** np.arange(3))
+    rows = slice(first, min(first + _ROWS, stop))
+    target, weight = _target(data, column, rows), _weights(data, rows)
+    target, weight = target[~np.isnan(target)], weight[~np.isnan(target)]
+    if label.loss == "softmax":
+      total += np.bincount(target.astype(int), weight, label.num_outputs)
     else:
-      total += np.bincount(target.astype(int), weight, len(total))
-  return total
+      total += weight @ target
+    amount += weight.sum(dtype=np.float64)
+  mean = total / amount
+  if label.loss == "squared_log":
+    return mean
+  mean = np.clip(mean, 1e-15, 1 - 1e-15)
+  return np.log(mean) if label.loss == "softmax" else logit(mean)
 
 
-def _label(data: ClickData, place: int, rows: slice) -> np.ndarray:
-  """Returns one label of some rows, float64 `[N]`, NaN where it does not count.
-
-  Of rows with several targets, those one after the other.
-  """
-  label = np.asarray(data.columns["label"][rows], np.float64)
-  is_one = tasks_lib.is_one_click(data.labels)
-  return label.ravel() if is_one else label.reshape(len(label), -1)[:, place]
-
-
-def _named(
-  data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
-) -> dict[str, float]:
-  """Returns the metrics of a split by their names, given those of each label."""
-  found = tasks_lib.named(data.labels, scores)
-  return {f"{split}_{name}": value for name, value in found.items()}
+def _target(data: ClickData, column: int, rows: slice) -> np.ndarray:
+  """Returns one label of some rows, float64 `[N]`, NaN where it does not count."""
+  labels = np.asarray(data.columns["label"][rows], np.float64)
+  return labels.reshape(len(labels), -1)[:, column]
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
-    return np.asarray(data.columns["weight"][rows]).ravel()
+    return np.asarray(data.columns["weight"][rows])
   return np.ones(rows.stop - rows.start, np.float32)
-
-
-def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float]:
-  """Returns the column that ranks held-out rows best by itself, and the AUC of its ranking.
-
-  A number ranks by its size, in either direction; ids by the rates of clicks of their training
-  rows.
-
-  Args:
-    data: the data set; of each split the last rows are used.
-    max_rows: how many.
-  """
-  held_out = next(name for name in ("test", "valid") if len(range(*data.splits[name])))
-  train, test = (
-    slice(max(start, stop - max_rows), stop)
-    for start, stop in (data.splits["train"], data.splits[held_out])
-  )
-  label, weights = np.asarray(data.columns["label"][train]), _weights(data, train)
-  clicks, mean = weights * label, np.average(label, weights=weights)
-  names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
-  dense = np.asarray(data.columns["dense"][test])
-  scores = {names[i]: dense[:, i] for i in data.numbers}
-  known, asked = (_ids(data, rows) for rows in (train, test))
-  for feature in data.features:
-    ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
-    sums = lambda x, ids=ids, size=size: sum(np.bincount(each, x, size) for each in ids.T)
-    rates = (sums(clicks) + mean) / (sums(weights) + 1)  # of no value at 0
-    at = asked[feature.name] + 1
-    scores[feature.name] = rates[at] if at.ndim == 1 else rates[at].mean(axis=1)
-  label, weights = np.asarray(data.columns["label"][test]), _weights(data, test)
-  aucs = {name: roc_auc_score(label, x, sample_weight=weights) for name, x in scores.items()}
-  aucs = {name: float(max(auc, 1 - auc)) for name, auc in aucs.items()}
-  best = max(aucs, key=lambda name: aucs[name])
-  return best, aucs[best]
 
 
 def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:
@@ -155,7 +96,7 @@ def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:
 def logistic_regression(
   data: ClickData, *, max_rows: int, inverse_penalties: Sequence[float]
 ) -> dict[str, float]:
-  """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
+  """Returns the metrics of a linear model of the same rows, one for each label of clicks.
 
   At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
   in memory; the `rows` in the result say how many there were. Vectors that the model projects are
@@ -166,32 +107,33 @@ def logistic_regression(
     for feature in data.features
     for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
   ]
-  clicks = {n: p for p, (n, x) in enumerate(data.labels.items()) if x.loss == "binary"}
-  matrices, weights = {}, {}
-  labels: dict[str, dict[str, np.ndarray]] = {name: {} for name in clicks}
-  for split, (start, stop) in data.splits.items():
-    first = max(start, stop - max_rows)
-    rows = slice(first, stop)
+  last_rows = {
+    split: slice(max(start, stop - max_rows), stop) for split, (start, stop) in data.splits.items()
+  }
+  matrices, fits = {}, {}
+  for split, rows in last_rows.items():
     dense = np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
-    ids = _ids(data, rows).values()
-    wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
-    matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)
-    weights[split] = _weights(data, rows)
-    for name, place in clicks.items():
-      labels[name][split] = _label(data, place, rows)
-  fits = {}
-  for name, label in labels.items():
-    counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in label.items()}
-    of_rows = (
-      {split: x[split][rows] for split, rows in counts.items()} for x in (matrices, label, weights)
+    ids = [x.reshape(len(dense), -1) for x in _ids(data, rows).values()]
+    wide = np.concatenate([np.empty((len(dense), 0), np.int32), *ids], axis=1)
+    matrices[split] = baselines.one_hot(wide, blocks, dense)
+  for column, (name, label) in enumerate(data.labels.items()):
+    if label.loss != "binary":
+      continue
+    targets = {split: _target(data, column, rows) for split, rows in last_rows.items()}
+    counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in targets.items()}
+    fits[name] = baselines.logistic_regression(
+      {split: matrices[split][kept] for split, kept in counts.items()},
+      {split: targets[split][kept] for split, kept in counts.items()},
+      {split: _weights(data, last_rows[split])[kept] for split, kept in counts.items()},
+      inverse_penalties=inverse_penalties,
     )
-    fits[name] = baselines.logistic_regression(*of_rows, inverse_penalties=inverse_penalties)
   if tasks_lib.is_one_click(data.labels):
     return next(iter(fits.values()))
   scores: dict[str, float] = {}
   for split in ("valid", "test"):
-    of = lambda fit, split=split: {
+    metrics = lambda fit, split=split: {
       name.removeprefix(f"{split}_"): x for name, x in fit.items() if name.startswith(f"{split}_")
     }
-    scores |= _named(data, split, {name: of(fit) for name, fit in fits.items()})
+    by_label = {name: metrics(fit) for name, fit in fits.items()}
+    scores |= scalars(split, tasks_lib.named(data.labels, by_label))
   return scores

@@ -22,8 +22,12 @@ from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
 
-MODELS = tuple(model_lib.BLOCKS)
-LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
+CHOICES = {  # the known values by setting
+  "model": model_lib.MODELS,
+  "loss": ("softmax", "sampled_softmax"),
+  "residual": ("input", "norm"),
+  "init": tuple(layers.INITIALIZERS),
+}
 
 
 def run(config, workdir: str, writers: Sequence[log.Writer] = ()) -> dict[str, Any]:
@@ -84,8 +88,8 @@ def make_train_step(
 
   Every scalar that it returns is logged, as its mean since the last line.
   """
-  del mesh
-  loss_fn = loss_function(config, data.num_items)
+  del data, mesh
+  loss_fn = loss_function(config)
 
   def train_step(model, optimizer, batch):
     with jax.named_scope("dense"):
@@ -97,31 +101,22 @@ def make_train_step(
   return train_step
 
 
-def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
+def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> loss`, the mean of `config.loss` over the targets of a batch.
 
-  All but "softmax" look up the rows of the targets and the samples only.
+  The sampled softmax looks up the rows of the targets and the samples only.
   """
-  beta, negatives = 1.0, config.negatives
-  if config.loss == "gbce":
-    beta = losses.gbce_beta(negatives.number, num_items, negatives.calibration)
 
   def loss_fn(model, batch) -> jax.Array:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
-      each = losses.cross_entropy(model.scores(hidden), targets)
+      by_target = losses.cross_entropy(model.scores(hidden), targets)
     else:
-      each = _sampled(model, hidden, targets, batch)
-    return losses.mean(each, targets >= 0)
-
-  def _sampled(model, hidden, targets, batch) -> jax.Array:
-    positive = model.scores(hidden, targets[..., None])[..., 0]
-    negative = model.scores(hidden, batch["negatives"])
-    hits = targets[..., None] == batch["negatives"]
-    if config.loss == "sampled_softmax":
-      correction = batch["log_expected"] if negatives.logq else None
-      return losses.sampled_softmax(positive, negative, hits, correction)
-    return losses.generalized_bce(positive, negative, hits, beta=beta)
+      positive = model.scores(hidden, targets[..., None])[..., 0]
+      negative = model.scores(hidden, batch["negatives"])
+      hits = targets[..., None] == batch["negatives"]
+      by_target = losses.sampled_softmax(positive, negative, hits, batch["log_expected"])
+    return losses.mean(by_target, targets >= 0)
 
   return loss_fn
 
@@ -172,13 +167,8 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  if config.model not in MODELS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
-  if config.loss not in LOSSES:
-    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
-    if config[name] not in known:
-      raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
+  for setting, known in CHOICES.items():
+    build.check_choice(setting, config[setting], known)
   config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.dim % config.heads:
     raise UserError(f"the width {config.dim} must be a multiple of the {config.heads} heads")
@@ -188,7 +178,6 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     raise UserError("temperature is for the models sasrec and hstu, and 0 or more: leave it out")
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})
-  if config.loss != "softmax" and config.negatives.shared:
     hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 
