@@ -174,14 +174,16 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
   Raises:
     UserError: there is no such feature.
   """
-  options: Any = {"initializer": build.table_initializer(config)}
-  options["dtype"] = build.dtype(config, "table_dtype")
-  table = functools.partial(embed.TableConfig, dim=config.dim, combiner="mean", **options)
+  initializer, dtype = build.table_initializer(config), build.dtype(config, "table_dtype")
+  table = functools.partial(
+    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
+  )
   declared = functools.partial(
     features_lib.feature_configs,
     dim=config.dim,
+    initializer=initializer,
     optimizer=lambda name: build.table_optimizer(config, name),
-    **options,
+    dtype=dtype,
   )
   item, user = table(data.num_items, name="item"), table(data.num_users, name="user")
   history = item if config.share_history else table(data.num_items, name="history")

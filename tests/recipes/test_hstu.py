@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes import errors
 from recipes.training import hstu
 
 pytestmark = pytest.mark.ci
@@ -59,10 +58,5 @@ def test_times_are_a_bias_of_the_scores():
     apart = abs(int(times[row, one] - times[row, other]))
     return time_bias[bucket.get(apart, 7)]
 
-  found = nnx.jit(lambda model: model(x, mask, times=times))(model)
+  found = nnx.jit(lambda model: model(x, mask, times_BxL=times))(model)
   np.testing.assert_allclose(found, slowly(model, x, mask, bias), rtol=1e-4, atol=1e-5)
-
-
-def test_a_block_with_a_bias_of_times_needs_times():
-  with pytest.raises(errors.UserError, match="a bias of times"):
-    block(buckets=4)(*inputs())

@@ -83,9 +83,8 @@ def losses(config, mesh):
 
 
 def test_a_full_softmax_needs_no_samples(tmp_path):
-  """The power of gBCE, which another loss does not read, would divide by their number."""
   config = sequence_smoke("synthetic", tmp_path, loss="softmax", **{"negatives.number": 0})
-  assert callable(train.loss_function(config, 50))
+  train.check(config, None)
 
 
 @pytest.mark.ci
@@ -162,10 +161,10 @@ def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
   with pytest.raises(ValueError, match=r"config\.negatives\.number is 0: choose 1 or more"):
     train.check(config, None)
   config.loss = "hinge"
-  with pytest.raises(ValueError, match="unknown loss 'hinge': choose one of"):
+  with pytest.raises(ValueError, match=r"config\.loss is 'hinge': choose softmax"):
     train.check(config, None)
   config.model = "gru4rec"
-  with pytest.raises(ValueError, match="unknown model 'gru4rec': choose one of"):
+  with pytest.raises(ValueError, match=r"config\.model is 'gru4rec': choose sasrec"):
     train.check(config, None)
 
 

@@ -26,8 +26,7 @@ from recipes.two_tower import model as model_lib
 
 # Everything that can be switched on.
 RICH = {
-  "negatives.number": 16, "dropout": 0.2, "frequency.buckets": 7,
-  "query_hidden": (16,), "candidate_hidden": (16,),
+  "negatives.number": 16, "dropout": 0.2, "query_hidden": (16,), "candidate_hidden": (16,),
 }  # fmt: skip
 
 
@@ -127,41 +126,6 @@ def test_the_towers_learn_what_popularity_leaves(tmp_path):
   query, item = nnx.jit(lambda m, b: m(b["query"], b["positive_candidate"]))(model, batch)
   wanted = losses.sampled_softmax(query @ item.T / config.temperature, batch["positive"])
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
-
-
-@pytest.mark.ci
-def test_the_cosine_loss_meets_the_drawn_items_alone(tmp_path):
-  """By NumPy, from the tables; one drawn item is made the first query's own."""
-  config = two_tower_smoke("synthetic", tmp_path, query=("user",), candidate=("item",))
-  config.loss, config.cosine.margin, config.cosine.weight = "cosine_contrastive", 0.05, 7.0
-  found = data.load(config)
-  model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
-  batch["negative"][3] = batch["negative_candidate"]["item"][3] = batch["positive"][0]
-  unit = lambda rows: rows / np.linalg.norm(rows, axis=1, keepdims=True)
-  tables = {name: np.asarray(table, np.float64) for name, table in model.embed.tables.items()}
-  queries, items = unit(tables["user"])[batch["query"]["user"]], unit(tables["item"])
-  wanted = []
-  for query, own in zip(queries, batch["positive"], strict=True):
-    costs = [max(0, query @ items[n] - 0.05) * (n != own) for n in batch["negative"]]
-    wanted.append(1 - query @ items[own] + 7 * np.mean(costs))
-  value = nnx.jit(train.loss_function(config))(model, batch)
-  assert float(value) == pytest.approx(np.mean(wanted), rel=1e-5)
-
-
-def test_the_cosine_loss_needs_drawn_items(tmp_path):
-  config = two_tower_smoke(
-    "synthetic", tmp_path, loss="cosine_contrastive", **{"negatives.number": 0}
-  )
-  with pytest.raises(ValueError, match=r"set negatives\.number"):
-    train.check(config, None)
-  config = two_tower_smoke("synthetic", tmp_path, loss="cosine_contrastive")
-  config.popularity.weight = 1.0
-  with pytest.raises(ValueError, match=r"set popularity\.weight to 0"):
-    train.check(config, None)
-  with pytest.raises(ValueError, match="choose a margin"):
-    train.check(two_tower_smoke("synthetic", tmp_path, **{"cosine.margin": 1.0}), None)
-  with pytest.raises(ValueError, match="unknown loss 'cosine': choose one of"):
-    train.check(two_tower_smoke("synthetic", tmp_path, loss="cosine"), None)
 
 
 @pytest.mark.ci
