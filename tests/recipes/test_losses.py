@@ -41,19 +41,6 @@ def test_an_accidental_hit_does_not_count():
   np.testing.assert_allclose(slope, [[0, 6 / 8]], rtol=1e-6)
 
 
-def test_all_items_sampled_is_the_full_softmax():
-  """Every item three times, with the correction for as often: the sum over all items."""
-  scores = np.random.default_rng(0).normal(0, 2, (4, 7)).astype(np.float32)
-  targets, candidates = np.array([0, 3, 6, 3]), np.tile(np.arange(7), 3)
-  sampled = sampled_softmax(
-    scores[np.arange(4), targets],
-    scores[:, candidates],
-    targets[:, None] == candidates,
-    np.full(len(candidates), np.log(3), np.float32),
-  )
-  np.testing.assert_allclose(sampled, cross_entropy(scores, targets), rtol=1e-5)
-
-
 def test_logq_makes_the_sum_unbiased():
   """The expectation of the estimate, over all draws from a skewed distribution."""
   generator = np.random.default_rng(1)

@@ -42,15 +42,6 @@ def test_two_queries_of_one_item_are_not_each_others_negatives():
   assert grads.tolist() == [[0, 0], [0, 0]]
 
 
-def test_logq_by_hand():
-  log_expected = np.log([1.0, 2.0, 0.5, 4.0]).astype(np.float32)
-  found = sampled_softmax(LOGITS, np.arange(4), log_expected=log_expected)
-  logs = [math.log(x) for x in (1.0, 2.0, 0.5, 4.0)]
-  rows = [[x - log for x, log in zip(row, logs, strict=True)] for row in LOGITS.tolist()]
-  wanted = [entropy(*rows[0]), entropy(rows[1][1], rows[1][0], *rows[1][2:])]
-  np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
 @pytest.mark.ci
 def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.
