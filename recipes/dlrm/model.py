@@ -178,8 +178,8 @@ class DCNV2(Ranker):
 class DeepFM(Ranker):
   """Guo et al. 2017: a factorization machine and an MLP of the same vectors.
 
-  `logits = linear + p · pairs + head(MLP([vectors, dense]))`, the linear model being that of
-  `inputs`, and the dot products of all pairs `((sum_f v[f])^2 - sum_f v[f]^2) / 2` (equations 2 to
+  `logits = linear + p · pairs + head(MLP([vectors, dense]))`, with the linear model of `inputs` and
+  the dot products of all pairs `((sum_f v[f])^2 - sum_f v[f]^2) / 2` (equations 2 to
   4). A dense feature's vector is a learned one times the number. p is 1 at first, as in the paper,
   and learned, so that each output has its own (He and Chua 2017, "Neural Factorization Machines",
   equation 4).
@@ -249,7 +249,7 @@ def build_model(
   # First-order weights are more columns of the tables.
   linear = tasks.num_outputs(data.labels) if config.linear or name == "deepfm" else 0
   features = features_lib.feature_configs(
-    [dataclasses.replace(each, dim=(each.dim or config.dim) + linear) for each in data.features],
+    [dataclasses.replace(f, dim=(f.dim or config.dim) + linear) for f in data.features],
     config.dim,
     initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),

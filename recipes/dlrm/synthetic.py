@@ -5,7 +5,7 @@ factorization machine over them, whose pairwise terms a linear model cannot foll
 are drawn from its probabilities. Scoring the test rows by those probabilities themselves gives the
 bound; a model stays below it because it sees most ids too rarely to learn them.
 
-The logits of a second label mix those of the first one with an independent teacher's on the same
+The logits of a second label mix the first one's with an independent teacher's on the same
 ids: `logits = c first + sqrt(1 - c^2) other`, c being about their correlation.
 """
 

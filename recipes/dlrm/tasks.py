@@ -2,7 +2,7 @@
 
 A label is a task; `tables.spec.Label` has its options. B is the batch, H the backbone's features, T
 the number of labels, O of outputs: one of a label, or as many as its classes. A label that does not
-count in a row, since its value is missing or its mask is not 1, is NaN there.
+count in a row, since its value is missing or its mask is not 1, is NaN.
 """
 
 import functools

@@ -93,7 +93,7 @@ class Process:
     return np.where(which < _SUCCESSORS, successor, anything)
 
   def best(self, history: np.ndarray, k: int) -> np.ndarray:
-    """Returns the k likeliest items after a history, none of which is in it."""
+    """Returns the k likeliest items after a history, none of them in it."""
     likely = self.successors[history[-1]]
     anything = np.arange(k + len(likely) + len(history))  # equally likely: the lowest ids will do
     ranked = np.concatenate([likely, anything[~np.isin(anything, likely)]])

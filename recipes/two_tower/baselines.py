@@ -25,8 +25,8 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
       scores = data.popularity(config.popularity.half_life, *earlier)
       seen = histories[split] if config.exclude_seen else None
       ranked = lambda start, stop, scores=scores: np.tile(scores, (stop - start, 1))
-      found = baselines.ranking(ranked, relevant[split], seen, config.ks, data.train_counts())
-      metrics |= {f"{split}_{name}": value for name, value in found.items()}
+      values = baselines.ranking(ranked, relevant[split], seen, config.ks, data.train_counts())
+      metrics |= {f"{split}_{name}": value for name, value in values.items()}
     return metrics
 
   timed = {"recent popularity": recent} if data.ordered and config.popularity.weight else {}

@@ -95,7 +95,7 @@ class TwoTower(nnx.Module):
     # A score is a cosine, divided by the temperature in training alone. With popularity, an item
     # that no batch has had counts by its popularity and features: its own row is noise.
     self.popularity = config.popularity.weight * config.temperature
-    # The counts tell which items have been trained, but for those of an earlier run.
+    # The counts tell which items this run has trained, not an earlier one.
     self._knows_items = bool(self.popularity) and not config.init_from
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
