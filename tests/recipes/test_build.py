@@ -65,6 +65,7 @@ def test_mistakes():
   refused(cases, lambda given: abstract(given[0], **given[1]))
 
 
+@pytest.mark.programs(20, "a layer is initialized")
 def test_gradients_are_clipped_to_a_global_norm():
   """Of a row of a table and a dense kernel together: 3, 4 and 12 have norm 13."""
 
