@@ -1,16 +1,14 @@
-"""Baselines of click models, on the same rows: a constant rate and a logistic regression.
-
-Each label has its own; the logistic regression is of labels of clicks.
-"""
+"""Baselines of click models, on the same rows: a constant rate and a logistic regression."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import scipy.sparse
-from scipy.special import entr
+from scipy.special import logit
 
 from ..evaluation import baselines
+from ..results import scalars
 from ..tables.spec import Label
 from ..training.features import cut_ids
 from . import tasks as tasks_lib
@@ -20,14 +18,13 @@ _ROWS = 1 << 22  # labels that are read at once
 
 
 def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]]]:
-  """Returns what fits each baseline and returns its metrics, by its name."""
+  """Returns, by name, functions that fit a baseline and return its metrics."""
   chosen: dict[str, Callable[[], Mapping[str, float]]] = {
     "constant rate": functools.partial(constant_rate, data)
   }
   can_choose = len(range(*data.splits["valid"])) > 0
   has_clicks = any(label.loss == "binary" for label in data.labels.values())
-  # Sequences of many targets have no columns for a regression.
-  if config.baseline.max_rows and can_choose and has_clicks and "dense" in data.columns:
+  if config.baseline.max_rows and can_choose and has_clicks:
     chosen["logistic regression"] = functools.partial(
       logistic_regression,
       data,
@@ -38,72 +35,51 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
 
 
 def constant_rate(data: ClickData) -> dict[str, float]:
-  """Returns the metrics of predicting the training rows' rate of clicks for every row.
+  """Returns the metrics of the training rows' rate of clicks, predicted for every row.
 
-  Of classes it predicts their rates, of a regression the mean of log(1 + value).
+  For classes it predicts their rates, for a regression the mean of log(1 + value).
   """
-  sums = {
-    split: [_sums(data, place, label, *rows) for place, label in enumerate(data.labels.values())]
-    for split, rows in data.splits.items()
-    if len(range(*rows))
-  }
-  train, scores = sums.pop("train"), dict[str, float]()
-  for split, held_out in sums.items():
-    by_label = zip(data.labels.items(), train, held_out, strict=True)
-    metrics = {name: _of_constant(label, *moments) for (name, label), *moments in by_label}
-    scores |= _named(data, split, metrics)
+  labels = enumerate(data.labels.values())
+  constants = np.concatenate([_constant(data, column, label) for column, label in labels])
+  scores: dict[str, float] = {}
+  for split in ("valid", "test"):
+    rows = slice(*data.splits[split])
+    if targets := len(range(*data.splits[split])):
+      outputs = np.broadcast_to(constants, (targets, len(constants)))
+      examples = outputs, np.asarray(data.columns["label"][rows], np.float32), _weights(data, rows)
+      scores |= scalars(split, tasks_lib.metrics(data.labels, *examples))
   return scores
 
 
-def _of_constant(label: Label, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
-  if label.loss == "squared_log":
-    total, first, second = held_out
-    mean = train[1] / train[0]
-    return {"squared_loss": float((second - 2 * mean * first) / total + mean**2)}
-  known, rates = (x / x.sum() for x in (train, held_out))
-  logloss = float(-rates @ np.log(np.clip(known, 1e-15, 1)))
-  if label.loss == "binary":
-    ne, calibration = logloss / max(entr(rates).sum(), 1e-300), known[1] / max(rates[1], 1e-300)
-    return {"auc": 0.5, "logloss": logloss, "ne": float(ne), "calibration": float(calibration)}
-  return {"accuracy": float(rates[known.argmax()]), "logloss": logloss}
-
-
-def _sums(data: ClickData, place: int, label: Label, start: int, stop: int) -> np.ndarray:
-  """Returns the weight of each outcome of a label, or of a regression the first three moments."""
-  total = np.zeros(3 if label.loss == "squared_log" else max(label.num_outputs, 2))
+def _constant(data: ClickData, column: int, label: Label) -> np.ndarray:
+  """Returns the best constant outputs of a label for the training rows, `[O of the label]`."""
+  total, amount = np.zeros(label.num_outputs), 0.0
+  start, stop = data.splits["train"]
   for first in range(start, stop, _ROWS):
-    part = slice(first, min(first + _ROWS, stop))
-    target, weight = _label(data, place, part), _weights(data, part).astype(np.float64)
-    counts = ~np.isnan(target)
-    target, weight = target[counts], weight[counts]
-    if label.loss == "squared_log":
-      total += weight @ (target[:, None] ** np.arange(3))
+    rows = slice(first, min(first + _ROWS, stop))
+    target, weight = _target(data, column, rows), _weights(data, rows)
+    target, weight = target[~np.isnan(target)], weight[~np.isnan(target)]
+    if label.loss == "softmax":
+      total += np.bincount(target.astype(int), weight, label.num_outputs)
     else:
-      total += np.bincount(target.astype(int), weight, len(total))
-  return total
+      total += weight @ target
+    amount += weight.sum(dtype=np.float64)
+  mean = total / amount
+  if label.loss == "squared_log":
+    return mean
+  mean = np.clip(mean, 1e-15, 1 - 1e-15)
+  return np.log(mean) if label.loss == "softmax" else logit(mean)
 
 
-def _label(data: ClickData, place: int, rows: slice) -> np.ndarray:
-  """Returns one label of some rows, float64 `[N]`, NaN where it does not count.
-
-  Of rows with several targets, those one after the other.
-  """
-  label = np.asarray(data.columns["label"][rows], np.float64)
-  is_one = tasks_lib.is_one_click(data.labels)
-  return label.ravel() if is_one else label.reshape(len(label), -1)[:, place]
-
-
-def _named(
-  data: ClickData, split: str, scores: Mapping[str, Mapping[str, float]]
-) -> dict[str, float]:
-  """Returns the metrics of a split by their names, given those of each label."""
-  metrics = tasks_lib.named(data.labels, scores)
-  return {f"{split}_{name}": value for name, value in metrics.items()}
+def _target(data: ClickData, column: int, rows: slice) -> np.ndarray:
+  """Returns one label of some rows, float64 `[N]`, NaN where it does not count."""
+  labels = np.asarray(data.columns["label"][rows], np.float64)
+  return labels.reshape(len(labels), -1)[:, column]
 
 
 def _weights(data: ClickData, rows: slice) -> np.ndarray:
   if "weight" in data.columns:
-    return np.asarray(data.columns["weight"][rows]).ravel()
+    return np.asarray(data.columns["weight"][rows])
   return np.ones(rows.stop - rows.start, np.float32)
 
 
@@ -121,37 +97,39 @@ def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:
 def logistic_regression(
   data: ClickData, *, max_rows: int, inverse_penalties: Sequence[float]
 ) -> dict[str, float]:
-  """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
+  """Returns the metrics of a linear model of the same rows, one for each label of clicks.
 
   At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is in
   memory; `rows` in the result is their number in training. Vectors that the model projects are left
   out: they would be most of it.
   """
-  clicks = {n: p for p, (n, x) in enumerate(data.labels.items()) if x.loss == "binary"}
-  matrices, weights = {}, {}
-  labels: dict[str, dict[str, np.ndarray]] = {name: {} for name in clicks}
-  for split, (start, stop) in data.splits.items():
-    first = max(start, stop - max_rows)
-    rows = slice(first, stop)
-    ids, dense = _ids(data, rows), np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
+  last_rows = {
+    split: slice(max(start, stop - max_rows), stop) for split, (start, stop) in data.splits.items()
+  }
+  matrices, fits = {}, {}
+  for split, rows in last_rows.items():
+    dense = np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]
+    ids = _ids(data, rows)
     blocks = [baselines.one_hot(ids[x.name], x.vocabulary_size) for x in data.features]
     matrices[split] = scipy.sparse.hstack([*blocks, scipy.sparse.csr_matrix(dense)], format="csr")
-    weights[split] = _weights(data, rows)
-    for name, place in clicks.items():
-      labels[name][split] = _label(data, place, rows)
-  fits = {}
-  for name, label in labels.items():
-    counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in label.items()}
-    of_rows = (
-      {split: x[split][rows] for split, rows in counts.items()} for x in (matrices, label, weights)
+  for column, (name, label) in enumerate(data.labels.items()):
+    if label.loss != "binary":
+      continue
+    targets = {split: _target(data, column, rows) for split, rows in last_rows.items()}
+    counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in targets.items()}
+    fits[name] = baselines.logistic_regression(
+      {split: matrices[split][kept] for split, kept in counts.items()},
+      {split: targets[split][kept] for split, kept in counts.items()},
+      {split: _weights(data, last_rows[split])[kept] for split, kept in counts.items()},
+      inverse_penalties=inverse_penalties,
     )
-    fits[name] = baselines.logistic_regression(*of_rows, inverse_penalties=inverse_penalties)
   if tasks_lib.is_one_click(data.labels):
     return next(iter(fits.values()))
   scores: dict[str, float] = {}
   for split in ("valid", "test"):
-    of_split = lambda fit, split=split: {
+    metrics = lambda fit, split=split: {
       name.removeprefix(f"{split}_"): x for name, x in fit.items() if name.startswith(f"{split}_")
     }
-    scores |= _named(data, split, {name: of_split(fit) for name, fit in fits.items()})
+    by_label = {name: metrics(fit) for name, fit in fits.items()}
+    scores |= scalars(split, tasks_lib.named(data.labels, by_label))
   return scores

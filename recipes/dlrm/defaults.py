@@ -3,10 +3,10 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"
+  "model": "dcnv2",  # or "dlrm", "deepfm"
   "dim": 16,  # columns of the tables
   # Adds a linear model of all features to the logits of dlrm and dcnv2. Each table stores its
-  # weights in one more column for each output. wide_deep and deepfm always have it.
+  # weights in one more column for each output. deepfm always has it.
   "linear": True,
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
@@ -20,34 +20,26 @@ DEFAULTS: dict[str, Any] = {
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
-  "wide_deep": {  # of wide_deep and deepfm
+  "deepfm": {
     "deep": (256, 128),  # widths of the MLP
   },
-  "tasks": {  # what several labels share, on the model's features
-    "structure": "shared_bottom",  # or "mmoe", "ple": experts with a gate for each label
-    "experts": 4,  # that all labels share, of mmoe and of each level of ple
-    "own_experts": 1,  # of each label, in a level of ple
-    "levels": 2,  # of ple
-    "expert": (128,),  # widths of an expert
-    "tower": (),  # widths of the MLP of each label before its outputs
+  "tasks": {
+    # What several labels share, on the model's features; or "mmoe", "ple": experts of the last
+    # width of the model's MLP, with a gate for each label.
+    "structure": "shared_bottom",
   },
   "history": {
     "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
-    "hidden": (80, 40),  # din: widths of the MLP that weighs a position
-    "blocks": 1,  # transformer, hstu
-    "heads": 2,  # transformer, hstu
   },
-  "dropout": 0.2,  # rate in the MLP before the logit, and in experts and towers
+  "dropout": 0.2,  # rate in the MLP before the logit, and in experts
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
-    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "sharding": "mod",  # a strategy of embed, for all tables
     "init_scale": 0.01,  # standard deviation of new rows
-    "initial_accumulator": 0.1,  # of adagrad's sums of squares; epsilon is 1e-8 where it is 0
     "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "dense_optimizer": "adamw",  # or "adagrad"
-  "adam_betas": (0.9, 0.999),  # of adamw
   "learning_rate": 1e-3,  # of dense parameters
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
   "epochs": 10,  # of a run whose `steps` are 0

@@ -4,10 +4,9 @@ A history has one part or several: the item at each position, and perhaps its ge
 the age beside it. `Histories` replaces the vectors of each part at all positions by one vector of
 the same width, so that a backbone sees no difference between the models.
 
-B is the batch, L the number of positions, D the width of a position: that of its parts in all.
+B is the batch, L the number of positions, D the width of a position, all parts together.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,7 @@ from ..training.features import Feature
 from ..training.hstu import HSTUBlock
 from ..training.transformer import BERT4RecBlock
 
-BLOCKS: dict[str, Any] = {
-  "transformer": BERT4RecBlock,
-  "hstu": functools.partial(HSTUBlock, distances=False),
-}
-MODELS = ("pooled", "din", *BLOCKS)
+MODELS = ("pooled", "din", "transformer", "hstu")
 
 
 class DIN(nnx.Module):
@@ -36,98 +31,72 @@ class DIN(nnx.Module):
   Weights are not normalised: their sum tells how much of the history is like the candidate. The
   MLP has ReLU, the paper Dice; `k * q` is the authors' code, the paper's figure has an outer
   product.
-
-  Args:
-    dim: D.
-    hidden: widths of the MLP.
   """
 
-  def __init__(self, dim: int, hidden: Sequence[int], *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+  def __init__(self, dim: int, hidden: Sequence[int] = (80, 40), *, dtype: Any, rngs: nnx.Rngs):
     self.mlp = layers.MLP(4 * dim, hidden, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, 1, dtype=dtype, rngs=rngs)
 
-  def weights(self, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the weight of each position, `[B, L]`, 0 where there is none; args as of a call."""
-    query = jnp.broadcast_to(query[:, None], keys.shape)
-    pairs = jnp.concatenate([keys, query, keys - query, keys * query], axis=-1)
-    return jnp.where(mask, self.out(self.mlp(pairs))[..., 0], 0)
+  def weights(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
+    """Returns the weight of each position, `[B, L]`, 0 where the mask is False."""
+    query = jnp.broadcast_to(query_BxD[:, None], keys_BxLxD.shape)
+    pairs = jnp.concatenate([keys_BxLxD, query, keys_BxLxD - query, keys_BxLxD * query], axis=-1)
+    return jnp.where(mask_BxL, self.out(self.mlp(pairs))[..., 0], 0)
 
-  def __call__(self, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns `[B, D]`.
-
-    Args:
-      keys: the positions `[B, L, D]`.
-      query: the candidate `[B, D]`.
-      mask: which positions there are, bool `[B, L]`.
-    """
-    return jnp.einsum("bl,bld->bd", self.weights(keys, query, mask), keys)
+  def __call__(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
+    """Returns `[B, D]` for positions, a candidate, and a mask of the positions in use."""
+    return jnp.einsum("bl,bld->bd", self.weights(keys_BxLxD, query_BxD, mask_BxL), keys_BxLxD)
 
 
 class Encoder(nnx.Module):
-  """Blocks of attention over the positions and the candidate, whose output is the result.
+  """A block of attention over the positions and the candidate, whose output is the result.
 
-  With `BERT4RecBlock` it is Chen et al. 2019, "Behavior Sequence Transformer": blocks are
+  With `BERT4RecBlock` it is Chen et al. 2019, "Behavior Sequence Transformer": the block is
   `norm(x + f(x))`, as in the paper, with the GELU of BERT, and all columns see all others. With
   `HSTUBlock` (Zhai et al. 2024) a column sees the ones before it, and the candidate all of them.
   Places are counted from the latest position back, and have learned vectors.
-
-  Args:
-    block: `(D, heads, columns, dropout=, dtype=, rngs=)` -> `(x, mask)` -> x.
-    dim: D, a multiple of the number of heads.
-    length: L.
-    blocks, heads: numbers of them.
-    causal: whether a column sees only those before it.
-    dropout: rate, within the blocks.
   """
 
+  HEADS = 2
+
   def __init__(
-    self,
-    block: Callable[..., Any],
-    dim: int,
-    length: int,
-    *,
-    blocks: int,
-    heads: int,
-    causal: bool,
-    dropout: float,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
+    self, model: str, dim: int, length: int, *, dropout: float, dtype: Any, rngs: nnx.Rngs
   ):
-    if dim % heads:
+    if dim % self.HEADS:
       raise UserError(
-        f"a position is {dim} wide: config.history.heads must divide it, and is {heads}"
+        f"a position is {dim} wide, and history.model={model!r} has {self.HEADS} heads: choose an "
+        "even config.dim"
       )
-    self.causal, options = causal, {"dtype": dtype, "rngs": rngs}
+    options: Any = {"dtype": dtype, "rngs": rngs}
+    self.causal = model == "hstu"
     self.places = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, dim)))
-    make = functools.partial(block, dim, heads, length + 1, dropout=dropout)
-    self.blocks = nnx.List([make(**options) for _ in range(blocks)])
+    self.block: Any = (
+      HSTUBlock(dim, self.HEADS, length + 1, distances=False, dropout=dropout, **options)
+      if self.causal
+      else BERT4RecBlock(dim, self.HEADS, dropout=dropout, **options)
+    )
     self.norm = nnx.LayerNorm(dim, **options)
 
-  def __call__(self, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns `[B, D]`; args as of `DIN`."""
-    back = jnp.maximum(jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] - 1, 0)
-    keys = keys + self.places[...][back].astype(keys.dtype)
-    x = jnp.concatenate([keys, query[:, None]], axis=1)
-    there = jnp.concatenate([mask, jnp.ones_like(mask[:, :1])], axis=1)
-    columns = jnp.arange(x.shape[1])
-    seen = there[:, None] & ((columns[:, None] >= columns) | (not self.causal))
-    *blocks, last = self.blocks
-    for block in blocks:
-      x = block(x, seen)
-    # Of the last block the candidate's column alone is used, an eighth of a transformer's time.
-    return self.norm(last(x[:, -1:], seen[:, -1:], x)[:, 0])
+  def __call__(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
+    """Returns `[B, D]`; see `DIN`."""
+    back_BxL = jnp.maximum(jnp.cumsum(mask_BxL[:, ::-1], axis=1)[:, ::-1] - 1, 0)
+    keys_BxLxD = keys_BxLxD + self.places[...][back_BxL].astype(keys_BxLxD.dtype)
+    x_BxMxD = jnp.concatenate([keys_BxLxD, query_BxD[:, None]], axis=1)  # M is L + 1
+    mask_BxM = jnp.concatenate([mask_BxL, jnp.ones_like(mask_BxL[:, :1])], axis=1)
+    # The output of the candidate's column alone is used: an eighth of a transformer's time.
+    return self.norm(self.block(x_BxMxD[:, -1:], mask_BxM[:, None], x_BxMxD)[:, 0])
 
 
 class Histories(nnx.Module):
   """Attends to the positions of all histories of a model, each for the candidate of its row.
 
   The candidate is the row's own feature in the table of a part: the item for the items of the
-  history. For a part without, such as an action or an age, it is zeros.
+  history. For a part without one, such as an action or an age, it is zeros.
 
   Args:
     widths: of their vectors by name.
     make: returns the module for a width and a length.
-    wide: how many of the last columns are first-order weights, whose mean is taken.
+    linear: how many of the last columns are first-order weights, whose mean is taken.
 
   Raises:
     UserError: no feature of the row has the table of a history.
@@ -140,10 +109,10 @@ class Histories(nnx.Module):
     make: Callable[[int, int], Callable[..., jax.Array]],
     dtype: Any = jnp.float32,
     *,
-    wide: int = 0,
+    linear: int = 0,
   ):
-    self.dtype, self.wide = dtype, wide
-    self.widths = {name: width - wide for name, width in widths.items()}
+    self.dtype, self.linear = dtype, linear
+    self.widths = {name: width - linear for name, width in widths.items()}
     table = lambda feature: feature.table or feature.name
     single = [f for f in features if f.valency == 1 and not f.history]
     candidates = {table(feature): feature.name for feature in reversed(single)}
@@ -173,44 +142,34 @@ class Histories(nnx.Module):
       activations: of all features; of parts `[B, L, width]`.
       inputs: their ids, `embed.Padded` for those of several.
     """
-    made = dict(activations)
+    pooled = dict(activations)
     for name, parts in self.parts.items():
-      keys, query, mask = self.arguments(name, activations, inputs)
-      vectors, start = self.models[name](keys, query, mask), 0
+      keys_BxLxD, query_BxD, mask_BxL = self.arguments(name, activations, inputs)
+      vectors_BxD, start = self.models[name](keys_BxLxD, query_BxD, mask_BxL), 0
       for part in parts:
-        made[part] = vectors[:, start : start + self.widths[part]]
+        pooled[part] = vectors_BxD[:, start : start + self.widths[part]]
         start += self.widths[part]
-        if self.wide:
-          weights = activations[part].reshape(*mask.shape, -1)[..., -self.wide :]
-          count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
-          mean = jnp.where(mask[..., None], weights, 0).sum(axis=1) / count
-          made[part] = jnp.concatenate([made[part], mean.astype(vectors.dtype)], axis=1)
-    return made
+        if self.linear:
+          weights = activations[part].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
+          count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
+          mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
+          pooled[part] = jnp.concatenate([pooled[part], mean.astype(vectors_BxD.dtype)], axis=1)
+    return pooled
 
   def arguments(
     self, name: str, activations: Mapping[str, jax.Array], inputs: Mapping[str, Any]
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns positions `[B, L, D]`, the candidate `[B, D]` and which positions there are."""
+    """Returns positions `[B, L, D]`, the candidate `[B, D]` and the mask `[B, L]`."""
     ids = getattr(inputs[name], "values", inputs[name])
-    ids = ids if ids.ndim == 2 else ids[:, None]
-    mask = ids >= 0
+    mask_BxL = (ids if ids.ndim == 2 else ids[:, None]) >= 0
     keys, queries = [], []
     for part, candidate in self.parts[name].items():
       width = self.widths[part]
-      key = activations[part].reshape(*mask.shape, -1)[..., :width].astype(self.dtype)
+      key = activations[part].reshape(*mask_BxL.shape, -1)[..., :width].astype(self.dtype)
       keys.append(key)
       own = jnp.zeros_like(key[:, 0]) if candidate is None else activations[candidate][:, :width]
       queries.append(own.astype(self.dtype))
-    return jnp.concatenate(keys, axis=-1), jnp.concatenate(queries, axis=-1), mask
-
-
-def check(config) -> None:
-  """Raises UserError for a model that is unknown."""
-  if config.history.model not in MODELS:
-    raise UserError(
-      f"unknown history.model {config.history.model!r}: choose {', '.join(MODELS[:-1])} or "
-      f"{MODELS[-1]}"
-    )
+    return jnp.concatenate(keys, axis=-1), jnp.concatenate(queries, axis=-1), mask_BxL
 
 
 def make(
@@ -219,23 +178,21 @@ def make(
   widths: Mapping[str, int],
   dtype: Any,
   rngs: nnx.Rngs,
-  wide: int = 0,
-):
-  """Returns the `Histories` that `config.history` describes; None where vectors are pooled."""
-  about, of_dtype = config.history, {"dtype": dtype, "rngs": rngs}
-  model: Callable[..., Any]
+  linear: int = 0,
+) -> Histories | None:
+  """Returns the `Histories` that `config.history.model` names; None where vectors are pooled."""
+  model, options = config.history.model, {"dtype": dtype, "rngs": rngs}
   if not attends(config, features):
     return None
-  if about.model == "din":
-    model = lambda dim, length: DIN(dim, about.hidden, **of_dtype)
-  else:
-    sizes = {"blocks": about.blocks, "heads": about.heads, "causal": about.model == "hstu"}
-    model = functools.partial(
-      Encoder, BLOCKS[about.model], **sizes, dropout=config.dropout, **of_dtype
-    )
-  return Histories(features, widths, model, dtype, wide=wide)
+
+  def of_width(dim: int, length: int) -> Callable[..., jax.Array]:
+    if model == "din":
+      return DIN(dim, **options)
+    return Encoder(model, dim, length, dropout=config.dropout, **options)
+
+  return Histories(features, widths, of_width, dtype, linear=linear)
 
 
 def attends(config, features: Sequence[Feature]) -> bool:
-  """Whether a model sees each position of a history, in place of one pooled vector."""
+  """Whether a model sees each position of a history, instead of one pooled vector."""
   return config.history.model != "pooled" and any(feature.history for feature in features)

@@ -1,10 +1,10 @@
-"""DLRM, DCN-V2, Wide & Deep and DeepFM: ways to let categorical and dense features meet.
+"""DLRM, DCN-V2 and DeepFM: ways to let categorical and dense features meet.
 
 A model looks up its features, a backbone makes hidden features of them, and a head makes logits of
 these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
 
-B is the batch, F the number of categorical features, K of dense ones, D the width of the tables, H
-of the hidden features, O the number of outputs: one of a label, or as many as its classes.
+B is the batch, F the number of vectors, K of dense features, D the width of the tables, H of the
+hidden features, O the number of outputs: one of a label, or as many as its classes.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from flax import nnx
 
 import embed
 
-from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from . import histories as histories_lib
@@ -26,7 +25,7 @@ from . import tasks
 from .data import ClickData
 
 Batch = Mapping[str, Any]
-Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
+Vectors = Mapping[str, jax.Array]  # by feature, `[B, width]`
 Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
 ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
@@ -35,10 +34,10 @@ class Ranker(nnx.Module):
   """A click model: tables, a backbone and a head.
 
   Attributes:
-    inputs: of what the tables return, and K numbers.
+    inputs: takes the outputs of the tables, and K numbers.
     head: `[B, H]` to `[B, O]`.
     dtype: of the computation; logits are float32.
-    histories: makes vectors of the positions of histories; None where they are pooled.
+    histories: makes one vector of the positions of a history; None where they are pooled.
   """
 
   embed: embed.SparseEmbed
@@ -48,7 +47,7 @@ class Ranker(nnx.Module):
   histories: histories_lib.Histories | None = None
 
   def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]`, or of several outputs `[B, O]`.
+    """Returns logits `[B]`, or `[B, O]` of several outputs.
 
     Args:
       batch: has `features` and `dense` `[B, K]`.
@@ -56,15 +55,15 @@ class Ranker(nnx.Module):
     activations = self.embed(batch["features"])
     if self.histories is not None:
       activations = self.histories(activations, batch["features"])
-    vectors, dense, linear = self.inputs(activations, batch["dense"])
-    outputs = self.outputs(vectors, dense) + linear
-    return outputs[:, 0] if outputs.shape[1] == 1 else outputs
+    vectors, dense_BxK, linear_BxO = self.inputs(activations, batch["dense"])
+    logits_BxO = self.outputs(vectors, dense_BxK) + linear_BxO
+    return logits_BxO[:, 0] if logits_BxO.shape[1] == 1 else logits_BxO
 
-  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
+  def outputs(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     """Returns `[B, O]`, without the linear model of `inputs`."""
-    return self.head(self.hidden(activations, dense))
+    return self.head(self.hidden(vectors, dense_BxK))
 
-  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+  def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     """Returns the backbone's features `[B, H]`."""
     raise NotImplementedError
 
@@ -72,18 +71,15 @@ class Ranker(nnx.Module):
 class DLRM(Ranker):
   """Naumov et al. 2019: a bottom MLP on the dense features, dot products of all pairs, a top MLP.
 
-  Without dense features there is no bottom MLP and the pairs are of the tables alone.
+  Without dense features there is no bottom MLP, and only the tables' vectors are paired.
 
   Args:
-    tables: of single ids and bags; those that are not of width `dim` are projected to it.
-    inputs: of what the tables return, and K numbers.
-    dim: D.
+    tables: of single ids and bags; vectors of another width than `dim` are projected to it.
     bottom: widths of the bottom MLP before its last layer, which has width D.
     top: widths of the top MLP before the logit.
-    concat_tables: the top MLP also sees what the tables return, not only the dot products and the
+    concat_tables: the top MLP also sees the tables' vectors, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
-    dtype: of the computation; logits are float32.
   """
 
   def __init__(
@@ -106,25 +102,24 @@ class DLRM(Ranker):
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
     self.names, self.concat_tables = tuple(widths), concat_tables
     self.projections = _projections(widths, dim, dtype, rngs)
-    vectors = len(widths) + (num_dense > 0)
-    seen = vectors if concat_tables else int(num_dense > 0)
-    width = seen * dim + vectors * (vectors - 1) // 2
+    num_vectors = len(widths) + (num_dense > 0)
+    kept = num_vectors if concat_tables else int(num_dense > 0)
+    width = kept * dim + num_vectors * (num_vectors - 1) // 2
     self.top = mlp(width, top, dropout=dropout)
     self.head = head(self.top.out_features, rngs=rngs)
 
-  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+  def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     tables = [
-      _projected(self.projections, name, activations[name].astype(self.dtype))
-      for name in self.names
+      _projected(self.projections, name, vectors[name].astype(self.dtype)) for name in self.names
     ]
-    numbers = [self.bottom(dense)] if self.bottom is not None else []
-    pairs = layers.dot_interaction(jnp.stack([*tables, *numbers], axis=1))
-    seen = [*tables, *numbers] if self.concat_tables else numbers
-    return self.top(jnp.concatenate([*seen, pairs], axis=1))
+    numbers = [self.bottom(dense_BxK)] if self.bottom is not None else []
+    x_BxFxD = jnp.stack([*tables, *numbers], axis=1)
+    kept = [*tables, *numbers] if self.concat_tables else numbers
+    return self.top(jnp.concatenate([*kept, layers.dot_interaction(x_BxFxD)], axis=1))
 
 
 def _projections(widths: Mapping[str, int], dim: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Dict:
-  """Returns linear maps to width `dim` of the vectors that have another one."""
+  """Returns linear maps to width `dim` for the vectors of another width."""
   linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
   return nnx.Dict({name: linear(width, dim) for name, width in widths.items() if width != dim})
 
@@ -137,14 +132,12 @@ class DCNV2(Ranker):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    tables, inputs, head, dtype: as for `DLRM`; tables are of any width.
     rank: of the cross layers' matrices; 0 for full matrices.
-    deep: widths of the deep network.
+    deep: widths of the deep network, which has `dropout`.
     structure: "parallel" concatenates both outputs before the logit, "stacked" feeds the cross
       network's output to the deep one.
-    dropout: rate, after the deep network's layers.
     bottom: widths of an MLP on the dense features before they meet the others, as in MLPerf's
-      DLRM-DCNv2; none leaves them as they are.
+      DLRM-DCNv2; () leaves it out.
   """
 
   def __init__(
@@ -162,53 +155,47 @@ class DCNV2(Ranker):
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    if structure not in ("parallel", "stacked"):
-      raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
     self.embed, self.inputs, self.dtype = tables, inputs, dtype
-    of_dtype = {"dtype": dtype, "rngs": rngs}
-    self.bottom = layers.MLP(inputs.num_dense, bottom, **of_dtype) if bottom else None
+    self.is_stacked = structure == "stacked"
+    options: Any = {"dtype": dtype, "rngs": rngs}
+    self.bottom = layers.MLP(inputs.num_dense, bottom, **options) if bottom else None
     self.names = tuple(inputs.widths)
     width = sum(inputs.widths.values()) + (bottom[-1] if bottom else inputs.num_dense)
-    self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
-    self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
-    self.structure = structure
-    both = self.deep.out_features + (width if structure == "parallel" else 0)
-    self.head = head(both, rngs=rngs)
+    self.cross = layers.Cross(width, cross_layers, rank=rank, **options)
+    self.deep = layers.MLP(width, deep, dropout=dropout, **options)
+    self.head = head(self.deep.out_features + (0 if self.is_stacked else width), rngs=rngs)
 
-  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
-    dense = dense if self.bottom is None else self.bottom(dense)
-    parts = [*(activations[name] for name in self.names), dense]
+  def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
+    numbers = dense_BxK if self.bottom is None else self.bottom(dense_BxK)
+    parts = [*(vectors[name] for name in self.names), numbers]
     x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
     crossed = self.cross(x)
-    if self.structure == "stacked":
+    if self.is_stacked:
       return self.deep(crossed)
     return jnp.concatenate([crossed, self.deep(x)], axis=1)
 
 
-class WideDeep(Ranker):
-  """Cheng et al. 2016: adds an MLP to the linear model of `inputs`. With pairs, DeepFM.
+class DeepFM(Ranker):
+  """Guo et al. 2017: a factorization machine and an MLP of the same vectors.
 
-  `logits = sum_f w[f] + W dense + head(MLP([vectors, dense]))`, w[f] the first-order weights of the
-  ids of feature f. Declared crosses are features as well.
-
-  DeepFM (Guo et al. 2017, equations 2 to 4) adds the dot products of all pairs of vectors, as
-  `sum_d p[d] ((sum_f v[f, d])^2 - sum_f v[f, d]^2) / 2`. A dense feature's vector is a learned one
-  times the number. p is 1 at first, as in the paper, and learned, so that each output has its own
-  (He and Chua 2017, "Neural Factorization Machines", equation 4).
+  `logits = linear + p · pairs + head(MLP([vectors, dense]))`, with the linear model of `inputs` and
+  the dot products of all pairs `((sum_f v[f])^2 - sum_f v[f]^2) / 2` (equations 2 to
+  4). A dense feature's vector is a learned one times the number. p is 1 at first, as in the paper,
+  and learned, so that each output has its own (He and Chua 2017, "Neural Factorization Machines",
+  equation 4).
 
   Args:
-    tables, inputs, dropout, head, dtype: as for `DLRM`.
-    deep: widths of the MLP.
-    pairs: the width D to which vectors are projected where theirs is another one; 0 for no pairs.
+    dim: D; vectors of another width are projected to it for the pairs.
+    deep: widths of the MLP, which has `dropout`.
   """
 
   def __init__(
     self,
     tables: embed.SparseEmbed,
     inputs: layers.Inputs,
+    dim: int,
     *,
     deep: Sequence[int],
-    pairs: int,
     dropout: float,
     head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
@@ -218,29 +205,34 @@ class WideDeep(Ranker):
     width = sum(inputs.widths.values()) + num_dense
     self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-    self.projections = _projections(inputs.widths if pairs else {}, pairs, dtype, rngs)
+    self.projections = _projections(inputs.widths, dim, dtype, rngs)
     small, ones = nnx.initializers.normal(0.01), nnx.initializers.ones
-    self.numbers = linear(num_dense, pairs, kernel_init=small) if pairs and num_dense else None
-    self.pairs = linear(pairs, inputs.linear, kernel_init=ones) if pairs else None
+    self.numbers = linear(num_dense, dim, kernel_init=small) if num_dense else None
+    self.pairs = linear(dim, inputs.linear, kernel_init=ones)
     self.head = head(self.deep.out_features, rngs=rngs)
 
-  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
-    outputs = super().outputs(activations, dense)
-    if self.pairs is None:
-      return outputs
-    vectors = [_projected(self.projections, n, x) for n, x in activations.items()]
-    total, squares = sum(vectors), sum(map(jnp.square, vectors))
+  def outputs(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
+    logits_BxO = super().outputs(vectors, dense_BxK)
+    projected = [_projected(self.projections, name, x_BxD) for name, x_BxD in vectors.items()]
+    total_BxD, squares_BxD = sum(projected), sum(map(jnp.square, projected))
     if self.numbers is not None:
-      total += self.numbers(dense)
-      squares += jnp.square(dense) @ jnp.square(self.numbers.kernel[...])
-    return outputs + self.pairs((jnp.square(total) - squares) / 2)
+      total_BxD += self.numbers(dense_BxK)
+      squares_BxD += jnp.square(dense_BxK) @ jnp.square(self.numbers.kernel[...])
+    return logits_BxO + self.pairs((jnp.square(total_BxD) - squares_BxD) / 2)
 
-  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
-    parts = [*activations.values(), dense]
+  def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
+    parts = [*vectors.values(), dense_BxK]
     return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
 
 
-MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm")
+MODELS: dict[str, Any] = {"dlrm": DLRM, "dcnv2": DCNV2, "deepfm": DeepFM}
+CHOICES: dict[str, Any] = {  # the known values by setting
+  "model": MODELS,
+  "dense_optimizer": ("adamw", "adagrad"),
+  "dcnv2.structure": ("parallel", "stacked"),
+  "tasks.structure": tasks.STRUCTURES,
+  "history.model": histories_lib.MODELS,
+}
 
 
 def build_model(
@@ -253,12 +245,11 @@ def build_model(
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  if config.model not in MODELS:
-    raise UserError(f"unknown model {config.model!r}: choose {', '.join(MODELS)}")
-  is_wide = config.linear or config.model in ("wide_deep", "deepfm")
-  more = tasks.num_outputs(data.labels) if is_wide else 0  # columns of first-order weights
+  name = config.model
+  # First-order weights are more columns of the tables.
+  linear = tasks.num_outputs(data.labels) if config.linear or name == "deepfm" else 0
   features = features_lib.feature_configs(
-    [dataclasses.replace(each, dim=(each.dim or config.dim) + more) for each in data.features],
+    [dataclasses.replace(f, dim=(f.dim or config.dim) + linear) for f in data.features],
     config.dim,
     initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),
@@ -266,25 +257,20 @@ def build_model(
     positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
-  of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+  options: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
-  head = tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"])
-  common: Any = {"tables": tables, "head": head, "dropout": config.dropout, **of_dtype}
-  common["inputs"] = layers.Inputs(
+  sizes = {**config[name]} | ({} if name == "dcnv2" else {"dim": config.dim})
+  widths = sizes["top" if name == "dlrm" else "deep"]
+  expert = widths[-1] if widths else config.dim
+  vectors: Any = {"dim": config.dim, "vectors": data.vectors, "linear": linear}
+  model: Ranker = MODELS[name](
     tables,
-    data.numbers,
-    dim=config.dim,
-    vectors=data.vectors,
-    linear=more,
-    **of_dtype,
+    layers.Inputs(tables, data.numbers, **vectors, **options),
+    **sizes,
+    head=tasks.head(config, data.labels, expert=expert, dtype=options["dtype"]),
+    dropout=config.dropout,
+    **options,
   )
-  if config.model == "dlrm":
-    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
-  elif config.model == "dcnv2":
-    model = DCNV2(**common, **config.dcnv2)
-  else:
-    pairs = config.dim if config.model == "deepfm" else 0
-    model = WideDeep(**common, **config.wide_deep, pairs=pairs)
-  widths = {name: feature.table.dim for name, feature in features.items()}
-  model.histories = histories_lib.make(config, data.features, widths, **of_dtype, wide=more)
+  by_name = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, by_name, **options, linear=linear)
   return model

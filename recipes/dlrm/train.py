@@ -18,13 +18,13 @@ from .. import checkpoints, log, warm_start
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
-from ..errors import UserError, from_settings
+from ..errors import from_settings
 from ..evaluation import groups
 from ..results import check_select, scalars
 from ..training import build
 from . import data as data_lib
-from . import histories, tasks
-from .model import build_model
+from . import tasks
+from .model import CHOICES, build_model
 
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
 
@@ -158,7 +158,8 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  histories.check(config)
+  for setting, known in CHOICES.items():
+    build.check_choice(setting, config_lib.value(config, setting), known)
 
 
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
@@ -189,10 +190,7 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    rate, (b1, b2) = build.schedule(config, config.learning_rate), config.adam_betas
-    return optax.adamw(rate, b1, b2, weight_decay=config.weight_decay)
-  if config.dense_optimizer == "adagrad":
-    rate = build.schedule(config, config.learning_rate)
-    # torch adds its epsilon to the root, optax under it.
-    return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
-  raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
+    return build.dense_optimizer(config)
+  rate = build.schedule(config, config.learning_rate)
+  # torch adds its epsilon to the root, optax under it.
+  return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)

@@ -33,7 +33,6 @@ DATA_SETS = Registry(
   prefix="sequences-",
 )
 Batch = dict[str, np.ndarray]
-_TRIES = 8  # to draw negatives that are not in the row
 _ROWS = 4096  # that are looked at at once
 _HIDDEN = 0.2  # share of a sequence that BERT4Rec hides, as in the authors' `gen_data_fin.py`
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
@@ -243,10 +242,9 @@ class TrainBatches:
 
   A batch is the packed columns and
     for bert4rec `where`, `targets`, and `items` without the hidden ones; see `masked`;
-    for a loss with samples `negatives` int32, drawn with replacement, and `log_expected` float32,
-      the log of how often each was expected to be drawn. Shared, they are `[number]`, the same for
-      all positions of the global batch, of which a host has its part; else `[rows, positions,
-      number]`, none of them in the row where that can be had.
+    for a loss with samples `negatives` int32 `[number]`, drawn with replacement for all positions
+      of the global batch, and `log_expected` float32 `[number]`, the log of how often each was
+      expected to be drawn; a host has its part of both.
 
   Everything is a function of the seed and the number. Draws are made for the global batch and cut,
   so that they do not depend on how many hosts there are.
@@ -271,7 +269,7 @@ class TrainBatches:
     self._hides = config.model == "bert4rec"
     if self._hides:
       self._most_hidden = most_hidden(data.packed)
-    self._num_items, self._shared = data.num_items, config.negatives.shared
+    self._num_items = data.num_items
     self._negatives = 0 if config.loss == "softmax" else config.negatives.number
 
   def __len__(self) -> int:
@@ -283,33 +281,14 @@ class TrainBatches:
       order = draw.random((self._batch_size, batch["items"].shape[1]))[self._part]
       batch = masked(batch, order, self._most_hidden)
     if self._negatives:
-      negatives = self._draw_shared(draw) if self._shared else self._draw_unseen(draw, batch)
+      negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
+      first, last = (
+        self._negatives * row // self._batch_size for row in (self._part.start, self._part.stop)
+      )
+      negatives = negatives[first:last]
       log_expected = np.full(negatives.shape, np.log(self._negatives / self._num_items), np.float32)
       batch = batch | {"negatives": negatives, "log_expected": log_expected}
     return batch
-
-  def _draw(self, draw: np.random.Generator, shape: Any) -> np.ndarray:
-    return (draw.random(shape) * self._num_items).astype(np.int32)
-
-  def _draw_shared(self, draw: np.random.Generator) -> np.ndarray:
-    first, last = (
-      self._negatives * row // self._batch_size for row in (self._part.start, self._part.stop)
-    )
-    return self._draw(draw, self._negatives)[first:last]
-
-  def _draw_unseen(self, draw: np.random.Generator, batch: Batch) -> np.ndarray:
-    row = np.arange(len(batch["items"])) * self._num_items
-    seen = np.concatenate([batch["items"], batch["targets"]], axis=1)
-    seen = np.unique((row[:, None] + seen)[seen >= 0])
-    shape = (self._batch_size, batch["targets"].shape[1], self._negatives)
-    # Drawn for all hosts every time, so that the draws of one do not depend on another's.
-    negatives = self._draw(draw, shape)[self._part]
-    for _ in range(_TRIES):
-      bad = np.isin(row[:, None, None] + negatives, seen)
-      if not bad.any():
-        break
-      negatives = np.where(bad, self._draw(draw, shape)[self._part], negatives)
-    return negatives
 
   def __repr__(self) -> str:
     return f"TrainBatches({self._rows!r}, negatives={self._negatives})"

@@ -21,16 +21,13 @@ DEFAULTS: dict[str, Any] = {
   # Scores of sasrec and hstu are cosines, divided by this; 0 leaves them dot products. HSTU's
   # authors have 0.05.
   "temperature": 0.0,
-  "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
+  "loss": "sampled_softmax",  # or "softmax", over all items
   "negatives": {
     "number": 256,  # drawn for a batch
-    "shared": True,  # whether all targets of a batch have the same
-    "logq": True,  # whether the sampled softmax corrects for how often they are drawn
-    "calibration": 0.75,  # of gbce
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
-    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "sharding": "mod",  # a strategy of embed, for all tables
     "init_scale": 0.02,  # standard deviation of new rows
     "learning_rate": 1e-2,  # of the rows
     "weight_decay": 0.0,  # of the rows of a batch

@@ -1,11 +1,10 @@
 """SASRec, BERT4Rec and HSTU: three encoders between the same item table and itself.
 
-B is rows, L columns of a row, D the width, H heads, N items, K samples. A row may hold several
-sequences side by side (see `recipes.packing`): `segments` int `[B, L]` says which is
-where, -1 being padding. No output depends on another segment or on padding.
+B is rows, L columns of a row, D the width, N items, K samples. A row may hold several sequences
+side by side (see `recipes.packing`): `segments` int `[B, L]` numbers them, -1 being padding. No
+output depends on another segment or on padding.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,69 +18,72 @@ import embed
 from ..training import build
 from ..training.hstu import HSTUBlock
 from ..training.layers import inverse_length, linear
-from ..training.transformer import BERT4RecBlock, SASRecBlock, TransformerBlock
+from ..training.transformer import BERT4RecBlock, SASRecBlock
 
 ITEM = "item"  # the table's name
+MODELS = ("sasrec", "bert4rec", "hstu")
 
 
-def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
-  """Returns which columns each column may look at, bool `[B, L, L]`: the ones of its own segment.
+def visible(segments_BxL: jax.Array, *, causal: bool) -> jax.Array:
+  """Returns the columns that each column attends to, bool `[B, L, L]`: those of its own segment.
 
   If causal, only itself and the columns before it.
   """
-  mask = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
+  mask_BxLxL = segments_BxL[:, :, None] == segments_BxL[:, None, :]
+  mask_BxLxL &= (segments_BxL >= 0)[:, None, :]
   if causal:
-    places = jnp.arange(segments.shape[1])
-    mask &= places[:, None] >= places
-  return mask
+    places_L = jnp.arange(segments_BxL.shape[1])
+    mask_BxLxL &= places_L[:, None] >= places_L
+  return mask_BxLxL
 
 
-BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hstu": HSTUBlock}
+def make_block(config, *, rngs: nnx.Rngs) -> Any:
+  """Returns a block of the encoder that `config.model` names."""
+  dim, heads = config.dim, config.heads
+  options: Any = {"dropout": config.dropout, "dtype": build.dtype(config, "dtype"), "rngs": rngs}
+  if config.model == "sasrec":
+    return SASRecBlock(dim, heads, residual=config.residual, init=config.init, **options)
+  if config.model == "bert4rec":
+    return BERT4RecBlock(dim, heads, init=config.init, **options)
+  return HSTUBlock(dim, heads, config.max_length, buckets=config.time_buckets, **options)
 
 
 class Encoder(nnx.Module):
-  """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`.
+  """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
-  `times` int32 `[B, L]`, in seconds, are for HSTU with `time_buckets`. With `where` int `[B, W]`,
-  the result is `[B, W, D]`, of these columns.
-  """
-
-  def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
-    dim, heads = config.dim, config.heads
-    block = block or BLOCKS[config.model]
-    options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
-    make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
-    if issubclass(block, TransformerBlock):
-      make = functools.partial(make, init=config.init)
-    if issubclass(block, SASRecBlock):
-      make = functools.partial(make, residual=config.residual)
-    if block is HSTUBlock:
-      make = functools.partial(make, buckets=config.time_buckets)
-    self.causal = block.causal
-    self.blocks = nnx.List([make(**options) for _ in range(config.blocks)])
-    self.norm = nnx.LayerNorm(dim, **options) if block.normed else None
+  def __init__(self, config, *, rngs: nnx.Rngs):
+    self.blocks = nnx.List([make_block(config, rngs=rngs) for _ in range(config.blocks)])
+    self.causal, dtype = config.model != "bert4rec", build.dtype(config, "dtype")
+    has_norm = self.blocks[0].normed
+    self.norm = nnx.LayerNorm(config.dim, dtype=dtype, rngs=rngs) if has_norm else None
 
   def __call__(
     self,
-    x: jax.Array,
-    segments: jax.Array,
-    times: jax.Array | None = None,
-    where: jax.Array | None = None,
+    x_BxLxD: jax.Array,
+    segments_BxL: jax.Array,
+    times_BxL: jax.Array | None = None,
+    where_BxW: jax.Array | None = None,
   ) -> jax.Array:
-    mask = visible(segments, causal=self.causal)
+    """Returns `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
+
+    Args:
+      times_BxL: int32, in seconds, for HSTU with `time_buckets`.
+    """
+    x, where = x_BxLxD, where_BxW
+    mask_BxLxL = visible(segments_BxL, causal=self.causal)
     for number, block in enumerate(self.blocks, 1):
       if isinstance(block, HSTUBlock):
-        x = block(x, mask, times=times)
+        x = block(x, mask_BxLxL, times_BxL=times_BxL)
       elif where is None or number < len(self.blocks):
-        x = block(x, mask)
+        x = block(x, mask_BxLxL)
       else:  # the last one computes no other columns
-        x, where = block(_columns(x, where), _columns(mask, where), x), None
+        x, where = block(_columns(x, where), _columns(mask_BxLxL, where), x), None
     x = x if where is None else _columns(x, where)
     return x if self.norm is None else self.norm(x)
 
 
-def _columns(x: jax.Array, where: jax.Array) -> jax.Array:
-  return jnp.take_along_axis(x, where[..., None], axis=1)
+def _columns(x: jax.Array, where_BxW: jax.Array) -> jax.Array:
+  return jnp.take_along_axis(x, where_BxW[..., None], axis=1)
 
 
 class Projection(nnx.Module):
@@ -105,9 +107,7 @@ class SequenceModel(nnx.Module):
 
   Args:
     tables: of the items, `ITEM`.
-    encoder: between lookup and scores.
-    config: of the run. L of the longest row is `max_length`, the number of learned positions; the
-      computation is of `dtype`, outputs and scores are float32.
+    encoder: between lookup and scores. It computes in `dtype`; outputs and scores are float32.
   """
 
   def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
@@ -124,44 +124,48 @@ class SequenceModel(nnx.Module):
     options: dict[str, Any] = {"init": config.init, "dtype": self.dtype, "rngs": rngs}
     self.projection = None if encoder.causal else Projection(dim, **options)
 
-  def __call__(self, batch: Mapping[str, jax.Array], where: jax.Array | None = None) -> jax.Array:
-    """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
+  def __call__(
+    self, batch: Mapping[str, jax.Array], where_BxW: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns the encoder's outputs `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
 
-    With `where` int `[B, W]`, those of these columns, `[B, W, D]`.
-    HSTU with `time_buckets` also needs `times` int32 `[B, L]`, in seconds.
-    An item of -1 within a segment is a hidden one.
+    Args:
+      batch: `items`, `segments` and `positions`, `[B, L]`, and `times` for HSTU with
+        `time_buckets`. An item of -1 within a segment is a hidden one.
     """
-    items, segments = batch["items"], batch["segments"]
-    x = self.vectors(items)
+    items_BxL, segments_BxL = batch["items"], batch["segments"]
+    x_BxLxD = self.vectors(items_BxL)
     if self.hidden is not None:
-      x = x[..., :-1]  # without the item's bias
-      x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
-    x = x * self.scale + self.positions[...][batch["positions"]]
+      x_BxLxD = x_BxLxD[..., :-1]  # without the item's bias
+      is_hidden_BxL = (items_BxL < 0) & (segments_BxL >= 0)
+      x_BxLxD = jnp.where(is_hidden_BxL[..., None], self.hidden[...], x_BxLxD)
+    x_BxLxD = x_BxLxD * self.scale + self.positions[...][batch["positions"]]
     if self.norm is not None:
-      x = self.norm(x)
-    x = self.dropout(x.astype(self.dtype))
-    return self.encoder(x, segments, batch.get("times"), where).astype(jnp.float32)
+      x_BxLxD = self.norm(x_BxLxD)
+    x_BxLxD = self.dropout(x_BxLxD.astype(self.dtype))
+    outputs = self.encoder(x_BxLxD, segments_BxL, batch.get("times"), where_BxW)
+    return outputs.astype(jnp.float32)
 
   def vectors(self, items: jax.Array) -> jax.Array:
-    """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
+    """Returns the vectors of items, float32 `[..., D]`; 0 for those that are negative."""
     return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
 
   def queries(self, outputs: jax.Array) -> jax.Array:
-    """Returns what candidates are multiplied with, of the encoder's outputs `[..., D]`."""
+    """Returns the queries, which candidates are multiplied with, of outputs `[..., D]`."""
     if self.temperature:
       return outputs * inverse_length(outputs) / self.temperature
     return outputs if self.projection is None else self.projection(outputs)
 
   def candidates(self, rows: jax.Array) -> jax.Array:
-    """Returns what queries are multiplied with, of rows of the item table `[..., D]`."""
+    """Returns the candidates, which queries are multiplied with, of item rows `[..., D]`."""
     if not self.temperature:
       return rows
     rows = rows.astype(jnp.float32)
     return rows * inverse_length(rows)
 
-  def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
+  def scores(self, queries: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
-    scores = self.embed.attend(hidden, ITEM, candidates)
+    scores = self.embed.attend(queries, ITEM, candidates)
     if not self.temperature:
       return scores
     ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from .. import cache, files
-from ..errors import UserError
 from ..evaluation.metrics import RankingMetrics, ranking_names
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
@@ -21,15 +20,7 @@ _CHUNK = 1_000
 
 
 def settings(config) -> dict[str, Any]:
-  """Returns everything the prepared columns depend on.
-
-  Raises:
-    ValueError: there are too few items to never repeat one, or the noise is not a probability.
-  """
-  if config.num_items < 2 * _LONGEST:
-    raise UserError(f"num_items must be at least {2 * _LONGEST}, got {config.num_items}")
-  if not 0 < config.noise < 1:
-    raise UserError(f"noise must be between 0 and 1, got {config.noise}")
+  """Returns everything the prepared columns depend on."""
   return {
     "format": 1,
     "users": config.num_users,
@@ -69,7 +60,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class Process:
-  """The chain: `successors` int `[N, 8]`, the likeliest first, and their probabilities `[8]`."""
+  """The chain; `successors` int `[N, 8]` has the likeliest first."""
 
   def __init__(self, size: int, noise: float, seed: int):
     generator = np.random.default_rng((seed, 0))
@@ -83,7 +74,7 @@ class Process:
     self._size = size
 
   def draw(self, generator: np.random.Generator, users: int) -> list[np.ndarray]:
-    """Returns that many sequences, int32."""
+    """Returns a sequence for each user, int32."""
     lengths = np.minimum(_SHORTEST + generator.poisson(_MEAN_MORE, users), _LONGEST)
     drawn = np.full((users, _LONGEST), -1, np.int32)
     drawn[:, 0] = generator.integers(0, self._size, users)
@@ -103,7 +94,7 @@ class Process:
     return np.where(which < _SUCCESSORS, successor, anything)
 
   def best(self, history: np.ndarray, k: int) -> np.ndarray:
-    """Returns the k likeliest items after a history, none of which is in it."""
+    """Returns the k likeliest items after a history, none of them in it."""
     likely = self.successors[history[-1]]
     anything = np.arange(k + len(likely) + len(history))  # equally likely: the lowest ids will do
     ranked = np.concatenate([likely, anything[~np.isin(anything, likely)]])

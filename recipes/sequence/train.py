@@ -14,7 +14,7 @@ from .. import checkpoints, log, warm_start
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
-from ..errors import UserError, from_settings
+from ..errors import from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..results import check_select, scalars
@@ -23,14 +23,12 @@ from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
 
-_CHOICES = {
-  "model": tuple(model_lib.BLOCKS),
-  "loss": ("softmax", "sampled_softmax", "bce", "gbce"),
-  "positions": ("end", "start"),
+CHOICES = {  # the known values by setting
+  "model": model_lib.MODELS,
+  "loss": ("softmax", "sampled_softmax"),
   "residual": ("input", "norm"),
   "init": tuple(layers.INITIALIZERS),
 }
-_OF_MODELS = {"time_buckets": ("hstu",), "temperature": ("sasrec", "hstu")}
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -91,8 +89,8 @@ def make_train_step(
 
   Every scalar that it returns is logged, as its mean since the last line.
   """
-  del mesh
-  loss_fn = loss_function(config, data.num_items)
+  del data, mesh
+  loss_fn = loss_function(config)
 
   def train_step(model, optimizer, batch):
     with jax.named_scope("dense"):
@@ -104,31 +102,22 @@ def make_train_step(
   return train_step
 
 
-def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
+def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> loss`, the mean of `config.loss` over the targets of a batch.
 
-  All but "softmax" look up the rows of the targets and the samples only.
+  The sampled softmax looks up the rows of the targets and the samples only.
   """
-  beta, negatives = 1.0, config.negatives
-  if config.loss == "gbce":
-    beta = losses.gbce_beta(negatives.number, num_items, negatives.calibration)
 
   def loss_fn(model, batch) -> jax.Array:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
-      costs = losses.cross_entropy(model.scores(hidden), targets)
+      by_target = losses.cross_entropy(model.scores(hidden), targets)
     else:
-      costs = _sampled(model, hidden, targets, batch)
-    return losses.mean(costs, targets >= 0)
-
-  def _sampled(model, hidden, targets, batch) -> jax.Array:
-    positive = model.scores(hidden, targets[..., None])[..., 0]
-    negative = model.scores(hidden, batch["negatives"])
-    hits = targets[..., None] == batch["negatives"]
-    if config.loss == "sampled_softmax":
-      correction = batch["log_expected"] if negatives.logq else None
-      return losses.sampled_softmax(positive, negative, hits, correction)
-    return losses.generalized_bce(positive, negative, hits, beta=beta)
+      positive = model.scores(hidden, targets[..., None])[..., 0]
+      negative = model.scores(hidden, batch["negatives"])
+      hits = targets[..., None] == batch["negatives"]
+      by_target = losses.sampled_softmax(positive, negative, hits, batch["log_expected"])
+    return losses.mean(by_target, targets >= 0)
 
   return loss_fn
 
@@ -181,16 +170,11 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  for name, known in _CHOICES.items():
-    if config[name] not in known:
-      raise UserError(f"unknown {name} {config[name]!r}: choose one of {tuple(known)}")
-  for name, models in _OF_MODELS.items():
-    if config[name] and config.model not in models:
-      raise UserError(f"config.{name} is for the models {', '.join(models)}: leave it out")
+  for setting, known in CHOICES.items():
+    build.check_choice(setting, config[setting], known)
   config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})
-  if config.loss != "softmax" and config.negatives.shared:
     mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 

@@ -1,4 +1,4 @@
-"""HSTU's block, one for every model with sequences.
+"""HSTU's block, for every model with sequences.
 
 B is rows, L columns of a row, D the width, H heads.
 """
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..errors import UserError
 from . import layers
 
 _BASE = 0.301  # of the logarithm of buckets of time, as in the authors' code: exp(0.301) = 1.35
@@ -23,23 +22,14 @@ class HSTUBlock(nnx.Module):
       U, V, Q, K = silu(W norm(x))
       y = x + W' dropout(norm(silu(Q K^T + bias) / length V) * U)
 
-  The bias is the same for all heads. It is the sum of one learned number for the distance of
-  columns, and one for the time between them (see `time_buckets`); each is optional.
+  The bias, one for all heads, sums a learned number for the distance of two columns and one for the
+  time between them; either is optional.
 
   Args:
-    dim: D.
-    heads: H; it divides D.
-    length: what attention is divided by, and the number of distances.
-    dropout: rate, after the gate.
+    dim: D, a multiple of the number of heads.
+    length: the divisor of the attention, and the number of distances.
     distances: whether there is a bias of distance.
-    buckets: of the bias of time; 0 has none.
-    dtype: of the computation; parameters are float32.
-    rngs: draws parameters and dropout.
-
-  >>> block = HSTUBlock(8, 2, 16, dropout=0.0, buckets=4, rngs=nnx.Rngs(0))
-  >>> causal = jnp.tril(jnp.ones((3, 5, 5), bool))
-  >>> block(jnp.ones((3, 5, 8)), causal, times=jnp.zeros((3, 5), jnp.int32)).shape
-  (3, 5, 8)
+    buckets: of the bias of time; 0 leaves it out.
   """
 
   causal, normed = True, True  # the encoder ends with a norm
@@ -67,41 +57,38 @@ class HSTUBlock(nnx.Module):
 
   def __call__(
     self,
-    x: jax.Array,
-    mask: jax.Array,
-    memory: jax.Array | None = None,
+    x_BxLxD: jax.Array,
+    mask_BxLxM: jax.Array,
+    memory_BxMxD: jax.Array | None = None,
     *,
-    times: jax.Array | None = None,
+    times_BxL: jax.Array | None = None,
   ) -> jax.Array:
     """Returns `[B, L, D]`.
 
     Args:
-      x: `[B, L, D]`.
-      mask: bool `[B, L, L]`, whether a column (the second axis) looks at another (the third).
-      memory: `[B, M, D]`, the columns that those of `x` look at, in a block without biases; None is
-        `x` itself.
-      times: int32 `[B, L]`, in seconds, for the bias of time.
-
-    Raises:
-      UserError: the block has a bias of times, and gets none.
+      mask_BxLxM: True where a column (the second axis) attends to another (the third).
+      memory_BxMxD: the columns to attend to, in a block without biases; None is the input itself.
+      times_BxL: int32, in seconds, for the bias of time.
     """
-    if self.time_bias is not None and times is None:
-      raise UserError("hstu has a bias of times, and the data have none: leave the bias out")
     split = lambda x: layers.split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
-    gate, value, query, key = split(x)
-    if memory is not None:
-      _, value, _, key = split(memory)
-    scores = jnp.einsum("blhd,bmhd->bhlm", query, key)
-    take = lambda bias, index: bias[...].astype(scores.dtype)[index]
+    gate, value, query, key = split(x_BxLxD)
+    if memory_BxMxD is not None:
+      _, value, _, key = split(memory_BxMxD)
+    scores_BxHxLxM = jnp.einsum("blhd,bmhd->bhlm", query, key)
+    take = lambda bias, index: bias[...].astype(scores_BxHxLxM.dtype)[index]
     if self.bias is not None:
-      distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(key.shape[1])
-      scores += take(self.bias, jnp.clip(distance, 0, self.length - 1))  # the mask hides later ones
-    if self.time_bias is not None and times is not None:
-      between = times[:, :, None] - times[:, None]
-      scores += take(self.time_bias, time_buckets(between, len(self.time_bias)))[:, None]
-    weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
-    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value)
-    return x + self.out(self.dropout(self.norms[1](mixed.reshape(x.shape)) * gate.reshape(x.shape)))
+      distance_LxM = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+      # The mask hides later columns.
+      scores_BxHxLxM += take(self.bias, jnp.clip(distance_LxM, 0, self.length - 1))
+    if self.time_bias is not None:
+      assert times_BxL is not None
+      between_BxLxM = times_BxL[:, :, None] - times_BxL[:, None]
+      bucket_BxLxM = time_buckets(between_BxLxM, len(self.time_bias))
+      scores_BxHxLxM += take(self.time_bias, bucket_BxLxM)[:, None]
+    weights_BxHxLxM = jnp.where(mask_BxLxM[:, None], nnx.silu(scores_BxHxLxM), 0) / self.length
+    mixed_BxLxD = jnp.einsum("bhlm,bmhd->blhd", weights_BxHxLxM, value).reshape(x_BxLxD.shape)
+    gated_BxLxD = self.norms[1](mixed_BxLxD) * gate.reshape(x_BxLxD.shape)
+    return x_BxLxD + self.out(self.dropout(gated_BxLxD))
 
 
 def time_buckets(seconds: jax.Array, buckets: int) -> jax.Array:
@@ -112,8 +99,6 @@ def time_buckets(seconds: jax.Array, buckets: int) -> jax.Array:
 
   >>> time_buckets(jnp.array([0, 1, 2, -60, 3600, 86_400 * 365]), 64).tolist()
   [0, 0, 2, 13, 27, 57]
-  >>> time_buckets(jnp.array([3600]), 8).tolist()
-  [7]
   """
   apart = jnp.maximum(jnp.abs(seconds), 1).astype(jnp.float32)
   return jnp.minimum((jnp.log(apart) / _BASE).astype(jnp.int32), buckets - 1)

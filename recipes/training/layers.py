@@ -1,4 +1,7 @@
-"""Layers that the recipes' models share."""
+"""Layers that the recipes' models share.
+
+A name ends in the axes of its array: B is the batch, F the features, D the width of a vector.
+"""
 
 import functools
 import itertools
@@ -19,18 +22,18 @@ INITIALIZERS = {  # of `linear`, by the setting `init`
 
 
 class Inputs(nnx.Module):
-  """Returns vectors by name, numbers, and the logits of a linear model, for a model of clicks.
+  """The inputs of a click model: vectors by name, numbers, and the logits of a linear model.
 
   Args:
     tables: of single ids and bags.
-    numbers: the columns of `dense` that are no vector's.
-    dim: D, the width that vectors in `dense` are projected to.
-    vectors: by name, the first and past the last of their columns.
-    linear: O, the outputs of the linear model; 0 is none. The weights of an id are the last O
-      columns of its row.
+    numbers: the columns of `dense` that are numbers.
+    dim: the width that vectors in `dense` are projected to.
+    vectors: by name, the first and past the last of their columns in `dense`.
+    linear: O, the outputs of the linear model; 0 leaves it out. The first-order weights of an id
+      are the last O columns of its row.
 
   Attributes:
-    widths: of the vectors by name, in their order, without the weights.
+    widths: of the vectors by name, in their order, without first-order weights.
   """
 
   def __init__(
@@ -44,43 +47,42 @@ class Inputs(nnx.Module):
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    vectors = dict(vectors or {})
-    self._vectors = vectors
-    self._numbers, self.num_dense = tuple(numbers), len(numbers)
-    own = {name: each.table.dim - linear for name, each in tables.spec.features.items()}
-    self.widths, self.linear = own | dict.fromkeys(vectors, dim), linear
+    self._vectors, self._numbers = dict(vectors or {}), tuple(numbers)
+    self.num_dense, self.linear = len(numbers), linear
+    widths = {name: feature.table.dim - linear for name, feature in tables.spec.features.items()}
+    self.widths = widths | dict.fromkeys(self._vectors, dim)
     # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
     layer = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
     self.projections = nnx.Dict(
       {
         name: layer(stop - start, dim + linear, dtype=dtype)
-        for name, (start, stop) in vectors.items()
+        for name, (start, stop) in self._vectors.items()
       }
     )
     self.wide = layer(len(numbers), linear) if linear and len(numbers) else None
 
   def __call__(
-    self, activations: Mapping[str, jax.Array], dense: jax.Array
+    self, activations: Mapping[str, jax.Array], dense_BxK: jax.Array
   ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
-    """Returns vectors `[B, width]` by name, numbers `[B, num_dense]`, the linear model `[B, O]`.
+    """Returns vectors `[B, width]` by name, numbers `[B, num_dense]` and logits `[B, O]`.
 
     Args:
-      activations: what tables return, by feature.
-      dense: `[B, K]`.
+      activations: the outputs of the tables by feature.
+      dense_BxK: numbers and vectors side by side.
     """
     vectors = {name: activations[name] for name in self.widths if name in activations}
     for name, (start, stop) in self._vectors.items():
-      vectors[name] = self.projections[name](dense[:, start:stop])
-    dense = dense[:, np.array(self._numbers, int)] if self._vectors else dense
+      vectors[name] = self.projections[name](dense_BxK[:, start:stop])
+    numbers_BxN = dense_BxK[:, np.array(self._numbers, int)] if self._vectors else dense_BxK
     if not self.linear:
-      return vectors, dense, 0
-    sums: Any = 0 if self.wide is None else self.wide(dense)
-    sums += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
-    return {name: x[:, : -self.linear] for name, x in vectors.items()}, dense, sums
+      return vectors, numbers_BxN, 0
+    logits_BxO: Any = 0 if self.wide is None else self.wide(numbers_BxN)
+    logits_BxO += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
+    return {name: x[:, : -self.linear] for name, x in vectors.items()}, numbers_BxN, logits_BxO
 
 
 def inverse_length(x: jax.Array) -> jax.Array:
-  """Returns `1 / |x|`, `[..., 1]`, of vectors `[..., D]`; large and finite of zeros."""
+  """Returns `1 / |x|`, `[..., 1]`, of vectors `[..., D]`; large and finite for zeros."""
   # The constant is under the root: a query without any feature has no direction.
   return jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
 
@@ -88,7 +90,7 @@ def inverse_length(x: jax.Array) -> jax.Array:
 class MLP(nnx.Module):
   """Linear layers, each followed by ReLU and dropout; `[..., in_features]` to `[..., sizes[-1]]`.
 
-  No size at all makes it the identity. It computes in `dtype`; parameters are float32.
+  Without sizes it is the identity. It computes in `dtype`; parameters are float32.
   """
 
   def __init__(
@@ -118,13 +120,8 @@ class MLP(nnx.Module):
 class Cross(nnx.Module):
   """The cross network of DCN-V2: `x[l+1] = x[0] * (W[l] x[l] + b[l]) + x[l]`.
 
-  Wang et al. 2021, "DCN V2: Improved Deep & Cross Network", equations 1 and 2.
-
-  Args:
-    features: the width, of input and output: `[..., features]`.
-    num_layers: how often to cross; the output holds products of up to `num_layers + 1` inputs.
-    rank: None for full matrices W; a number for `W = U V` with that many columns in U.
-    dtype: of the computation.
+  Wang et al. 2021, "DCN V2: Improved Deep & Cross Network", equations 1 and 2. A rank above 0
+  factors each matrix, `W = U V` with that many columns in U.
   """
 
   def __init__(
@@ -132,7 +129,7 @@ class Cross(nnx.Module):
     features: int,
     num_layers: int,
     *,
-    rank: int | None = None,
+    rank: int = 0,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
@@ -152,7 +149,7 @@ class Cross(nnx.Module):
 def linear(
   features: int, out_features: int, dtype: Any, rngs: nnx.Rngs, init: str = "xavier"
 ) -> nnx.Linear:
-  """Returns a linear layer of attention, drawn as Glorot and Bengio 2010 do, or "normal"."""
+  """Returns a linear layer of attention with the initializer that `init` names."""
   initializer = INITIALIZERS[init]
   return nnx.Linear(features, out_features, kernel_init=initializer, dtype=dtype, rngs=rngs)
 
@@ -163,28 +160,26 @@ def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
 
 
 @jax.custom_vjp
-def dot_interaction(vectors: jax.Array) -> jax.Array:
+def dot_interaction(x_FxD: jax.Array) -> jax.Array:
   """Returns the dot products of all pairs of vectors: `[..., F, D]` to `[..., F * (F - 1) / 2]`."""
-  products = jnp.einsum("...fd,...gd->...fg", vectors, vectors)
-  return products[..., *np.tril_indices(vectors.shape[-2], k=-1)]
+  products_FxF = jnp.einsum("...fd,...gd->...fg", x_FxD, x_FxD)
+  return products_FxF[..., *np.tril_indices(x_FxD.shape[-2], k=-1)]
+
+
+def _interaction(x_FxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return dot_interaction(x_FxD), x_FxD
 
 
 # JAX's own rule scatters the gradients into lower triangles of matrices and multiplies those twice.
 # Gathered into symmetric matrices they are multiplied once; on CPU that takes a third of the time.
-
-
-def _interaction(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return dot_interaction(vectors), vectors
-
-
-def _interaction_grad(vectors: jax.Array, grads: jax.Array) -> tuple[jax.Array]:
-  """The gradient of vector f: the sum over g of the gradient of the pair {f, g} times vector g."""
-  count = vectors.shape[-2]
-  pairs = np.full((count, count), grads.shape[-1])  # the diagonal gets the padded zero
+def _interaction_grad(x_FxD: jax.Array, grads_P: jax.Array) -> tuple[jax.Array]:
+  """Sums, for vector f, the gradient of each pair {f, g} times vector g."""
+  count = x_FxD.shape[-2]
+  pairs = np.full((count, count), grads_P.shape[-1])  # the diagonal gets the padded zero
   rows, columns = np.tril_indices(count, k=-1)
   pairs[rows, columns] = pairs[columns, rows] = np.arange(len(rows))
-  padded = jnp.pad(grads, [(0, 0)] * (grads.ndim - 1) + [(0, 1)])
-  return (jnp.einsum("...fg,...gd->...fd", padded[..., pairs], vectors),)
+  padded = jnp.pad(grads_P, [(0, 0)] * (grads_P.ndim - 1) + [(0, 1)])
+  return (jnp.einsum("...fg,...gd->...fd", padded[..., pairs], x_FxD),)
 
 
 dot_interaction.defvjp(_interaction, _interaction_grad)

@@ -1,10 +1,11 @@
 """Blocks of softmax attention, for every model with sequences.
 
-B is rows, L columns of a row, D the width, H heads. A mask, bool `[B, L, L]`, says whether a column
-(the second axis) looks at another (the third).
+B is rows, L columns of a row, D the width, H heads. A mask, bool `[B, L, M]`, is True where a
+column (the second axis) attends to another (the third).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,50 +18,42 @@ _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not 
 
 
 class Attention(nnx.Module):
-  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32.
-
-  Queries are of `x`, keys and values of `memory` `[B, M, D]`, if there is one.
-  """
+  """Softmax attention, `[B, L, D]` to `[B, L, D]`; keys and values may come from a memory."""
 
   def __init__(
-    self,
-    dim: int,
-    heads: int,
-    *,
-    dropout: float,
-    init: str = "xavier",
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
+    self, dim: int, heads: int, *, dropout: float, init: str, dtype: Any, rngs: nnx.Rngs
   ):
     self.heads = heads
     self.qkv = linear(dim, 3 * dim, dtype, rngs)  # PyTorch's attention too keeps Xavier here
     self.out = linear(dim, dim, dtype, rngs, init)
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
-    query, key, value = split_heads(self.qkv(x), 3, self.heads)
-    if memory is not None:
-      _, key, value = split_heads(self.qkv(memory), 3, self.heads)
-    scores = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
-    scores = scores.astype(jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, _NEVER), axis=-1)
-    weights = self.dropout(weights).astype(value.dtype)
-    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value)
-    return self.out(mixed.reshape(x.shape))
+  def __call__(
+    self, x_BxLxD: jax.Array, mask_BxLxM: jax.Array, memory_BxMxD: jax.Array | None = None
+  ) -> jax.Array:
+    query, key, value = split_heads(self.qkv(x_BxLxD), 3, self.heads)
+    if memory_BxMxD is not None:
+      _, key, value = split_heads(self.qkv(memory_BxMxD), 3, self.heads)
+    scores_BxHxLxM = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
+    scores_BxHxLxM = scores_BxHxLxM.astype(jnp.float32)
+    weights_BxHxLxM = jax.nn.softmax(jnp.where(mask_BxLxM[:, None], scores_BxHxLxM, _NEVER))
+    weights_BxHxLxM = self.dropout(weights_BxHxLxM).astype(value.dtype)
+    mixed_BxLxHxD = jnp.einsum("bhlm,bmhd->blhd", weights_BxHxLxM, value)
+    return self.out(mixed_BxLxHxD.reshape(x_BxLxD.shape))
 
 
 class FeedForward(nnx.Module):
-  """Two linear layers on every position, with dropout after each."""
+  """Two linear layers at each position, each followed by dropout."""
 
   def __init__(
     self,
     dim: int,
     inner: int,
-    activation,
+    activation: Callable[[jax.Array], jax.Array],
     *,
     dropout: float,
-    init: str = "xavier",
-    dtype: Any = jnp.float32,
+    init: str,
+    dtype: Any,
     rngs: nnx.Rngs,
   ):
     self.inner = linear(dim, inner, dtype, rngs, init)
@@ -73,15 +66,18 @@ class FeedForward(nnx.Module):
 
 
 class TransformerBlock(nnx.Module):
-  """Attention and a feed-forward layer of an inner width, with a norm for each."""
+  """Attention and a feed-forward layer, each with a norm; `__call__` is the subclasses'."""
+
+  causal: bool
+  normed: bool  # whether an encoder ends with a norm
+  widening: int  # inner width of the feed-forward layer, in D
+  activation: Callable[[jax.Array], jax.Array]
 
   def __init__(
     self,
     dim: int,
     heads: int,
     *,
-    inner: int,
-    activation: Any,
     dropout: float,
     init: str = "xavier",
     dtype: Any = jnp.float32,
@@ -89,7 +85,7 @@ class TransformerBlock(nnx.Module):
   ):
     options: dict[str, Any] = {"dropout": dropout, "init": init, "dtype": dtype, "rngs": rngs}
     self.attention = Attention(dim, heads, **options)
-    self.forward = FeedForward(dim, inner, activation, **options)
+    self.forward = FeedForward(dim, self.widening * dim, type(self).activation, **options)
     self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
@@ -97,20 +93,18 @@ class TransformerBlock(nnx.Module):
 class SASRecBlock(TransformerBlock):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
 
-  The residual "norm" is the authors' code (github.com/kang205/SASRec), and that of its ports: what
-  follows a norm is added to its output, and keys and values are of what the norm is of.
+  The residual "norm" is the authors' code (github.com/kang205/SASRec) and its ports: a layer is
+  added to its normed input, and keys and values are made from the input before the norm.
   """
 
-  causal, normed = True, True  # the encoder ends with a norm
-  widening = 1
+  causal, normed, widening, activation = True, True, 1, staticmethod(nnx.relu)
 
-  def __init__(self, dim: int, heads: int, length: int, *, residual: str = "input", **options: Any):
-    del length
-    super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
-    self.is_of_norm = residual == "norm"
+  def __init__(self, dim: int, heads: int, *, residual: str = "input", **options: Any):
+    super().__init__(dim, heads, **options)
+    self.adds_to_norm = residual == "norm"
 
   def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
-    if self.is_of_norm:
+    if self.adds_to_norm:
       query = self.norms[0](x)
       x = self.norms[1](query + self.attention(query, mask, x if memory is None else memory))
       return x + self.forward(x)
@@ -122,11 +116,7 @@ class SASRecBlock(TransformerBlock):
 class BERT4RecBlock(TransformerBlock):
   """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
 
-  causal, normed = False, False
-
-  def __init__(self, dim: int, heads: int, length: int, **options: Any):
-    del length
-    super().__init__(dim, heads, inner=4 * dim, activation=nnx.gelu, **options)
+  causal, normed, widening, activation = False, False, 4, staticmethod(nnx.gelu)
 
   def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))

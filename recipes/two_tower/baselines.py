@@ -1,6 +1,5 @@
 """Baselines of two towers, ranked as the model is: popularity, item kNN and EASE."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -9,27 +8,24 @@ import scipy.sparse
 from ..evaluation import baselines
 from .data import RetrievalData
 
+_EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
+
 
 def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
   """Returns, by name, functions that fit a baseline and return its metrics."""
   histories, relevant = {}, {}
-  for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
+  for split, earlier in _EARLIER.items():
     users, relevant[split] = examples(data, split, config.examples)
     histories[split] = data.matrix(*earlier)[users]
 
-  repeated = lambda scores, start, stop: np.tile(scores, (stop - start, 1))
-
   def recent() -> dict[str, float]:
-    """Ranks by the column of popularity that the model's scores have, alone."""
+    """Ranks by the popularity that is added to the model's scores, alone."""
     metrics: dict[str, float] = {}
-    for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
-      values = baselines.ranking(
-        functools.partial(repeated, data.popularity(config.popularity.half_life, *earlier)),
-        relevant[split],
-        histories[split] if config.exclude_seen else None,
-        config.ks,
-        data.train_counts(),
-      )
+    for split, earlier in _EARLIER.items():
+      scores = data.popularity(config.popularity.half_life, *earlier)
+      seen = histories[split] if config.exclude_seen else None
+      ranked = lambda start, stop, scores=scores: np.tile(scores, (stop - start, 1))
+      values = baselines.ranking(ranked, relevant[split], seen, config.ks, data.train_counts())
       metrics |= {f"{split}_{name}": value for name, value in values.items()}
     return metrics
 
@@ -55,8 +51,7 @@ def examples(
   """
   if by == "users":
     return np.arange(data.num_users), data.matrix(split)
-  start, stop = data.splits[split]
-  items = np.asarray(data.columns["item"][start:stop])
-  pairs, shape = (np.arange(stop - start), items), (stop - start, data.num_items)
-  matrix = scipy.sparse.csr_matrix((np.ones(stop - start, np.float32), pairs), shape)
-  return np.asarray(data.columns["user"][start:stop]), matrix
+  items = np.asarray(data.columns["item"][slice(*data.splits[split])])
+  pairs, shape = (np.arange(len(items)), items), (len(items), data.num_items)
+  matrix = scipy.sparse.csr_matrix((np.ones(len(items), np.float32), pairs), shape)
+  return np.asarray(data.columns["user"][slice(*data.splits[split])]), matrix

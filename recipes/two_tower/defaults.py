@@ -12,27 +12,18 @@ DEFAULTS: dict[str, Any] = {
   "query_hidden": (),  # widths of the query tower's MLP; () makes it a weighted sum
   "candidate_hidden": (),  # of the candidate tower's
   "dropout": 0.0,  # rate in the query tower
-  "loss": "softmax",  # or "cosine_contrastive", whose negatives are the drawn ones alone
-  "cosine": {
-    "margin": 0.5,  # the cosine up to which a negative costs nothing
-    "weight": 100.0,  # of a query's negatives, all together
-  },
   "temperature": 0.1,  # that scores are divided by in the softmax
   "logq": 1.0,  # how much of the logQ correction; 0 is none
   "popularity": {
     "weight": 1.0,  # of the log popularity that is added to a score; 0 adds none
     "half_life": -1.0,  # as a share of the log; 0 is none; -1: chosen on validation, of timed logs
   },
-  "frequency": {
-    "buckets": 0,  # places to count items in; 0 is one for every item
-    "rate": 0.02,  # of the moving averages
-  },
   "negatives": {
     "number": 0,  # drawn for a batch from the whole catalogue, besides its own items
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
-    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "sharding": "mod",  # a strategy of embed, for all tables
     "init_scale": 0.1,  # standard deviation of new rows
     "learning_rate": 5e-3,  # of the rows
     "weight_decay": 0.0,  # of the rows of a batch

@@ -1,6 +1,6 @@
 """Two towers over one `SparseEmbed`, and the features of a data set that they read.
 
-B is the number of queries, C of candidates, D the width of tables and towers.
+B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
 
 import functools
@@ -22,15 +22,15 @@ from .losses import Frequency
 
 
 class Tower(nnx.Module):
-  """Turns the activations of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
+  """Turns the vectors of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
 
-  Vectors `[B, width]` that are no table's are projected to width D first, without a bias.
-  Without hidden layers the vector is the sum, each feature times a learned number; with them, an
-  MLP of the concatenation and a linear layer.
+  Vectors of a data set, `[B, width]`, are projected to width D first, without a bias. Without
+  hidden layers the result is the sum, each feature times a learned number; with them, an MLP of the
+  concatenation and a linear layer.
 
   Args:
     dim: D.
-    vectors: the widths of vectors by name.
+    vectors: the widths of a data set's vectors by name.
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
     dtype: of the computation; the result is float32.
@@ -60,12 +60,12 @@ class Tower(nnx.Module):
     activations = {**activations, **projected}
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:
-      x = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
+      x_BxD = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
     else:
       assert self.out is not None
-      x = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
-    x = x.astype(jnp.float32)
-    return x * layers.inverse_length(x)
+      x_BxD = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
+    x_BxD = x_BxD.astype(jnp.float32)
+    return x_BxD * layers.inverse_length(x_BxD)
 
 
 class TwoTower(nnx.Module):
@@ -76,45 +76,40 @@ class TwoTower(nnx.Module):
   """
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
-    self.embed, num_items = tables, data.num_items
-    chosen = lambda names, known: {n: width for n, width in known.items() if n in names}
+    self.embed = tables
+    tower = functools.partial(Tower, dim=config.dim, dtype=build.dtype(config, "dtype"), rngs=rngs)
     user, item = (
-      chosen(config.query, data.user_vectors), chosen(config.candidate, data.item_vectors)
+      {name: width for name, width in vectors.items() if name in names}
+      for vectors, names in (
+        (data.user_vectors, config.query), (data.item_vectors, config.candidate)
+      )
     )  # fmt: skip
     self._vectors = {"query": tuple(user), "candidate": tuple(item)}
-    tower = functools.partial(
-      Tower,
-      dim=config.dim,
-      dtype=build.dtype(config, "dtype"),
-      rngs=rngs,
-    )
     self.query_tower = tower(
       config.query, vectors=user, hidden=config.query_hidden, dropout=config.dropout
     )
     self.candidate_tower = tower(
       config.candidate, vectors=item, hidden=config.candidate_hidden, dropout=0.0
     )
-    self.frequency = Frequency(
-      config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
-    )
-    # Of a score, which is a cosine and is divided by the temperature in training alone. With it, an
-    # item that no batch has had counts by its popularity and features: its own row is noise.
+    self.frequency = Frequency(data.num_items)
+    # A score is a cosine, divided by the temperature in training alone. With popularity, an item
+    # that no batch has had counts by its popularity and features: its own row is noise.
     self.popularity = config.popularity.weight * config.temperature
-    # Whether counts tell which items have been trained: not those of a run before, or of hashes.
-    self._knows_items = bool(self.popularity) and not (config.init_from or config.frequency.buckets)
+    # The counts tell which items this run has trained, not an earlier one.
+    self._knows_items = bool(self.popularity) and not config.init_from
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
     inputs = {"query": query, "candidate": candidate}
     activations = self.embed(self.of_tables(inputs))
-    queries = self.query_tower({**query, **activations["query"]})
-    return queries, self.candidate_tower({**candidate, **activations["candidate"]})
+    queries_BxD = self.query_tower({**query, **activations["query"]})
+    return queries_BxD, self.candidate_tower({**candidate, **activations["candidate"]})
 
   def of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the inputs, by tower and name, without vectors."""
     return {
-      side: {name: x for name, x in each.items() if name not in self._vectors[side]}
-      for side, each in inputs.items()
+      side: {name: x for name, x in features.items() if name not in self._vectors[side]}
+      for side, features in inputs.items()
     }
 
   def queries(self, query: Any) -> jax.Array:
@@ -123,20 +118,20 @@ class TwoTower(nnx.Module):
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
     rows = self.embed.translate(self.of_tables({"query": query}))
-    vectors = self.query_tower({**query, **self.embed(rows)["query"]})
+    vectors_BxD = self.query_tower({**query, **self.embed(rows)["query"]})
     if not self.popularity:
-      return vectors
-    return jnp.pad(vectors, ((0, 0), (0, 1)), constant_values=self.popularity)
+      return vectors_BxD
+    return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
 
-  def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
-    """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
+  def candidates(self, candidate: Any, popularity_C: jax.Array) -> jax.Array:
+    """Returns `[C, D]`, or with log popularity `[C, D + 1]`; admits no raw ids."""
     if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
     rows = self.embed.translate(self.of_tables({"candidate": candidate}))
-    vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
+    vectors_CxD = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
     if not self.popularity:
-      return vectors
-    return jnp.concatenate([vectors, popularity[:, None]], axis=1)
+      return vectors_CxD
+    return jnp.concatenate([vectors_CxD, popularity_C[:, None]], axis=1)
 
 
 def build_model(
@@ -172,41 +167,39 @@ def with_all_features(config, data: RetrievalData) -> ConfigDict:
 def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.FeatureConfig]]:
   """Returns the features of both towers that the config names.
 
-  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
-  `item` and the item's features. Histories read the items' own table, or with
-  `config.share_history` False one of their own.
+  `config.query` may hold `user`, `history` and the user's features, `config.candidate` `item` and
+  the item's features. Histories read the items' own table, or with `config.share_history` False
+  one of their own.
 
   Raises:
-    ValueError: there is no such feature; names those that there are.
+    UserError: there is no such feature.
   """
-  initializer = build.table_initializer(config)
-  dtype = build.dtype(config, "table_dtype")
+  initializer, dtype = build.table_initializer(config), build.dtype(config, "table_dtype")
   table = functools.partial(
     embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
   )
-  config_of = embed.FeatureConfig
-  item = table(data.num_items, name="item")
-  history = item if config.share_history else table(data.num_items, name="history")
-  of = functools.partial(
+  declared = functools.partial(
     features_lib.feature_configs,
     dim=config.dim,
     initializer=initializer,
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=dtype,
   )
+  item, user = table(data.num_items, name="item"), table(data.num_users, name="user")
+  history = item if config.share_history else table(data.num_items, name="history")
   known = {
-    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
-    | of(data.user_features, prefix="user_"),
-    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
+    "query": {"user": embed.FeatureConfig(user), "history": embed.FeatureConfig(history)}
+    | declared(data.user_features, prefix="user_"),
+    "candidate": {"item": embed.FeatureConfig(item)} | declared(data.item_features, prefix="item_"),
   }
   chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
   vectors = {"query": data.user_vectors, "candidate": data.item_vectors}
-  for side, names in (("query", config.query), ("candidate", config.candidate)):
-    unknown = set(names) - set(known[side]) - set(vectors[side])
-    if unknown or not set(names) - set(vectors[side]):
+  for side, features in known.items():
+    names = set(config[side])
+    if names - set(features) - set(vectors[side]) or not names - set(vectors[side]):
       raise UserError(
-        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
-        + f", and vectors {sorted(vectors[side])}" * bool(vectors[side])
+        f"config.{side} is {tuple(config[side])}: choose some of {sorted(features)} of this data "
+        "set" + f", and vectors {sorted(vectors[side])}" * bool(vectors[side])
       )
-    chosen[side] = {name: known[side][name] for name in names if name in known[side]}
+    chosen[side] = {name: features[name] for name in config[side] if name in features}
   return chosen

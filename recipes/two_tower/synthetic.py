@@ -1,7 +1,7 @@
 """A catalogue with known groups, so that the best score anybody can reach is known.
 
-An item belongs to one group, and within it popularity follows a power law. A user likes the groups
-to different degrees, and draws items without repetition by `p(item | user)`, the like of the
+An item belongs to one group, in which popularity follows a power law. A user likes the groups to
+different degrees, and draws items without repetition by `p(item | user)`, the user's taste for the
 item's group times the item's share of it. Ranking by that probability itself is the bound.
 """
 
@@ -13,7 +13,6 @@ import numpy as np
 import scipy.sparse
 
 from .. import files
-from ..errors import UserError
 from ..evaluation import baselines
 from ..tables import splitting
 from ..tables.settings import SPLITS
@@ -38,14 +37,8 @@ def settings(config) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns; users have their favourite group, one in four wrong, items their tags.
-
-  Raises:
-    ValueError: there are fewer items than groups.
-  """
+  """Writes the columns; users have their favourite group, one in four wrong, items their tags."""
   users, items, groups = settings["users"], settings["items"], settings["groups"]
-  if items < groups:
-    raise UserError(f"{items} items cannot fill {groups} groups: lower --config.num_groups")
   draw = np.random.default_rng(settings["seed"])
   group = np.concatenate([np.arange(groups), draw.integers(0, groups, items - groups)])
   share = draw.permutation(np.arange(1.0, items + 1) ** -settings["zipf_exponent"])
@@ -54,7 +47,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   taste /= taste.sum(axis=1, keepdims=True)
   count = np.clip(draw.geometric(1 / settings["mean_items"], users) + 9, 10, items // 2)
 
-  who, what = [], []
+  user_parts, item_parts = [], []
   with files.progress("drawing users", users, "user") as bar:
     for start in range(0, users, _CHUNK):
       probability = taste[start : start + _CHUNK][:, group] * share
@@ -62,10 +55,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       keys = np.log(probability) + draw.gumbel(size=probability.shape)
       order = np.argsort(-keys, axis=1)
       for row, size in enumerate(count[start : start + _CHUNK]):
-        who.append(np.full(size, start + row))
-        what.append(order[row, :size])
+        user_parts.append(np.full(size, start + row))
+        item_parts.append(order[row, :size])
       bar.update(len(probability))
-  user, item = np.concatenate(who), np.concatenate(what)
+  user, item = np.concatenate(user_parts), np.concatenate(item_parts)
   split = splitting.per_user(user, 0.1, settings["seed"])
   pairs = {name: (user[split == i], item[split == i]) for i, name in enumerate(SPLITS)}
   favourite = np.where(
@@ -87,7 +80,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _tags(draw: np.random.Generator, group: np.ndarray, groups: int) -> np.ndarray:
-  """A bag of one to three tags: the first of the item's group, the rest of any."""
+  """Draws one to three tags for each item: the first is its group, the others any."""
   tags = draw.integers(0, groups, (len(group), 3)).astype(np.int32)
   tags[:, 0] = group
   tags[np.arange(3) > draw.integers(0, 3, (len(group), 1))] = -1
@@ -95,7 +88,7 @@ def _tags(draw: np.random.Generator, group: np.ndarray, groups: int) -> np.ndarr
 
 
 def _best(taste, share, group, pairs) -> dict[str, float]:
-  """The metrics of ranking by the probabilities that the items were drawn from."""
+  """Returns the metrics of ranking by the probabilities that the items were drawn from."""
   shape = (len(taste), len(share))
   matrix = {
     name: scipy.sparse.csr_matrix((np.ones(len(user)), (user, item)), shape)

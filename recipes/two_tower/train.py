@@ -27,8 +27,6 @@ from . import data as data_lib
 from . import losses
 from .model import TwoTower, build_model, with_all_features
 
-LOSSES = ("softmax", "cosine_contrastive")
-
 
 def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
@@ -115,40 +113,28 @@ def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
-  """Returns `(model, batch) -> loss`: the mean of `config.loss` over the whole batch.
+  """Returns `(model, batch) -> loss`: the mean sampled softmax over the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
   dtype = build.dtype(config, "dtype")
-  cosine = config.loss == "cosine_contrastive"
-
-  def scores(queries: jax.Array, candidates: jax.Array) -> jax.Array:
-    vectors = queries.astype(dtype), candidates.astype(dtype)
-    return jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
 
   def loss_fn(model: TwoTower, batch) -> jax.Array:
-    size = batch["positive"].shape[0]
     ids, rate = batch["positive"], batch["positive_rate"]
     if config.negatives.number:
       ids = jnp.concatenate([ids, batch["negative"]])
       rate = jnp.concatenate([rate, batch["negative_rate"]])
     queries, candidates = model(**inputs(config, batch))
     model.frequency.update(batch["positive"])
-    if cosine:
-      negatives, drawn = _placed(candidates[size:], mesh, PartitionSpec()), batch["negative"]
-      return losses.cosine_contrastive(
-        jnp.sum(queries * candidates[:size], axis=1),
-        scores(queries, negatives),
-        batch["positive"][:, None] == _placed(drawn, mesh, PartitionSpec()),
-        **config.cosine,
-      ).mean()
     ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
     log_expected, weight = None, config.popularity.weight
     if config.logq or weight:
-      in_batch = model.frequency.expected(jnp.maximum(ids, 0))
-      log_expected = config.logq * jnp.log(in_batch + rate) - weight * jnp.log(in_batch)
-    logits = scores(queries, candidates) / config.temperature
-    return losses.sampled_softmax(logits, ids, log_expected=log_expected).mean()
+      own = model.frequency.expected(jnp.maximum(ids, 0))
+      log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
+    vectors = queries.astype(dtype), candidates.astype(dtype)
+    scores_BxC = jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
+    logits_BxC = scores_BxC / config.temperature
+    return losses.sampled_softmax(logits_BxC, ids, log_expected=log_expected).mean()
 
   return loss_fn
 
@@ -260,17 +246,9 @@ def catalogue(
 def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  if config.loss not in LOSSES:
-    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  if not config.temperature > 0:
+    raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
-  if config.loss == "cosine_contrastive" and not config.negatives.number:
-    raise UserError(
-      "cosine_contrastive has drawn negatives alone: set negatives.number, as to 1000"
-    )
-  if config.loss == "cosine_contrastive" and config.popularity.weight:
-    raise UserError(
-      "cosine_contrastive learns popularity in its vectors: set popularity.weight to 0"
-    )
   mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 

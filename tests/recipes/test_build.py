@@ -1,4 +1,4 @@
-"""Where a recipe's tables are: one strategy, one for each table, a plan; and their dtypes."""
+"""Where a recipe's tables are, by one strategy or a plan; and clipped gradients."""
 
 import jax
 import ml_collections
@@ -35,41 +35,59 @@ def abstract(*args, **settings):
   return nnx.eval_shape(lambda: make(*args, **settings))
 
 
-def test_each_table_has_its_strategy_or_all_have_one():
-  is_split = lambda *args: {name: abstract(*args).spec.stack_of[name].is_split for name in FEATURES}
-  assert is_split("replicated") == {"user": False, "country": False}
-  assert is_split("div") == {"user": True, "country": True}
-  assert is_split({"country": "replicated"}) == {"user": True, "country": False}
+def test_all_tables_have_one_strategy_or_a_plan_chooses(capsys):
+  is_split = lambda layer: {name: layer.spec.stack_of[name].is_split for name in FEATURES}
+  assert is_split(abstract("replicated")) == {"user": False, "country": False}
+  assert is_split(abstract("div")) == {"user": True, "country": True}
+  # A table of 16 rows moves fewer bytes when it is replicated, says the plan.
+  assert is_split(abstract(hbm_bytes=10**9)) == {"user": True, "country": False}
+  said = capsys.readouterr().err
+  assert "strategy" in said
+  assert "fits" in said
+  abstract(hbm_bytes=10, inputs=None, devices=1)  # what is not trained needs no plan
+  assert not capsys.readouterr().err
 
 
 @pytest.mark.ci
 def test_rows_do_not_depend_on_the_strategy():
   ids = {"user": np.array([79_999]), "country": np.array([3])}
-  several, one = (make(*args) for args in (({"country": "replicated"},), ("mod", inputs, 1)))
-  jax.tree.map(np.testing.assert_array_equal, several(ids), one(ids))
-  array = several.arrays[several.spec.stack_of["user"].name]["parameters"].get_value()
+  planned, one = make(hbm_bytes=10**9), make(devices=1)
+  jax.tree.map(np.testing.assert_array_equal, planned(ids), one(ids))
+  array = planned.arrays[planned.spec.stack_of["user"].name]["parameters"].get_value()
   assert array.addressable_shards[0].data.nbytes == 80_000 * 8 * 4 // 8
 
 
-@pytest.mark.ci
-def test_a_plan_is_printed_and_a_dict_has_the_last_word(capsys):
-  planned = abstract(hbm_bytes=10**9)
-  said = capsys.readouterr().err
-  assert "strategy" in said
-  assert "fits" in said
-  assert not planned.spec.stack_of["country"].is_split  # moves fewer bytes, says the plan
-  assert planned.spec.stack_of["user"].is_split
-  assert abstract({"country": "mod"}, hbm_bytes=10**9).spec.stack_of["country"].is_split
-
-
-def test_mistakes(capsys):
+def test_mistakes():
   cases = [
-    (({"contry": "mod"}, {}), "names contry, and the tables are country, user: write one of"),
     (("mod", {"hbm_bytes": 1000}), "more than hbm_bytes=1,000: use more devices"),
-    (("mod", {"hbm_bytes": -1}), "hbm_bytes is -1: write the bytes of a device, or 0"),
-    (({"user": "rows"}, {}), "'rows'"),
+    (("rows", {}), "'rows'"),
   ]
   refused(cases, lambda given: abstract(given[0], **given[1]))
-  capsys.readouterr()
-  abstract(hbm_bytes=10, inputs=None, devices=1)  # what is not trained needs no plan
-  assert not capsys.readouterr().err
+
+
+@pytest.mark.programs(20, "a layer is initialized")
+def test_gradients_are_clipped_to_a_global_norm():
+  """Of a row of a table and a dense kernel together: 3, 4 and 12 have norm 13."""
+
+  class Model(nnx.Module):
+    def __init__(self):
+      table = embed.TableConfig(4, 1, name="t")
+      features = {"f": embed.FeatureConfig(table)}
+      self.embed = embed.SparseEmbed(features, embed.sgd(0.1), rngs=nnx.Rngs(0))
+      self.kernel = nnx.Param(np.zeros(2, np.float32))
+
+  def loss(model):
+    kernel = model.kernel[...]
+    return 3 * model.embed({"f": np.array([2])})["f"].sum() + kernel @ np.array([4.0, 12.0])
+
+  @nnx.jit
+  def clipped(model):
+    grads = embed.value_and_grad(loss)(model)[1]
+    return build.clipped(grads, 1.3)
+
+  grads, metrics = clipped(Model())
+  np.testing.assert_allclose(metrics["grad_norm"], 13.0, rtol=1e-6)
+  np.testing.assert_allclose(jax.tree.leaves(grads.dense)[0], [0.4, 1.2], rtol=1e-6)
+  rows = grads.rows["embed/t"]
+  np.testing.assert_allclose(rows.values[rows.ids == 2], [[0.3]], rtol=1e-6)
+  assert build.clipped(grads, 0.0) == (grads, {})

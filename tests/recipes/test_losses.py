@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-import pytest
 
 from recipes.training import losses
 
 NO_HITS = np.zeros((1, 2), bool)
+AS_THEY_ARE = np.zeros(2, np.float32)  # each sample is expected once
 cross_entropy = jax.jit(losses.cross_entropy)
 sampled_softmax = jax.jit(losses.sampled_softmax)
-generalized_bce = jax.jit(losses.generalized_bce)
 
 
 def log(*values):
@@ -25,7 +24,7 @@ def test_cross_entropy_by_hand():
 
 def test_sampled_softmax_by_hand():
   positive, negative = log(2.0), log([1.0, 5.0])
-  found = sampled_softmax(positive, negative, NO_HITS)
+  found = sampled_softmax(positive, negative, NO_HITS, AS_THEY_ARE)
   np.testing.assert_allclose(found, [np.log(8 / 2)], rtol=1e-6)
   # Expected half a time, the first sample stands for two items; expected five times, for a fifth.
   found = sampled_softmax(positive, negative, NO_HITS, log(0.5, 5.0))
@@ -35,26 +34,11 @@ def test_sampled_softmax_by_hand():
 def test_an_accidental_hit_does_not_count():
   positive, negative = log(2.0), log([2.0, 6.0])
   hits = np.array([[True, False]])
-  np.testing.assert_allclose(sampled_softmax(positive, negative, hits), [np.log(8 / 2)], rtol=1e-6)
-  bce = generalized_bce(positive, negative, hits, beta=1.0)
-  # sigmoid(log 2) = 2/3, and 1 - sigmoid(log 6) = 1/7
-  np.testing.assert_allclose(bce, [-(np.log(2 / 3) + np.log(1 / 7)) / 3], rtol=1e-6)
-  softmax = lambda negative: losses.sampled_softmax(positive, negative, hits).sum()
+  found = sampled_softmax(positive, negative, hits, AS_THEY_ARE)
+  np.testing.assert_allclose(found, [np.log(8 / 2)], rtol=1e-6)
+  softmax = lambda negative: losses.sampled_softmax(positive, negative, hits, AS_THEY_ARE).sum()
   slope = jax.jit(jax.grad(softmax))(negative)
   np.testing.assert_allclose(slope, [[0, 6 / 8]], rtol=1e-6)
-
-
-def test_all_items_sampled_is_the_full_softmax():
-  """Every item three times, with the correction for as often: the sum over all items."""
-  scores = np.random.default_rng(0).normal(0, 2, (4, 7)).astype(np.float32)
-  targets, candidates = np.array([0, 3, 6, 3]), np.tile(np.arange(7), 3)
-  sampled = sampled_softmax(
-    scores[np.arange(4), targets],
-    scores[:, candidates],
-    targets[:, None] == candidates,
-    np.full(len(candidates), np.log(3), np.float32),
-  )
-  np.testing.assert_allclose(sampled, cross_entropy(scores, targets), rtol=1e-5)
 
 
 def test_logq_makes_the_sum_unbiased():
@@ -69,21 +53,6 @@ def test_logq_makes_the_sum_unbiased():
   )
   estimates = np.exp(np.asarray(loss, np.float64) + scores[5])
   np.testing.assert_allclose(probabilities @ estimates, np.exp(scores).sum(), rtol=1e-6)
-
-
-def test_gbce_by_hand():
-  # sigmoid(log 3) = 3/4, sigmoid(0) = 1/2, sigmoid(-log 3) = 1/4
-  # a = 4 / (17 - 1) = 1/4; t = 1/2: beta = (1/2 (1 - 4) + 4) / 4 = 5/8
-  assert losses.gbce_beta(4, 17, 0.5) == pytest.approx(5 / 8)
-  for beta in (1.0, 5 / 8):  # 1 is the binary cross-entropy
-    found = generalized_bce(log(3.0), log([1.0, 1 / 3]), NO_HITS, beta=beta)
-    # The paper's form: BCE of sigmoid ** beta.
-    expected = -(np.log((3 / 4) ** beta) + np.log(1 / 2) + np.log(3 / 4)) / 3
-    np.testing.assert_allclose(found, [expected], rtol=1e-6)
-  assert losses.gbce_beta(4, 17, 0.0) == pytest.approx(1.0)
-  assert losses.gbce_beta(4, 17, 1.0) == pytest.approx(0.25)
-  with pytest.raises(ValueError, match=r"calibration of gBCE must be in \[0, 1\], got 2"):
-    losses.gbce_beta(4, 17, 2)
 
 
 def test_mean_leaves_padding_out():

@@ -106,7 +106,7 @@ def test_replicate_leaves_what_is_on_the_mesh_alone():
 
 def test_replicate_leaves_shapes_alone():
   def make():
-    hosts.replicate(hosts.start(), model := nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    mesh_lib.replicate(mesh_lib.start(), model := nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     return model
 
   assert nnx.eval_shape(make).kernel.get_value().shape == (8, 8)

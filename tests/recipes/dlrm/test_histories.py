@@ -151,7 +151,9 @@ def test_no_later_row_changes_an_earlier_history(tmp_path):
 
 
 def test_din_by_hand():
-  din = histories.DIN(2, (), rngs=nnx.Rngs(0))  # without an MLP the weight is linear
+  din = histories.DIN(
+    2, (), dtype=jnp.float32, rngs=nnx.Rngs(0)
+  )  # without an MLP the weight is linear
   din.out.kernel[...] = jnp.array([0, 0, 0, 0, 0.0, 1.0, 1.0, 1.0])[:, None]  # (k - q)[1] + k q
   keys = np.array([[[1.0, 0.0], [2.0, 1.0], [9.0, 9.0]]], np.float32)
   query, mask = np.array([[1.0, 1.0]], np.float32), np.array([[True, True, False]])
@@ -163,8 +165,7 @@ def test_din_by_hand():
 
 
 def encoder(name):
-  about = ConfigDict({"history": {"model": name, "hidden": (8,), "blocks": 2, "heads": 2}})
-  about.dropout = 0.0
+  about = ConfigDict({"history": {"model": name}, "dropout": 0.0})
   features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="seen"))
   made = histories.make(
     about, features, dict.fromkeys(("item", "seen"), 4), jnp.float32, nnx.Rngs(0)
@@ -192,9 +193,6 @@ def test_masks_places_and_the_candidate(name):
   turned[1, :3] = keys[1, 2::-1]
   same = np.allclose(ask(turned, query)[1], found[1], atol=1e-5)
   assert same == (name == "din")  # a sum has no order, and places have one
-  if name == "transformer":
-    model.places[...] = jnp.zeros_like(model.places[...])
-    np.testing.assert_allclose(ask(turned, query)[1], ask(keys, query)[1], atol=1e-5)
 
 
 FEATURES = (
@@ -216,7 +214,7 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
 
   def make(dim, length):
     got.append((dim, length))
-    return histories.DIN(dim, (), rngs=nnx.Rngs(0))
+    return histories.DIN(dim, (), dtype=jnp.float32, rngs=nnx.Rngs(0))
 
   module = histories.Histories(FEATURES, widths, make)
   assert got == [(5, 3)]

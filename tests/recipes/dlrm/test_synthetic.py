@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import sampling
 from recipes.dlrm import data
 
 
@@ -47,11 +46,3 @@ def test_same_seed_same_data(tmp_path):
   for name in ("ids", "dense", "label"):
     np.testing.assert_array_equal(one.columns[name], two.columns[name])
   assert one.sha256 == two.sha256 != other.sha256
-
-
-def test_a_draw_at_a_boundary_is_of_the_next_item():
-  """An item without weight is never drawn."""
-  at = SimpleNamespace(random=lambda shape: np.array([0.0, 0.25, 0.5, 0.75]))
-  cumulative = sampling.cumulative(np.array([0.0, 2.0, 1.0, 1.0]))
-  assert cumulative.tolist() == [0.0, 0.5, 0.75, 1.0]
-  assert sampling.draw(at, cumulative, 4).tolist() == [1, 1, 2, 3]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import recipe_runs
 import ways
-from cases import each
+from cases import each, refused
 from recipe_runs import RESULT, dlrm_smoke, recorded_reads
 
 from recipes import baselines as command
@@ -97,6 +97,19 @@ def test_rates_of_tables_go_by_the_optimizer_unless_given(tmp_path):
   each(cases, check)
 
 
+def test_unknown_names(tmp_path):
+  with pytest.raises(ValueError, match=r"table\.optimizer is 'adamw': choose adagrad, adam"):
+    build.table_optimizer(dlrm_smoke("synthetic", tmp_path), "adamw")
+  cases = [
+    ({"model": "xdeepfm"}, "config.model is 'xdeepfm': choose dlrm, dcnv2, deepfm"),
+    ({"dense_optimizer": "sgd"}, "choose adamw, adagrad"),
+    ({"history.model": "gru"}, "choose pooled, din"),
+    ({"tasks.structure": "stitch"}, "choose shared_bottom, mmoe, ple"),
+    ({"dcnv2.structure": "serial"}, "choose parallel, stacked"),
+  ]
+  refused(cases, lambda changes: train.check(dlrm_smoke("synthetic", tmp_path, **changes), None))
+
+
 def clicks(label, dense, ids, splits, **columns):
   columns |= {"label": label, "dense": dense, "ids": ids}
   columns = {name: np.asarray(column) for name, column in columns.items()}
@@ -105,15 +118,17 @@ def clicks(label, dense, ids, splits, **columns):
   )
 
 
+@pytest.mark.programs(30, "losses are computed outside of jit")
 def test_the_constant_rate_by_hand(monkeypatch):
   monkeypatch.setattr(baselines, "_ROWS", 3)
-  label = np.array([1, 0, 0, 0, 1, 0, 1, 1], np.uint8)
+  label = np.array([1, 0, 0, 0, 1, 0, 1, 1], np.uint8)  # all of the test are clicks
   splits = {"train": (0, 4), "valid": (4, 6), "test": (6, 8)}
   found = clicks(label, np.zeros((8, 2), np.float32), np.zeros((8, 1), np.int32), splits)
   scores = baselines.constant_rate(found)
   assert scores["valid_logloss"] == pytest.approx(-(np.log(0.25) + np.log(0.75)) / 2)
   assert scores["test_logloss"] == pytest.approx(-np.log(0.25))
-  assert scores["test_auc"] == 0.5
+  assert scores["valid_auc"] == 0.5
+  assert "test_auc" not in scores
   weighted = dataclasses.replace(
     found, columns=found.columns | {"weight": np.array([3, 1, 1, 1, 1, 3, 1, 1], np.float32)}
   )

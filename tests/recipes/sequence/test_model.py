@@ -1,4 +1,4 @@
-"""The encoders: causality, nothing leaks from padding or neighbours, HSTU against slow NumPy."""
+"""The encoders: causality, nothing leaks from padding or neighbours, scores by hand."""
 
 import functools
 import itertools
@@ -75,15 +75,7 @@ def test_a_later_item_never_changes_an_earlier_output(name):
 
 
 @pytest.mark.ci
-def test_bert4rec_looks_both_ways():
-  model = build("bert4rec")
-  one = outputs(model, batch([3, 7, -1, 2]))
-  two = outputs(model, batch([3, 7, -1, 5]))
-  assert (np.abs(one[:4] - two[:4]).max(axis=1) > 1e-3).all()
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
+@pytest.mark.parametrize("name", model_lib.MODELS)
 def test_padding_and_neighbours_never_leak(name):
   model = build(name)
   alone = outputs(model, batch([3, 7, 11]))[:3]
@@ -96,47 +88,8 @@ def test_padding_and_neighbours_never_leak(name):
   assert np.isfinite(outputs(model, noise)).all()
 
 
-@pytest.mark.ci
-def test_a_hidden_item_is_not_padding():
-  model = build("bert4rec")
-  hidden, gone = batch([3, -1, 11]), batch([3, -1, 11])
-  gone["segments"][0, 1] = -1
-  assert np.abs(outputs(model, hidden)[0] - outputs(model, gone)[0]).max() > 1e-3
-  assert build("sasrec").hidden is None
-
-
 def layer_norm(x):
   return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-
-
-def silu(x):
-  return x / (1 + np.exp(-x))
-
-
-def test_hstu_against_slow_numpy():
-  block = model_lib.HSTUBlock(8, 2, LENGTH, dropout=0.0, rngs=nnx.Rngs(3))
-  x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
-  weights, out = np.asarray(block.uvqk.kernel[...]), np.asarray(block.out.kernel[...])
-  bias = np.asarray(block.bias[...])
-  u, v, q, k = np.split(silu(layer_norm(x) @ weights), 4, axis=1)
-  mixed = np.zeros((5, 8))
-  for head in (slice(0, 4), slice(4, 8)):
-    for i in range(5):
-      for j in range(i + 1):
-        mixed[i, head] += silu(q[i, head] @ k[j, head] + bias[i - j]) / LENGTH * v[j, head]
-  expected = x + (layer_norm(mixed) * u) @ out
-  mask = model_lib.visible(np.zeros((1, 5), np.int32), causal=True)
-  np.testing.assert_allclose(call_block(block, x[None], mask)[0], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.ci
-def test_hstu_reads_the_time_between_items():
-  model = build("hstu", time_buckets=16)
-  apart = lambda *times: batch([3, 7, 11]) | {"times": np.array([[*times, *[0] * 9]], np.int32)}
-  near, later, far = outputs(model, apart(0, 1, 2)), apart(50, 51, 52), apart(0, 1, 9_000)
-  np.testing.assert_array_equal(outputs(model, later)[:3], near[:3])
-  changed = np.abs(outputs(model, far) - near).max(axis=1)
-  assert changed[2] > 1e-6 > changed[:2].max()
 
 
 def test_who_sees_whom_by_hand():
@@ -152,28 +105,19 @@ def train_batch(**more):
   return inputs | {"targets": batch([7, 11, 2, 9], [1, 6, 5])["items"]} | more
 
 
-def sampled_batch(shared):
-  """Samples for all positions, or different ones for each; 11 and 6 are right somewhere."""
-  negatives = np.array([20, 21, 11, 6, 24], np.int32)
-  if not shared:
-    negatives = (negatives + 10 * (np.arange(LENGTH) % 2)[:, None])[None].astype(np.int32)
-  return train_batch(negatives=negatives, log_expected=np.full(negatives.shape, -1.0, np.float32))
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize(("loss", "shared"), [("sampled_softmax", True), ("bce", False)])
-def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
+def test_the_sampled_loss_touches_the_sampled_rows_only():
   # With weight decay, a row that was touched by a gradient of zero would move as well.
   changes = {"negatives.number": 5, "warmup_steps": 0, "table.weight_decay": 0.1}
-  config = smoke(loss=loss, **changes)
+  config = smoke(loss="sampled_softmax", **changes)
   model = train.build_model(config, ITEMS)
   before = {key: np.array(x) for key, x in model.embed.variables["item"].items()}
-  inputs, optimizer = sampled_batch(shared), embed.Optimizer(model, optax.adamw(1e-2))
-  data = types.SimpleNamespace(num_items=ITEMS)
+  negatives = np.array([20, 21, 11, 6, 24], np.int32)  # 11 and 6 are right somewhere
+  inputs = train_batch(negatives=negatives, log_expected=np.full(5, -1.0, np.float32))
+  optimizer, data = embed.Optimizer(model, optax.adamw(1e-2)), types.SimpleNamespace()
   nnx.jit(train.make_train_step(config, data))(model, optimizer, inputs)
-  touched = {3, 7, 11, 2, 8, 1, 6, 9, 5} | set(inputs["negatives"].ravel().tolist())
+  touched = {3, 7, 11, 2, 8, 1, 6, 9, 5} | set(negatives.tolist())
   untouched = [i for i in range(ITEMS) if i not in touched]
-  assert len(untouched) > 25
   for key, x in model.embed.variables["item"].items():
     np.testing.assert_array_equal(np.asarray(x)[untouched], before[key][untouched])
   moved = (np.asarray(model.embed.tables["item"]) != before["parameters"]).any(axis=1)
@@ -186,24 +130,11 @@ def test_sampled_softmax_of_all_items_is_the_full_one():
   model = train.build_model(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
   inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
-  sampled, grads = differentiate(model, inputs, train.loss_function(config, ITEMS))
-  full, wanted = differentiate(model, inputs, train.loss_function(smoke(loss="softmax"), ITEMS))
+  sampled, grads = differentiate(model, inputs, train.loss_function(config))
+  full, wanted = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   assert sampled == pytest.approx(float(full), rel=1e-5)
   rows = lambda g: np.zeros((ITEMS + 1, 8)) + _dense(g.rows["embed/item"])
   np.testing.assert_allclose(rows(grads), rows(wanted), rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.ci
-def test_the_correction_of_samples_is_a_setting():
-  model = build("sasrec")
-  draw = np.random.default_rng(0).normal(size=5).astype(np.float32)
-  found = []
-  for logq, log_expected in ((True, 0 * draw), (True, draw), (False, 0 * draw), (False, draw)):
-    config = smoke(loss="sampled_softmax", **{"negatives.logq": logq})
-    inputs = sampled_batch(shared=True) | {"log_expected": log_expected}
-    loss_fn = nnx.jit(train.loss_function(config, ITEMS))
-    found.append(float(loss_fn(model, inputs)))
-  assert found[0] == found[2] == found[3] != found[1]
 
 
 def _dense(rows):
@@ -222,7 +153,7 @@ def test_only_hidden_items_are_predicted():
   found = nnx.jit(model_lib.predictions)(model, inputs)
   every = nnx.jit(lambda model, batch: model.queries(model(batch)))(model, inputs)
   np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
-  loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax"), ITEMS))
+  loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   scores = np.asarray(model.scores(found))[0]
   expected = losses.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
   assert float(loss) == pytest.approx(float(expected), rel=1e-5)
@@ -265,7 +196,7 @@ def test_bert4rec_scores_by_equation_7():
 def test_sasrec_with_the_residual_of_the_authors_code():
   """Queries are normed, keys and values not; both layers add to what is normed."""
   options = {"dropout": 0.0, "residual": "norm", "init": "normal", "rngs": nnx.Rngs(3)}
-  block = model_lib.SASRecBlock(64, 1, LENGTH, **options)
+  block = model_lib.SASRecBlock(64, 1, **options)
   x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
   wq, wk, wv = np.split(np.asarray(block.attention.qkv.kernel[...]), 3, axis=1)
   query = layer_norm(x)
@@ -282,19 +213,16 @@ def test_sasrec_with_the_residual_of_the_authors_code():
   for kernel in (out, inner, last):
     assert kernel.std() == pytest.approx(0.02, rel=0.1)
   assert wq.std() > 0.05
-  for name in ("residual", "init"):
-    with pytest.raises(ValueError, match=f"unknown {name} 'none': choose "):
-      train.check(smoke(**{name: "none"}), None)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
+@pytest.mark.parametrize("name", model_lib.MODELS)
 def test_gradients_reach_everything(name):
   model = build(name)
   inputs = train_batch()
   if name == "bert4rec":
     inputs["items"][0, 2] = -1
-  loss_fn = train.loss_function(smoke(loss="softmax"), ITEMS)
+  loss_fn = train.loss_function(smoke(loss="softmax"))
   _, grads = differentiate(model, inputs, loss_fn)
   for path, leaf in jax.tree.leaves_with_path(grads.dense):
     assert np.any(leaf != 0), jax.tree_util.keystr(path)

@@ -16,7 +16,6 @@ from recipe_runs import recorded_reads, sequence_smoke
 
 import embed
 from recipes import baselines as command
-from recipes import errors
 from recipes import mesh as mesh_lib
 from recipes.sequence import baselines, data, train
 
@@ -84,9 +83,8 @@ def losses(config, mesh):
 
 
 def test_a_full_softmax_needs_no_samples(tmp_path):
-  """The power of gBCE, which another loss does not read, would divide by their number."""
   config = sequence_smoke("synthetic", tmp_path, loss="softmax", **{"negatives.number": 0})
-  assert callable(train.loss_function(config, 50))
+  train.check(config, None)
 
 
 @pytest.mark.ci
@@ -145,9 +143,28 @@ def test_settings_that_make_no_sense(tmp_path):
     ({"model": "bert4rec", "temperature": 0.1}, "is for the models sasrec, hstu: leave it out"),
     ({"dropout": 1.5}, "config.dropout is 1.5: choose 0 or more, below 1"),
   ]
-  mesh = mesh_lib.start()
-  check = lambda changes: train.check(sequence_smoke("synthetic", tmp_path, **changes), mesh)
-  refused(cases, check, errors.UserError)
+  refused(
+    cases,
+    lambda changes: train.check(sequence_smoke("synthetic", tmp_path, **changes), None),
+    ValueError,
+  )
+
+
+def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
+  config, mesh = sequence_smoke("synthetic", tmp_path), mesh_lib.start()
+  config.negatives.number = 17
+  with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
+    train.check(config, mesh)
+  train.check(config, None)
+  config.negatives.number = 0
+  with pytest.raises(ValueError, match=r"config\.negatives\.number is 0: choose 1 or more"):
+    train.check(config, None)
+  config.loss = "hinge"
+  with pytest.raises(ValueError, match=r"config\.loss is 'hinge': choose softmax"):
+    train.check(config, None)
+  config.model = "gru4rec"
+  with pytest.raises(ValueError, match=r"config\.model is 'gru4rec': choose sasrec"):
+    train.check(config, None)
 
 
 @pytest.mark.weekly
