@@ -30,7 +30,7 @@ from .errors import MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
 from .serving import folder as folder_lib
 from .tables import spec
-from .tables.encoding import Encoder, Entities
+from .tables.transforms import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..tables import spec
-from ..tables.encoding import Encoder, Fitted
+from ..tables.transforms import Encoder, Transforms
 from ..training.features import Feature
 from .metrics import Groups
 
@@ -24,7 +24,7 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   """
   encoder = Encoder.load(serve) if serve is not None and (serve / "sides.json").exists() else None
   known = (
-    {name: fitted for fitted in encoder.all_fitted for name in fitted.kinds} if encoder else {}
+    {name: each for each in encoder.all_transforms for name in each.kinds} if encoder else {}
   )
   named = []
   by_name = {feature.name: feature for feature in features}
@@ -34,10 +34,10 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
     if feature is None or about:
       raise UserError(f"config.slices has {name!r}, {about}: choose some of {single}")
     named.append((name, _values(feature, known.get(name))))
-  user = spec.only(encoder.fitted.kinds, spec.User) if encoder else None
+  user = spec.only(encoder.transforms.kinds, spec.User) if encoder else None
   if encoder is None or user is None:
     return Groups(slices=tuple(named))
-  num_users = len(encoder.fitted.vocabulary(user)) or None
+  num_users = len(encoder.transforms.vocabulary(user)) or None
   return Groups(user, num_users, tuple(named))
 
 
@@ -52,10 +52,10 @@ def _fault(feature: Feature) -> str:
   return ""
 
 
-def _values(feature: Feature, fitted: Fitted | None) -> tuple[str, ...]:
+def _values(feature: Feature, transforms: Transforms | None) -> tuple[str, ...]:
   """Returns what the ids of a feature are called."""
   ids = range(feature.vocabulary_size)
-  values = fitted.vocabulary(feature.name) if fitted is not None else ()
+  values = transforms.vocabulary(feature.name) if transforms is not None else ()
   if not values:
     return tuple(map(str, ids))
   others = (_OTHERS, *(f"{_OTHERS[:-1]} {i})" for i in ids[1:]))
