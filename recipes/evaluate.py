@@ -25,10 +25,9 @@ from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
 from .evaluation.metrics import RankingMetrics
-from .tables import interactions, spec
+from .tables import clicks, interactions, source
 from .tables import settings as table_settings
-from .tables.encoding import Codes
-from .tables.rows import RowReader
+from .tables.transforms import Codes
 
 _USERS = 4096  # ranked at once
 
@@ -78,21 +77,19 @@ def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
   grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
-  weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
-  if model.encoder.histories:
-    for rows in reader:
-      model.memory.add(rows.chunk.columns)
   chunks = []
-  for rows in reader:
-    assert rows.label is not None  # dlrm has asked for one
-    values, count = rows.chunk.columns, len(rows.chunk.rows)
-    inputs, _ = model.inputs(values, count)
-    chunk = {name: inputs["features"][name] for name in grouping.features}
-    weight = values[weight_name] if weight_name else np.ones(count)
-    chunks.append((model.scores(inputs), rows.label, weight, chunk))
+  with source.connect() as con:
+    rows = source.read(con, table.rows, table.on_bad_row)
+    positions = clicks.positions_of(table, rows, model.encoder)
+    for values in rows.batches():
+      count = len(values["row"])
+      inputs = model.inputs(values, count, next(positions))
+      chunk = {name: inputs["features"][name] for name in grouping.features}
+      weight, label = clicks.weights(table, values), clicks.labels(table, values)
+      chunks.append((model.scores(inputs), label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = tasks.of_served(model.labels, score)
-  # The labels of the table are in the order of its declaration, as those of the model may not be.
+  # The config of the new files may declare the labels in another order.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
   metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows, strict=False)
@@ -119,7 +116,7 @@ def _ranking(
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]
     values = {name: x[start : start + _USERS] for name, x in asked.items()}
-    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
+    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks))
     found = codes.find(pa.array(answers.items.ravel(), pa.string()))
     lengths = [*map(len, of_part)]
     relevant = packing.padded(np.concatenate(of_part), lengths, max(lengths))

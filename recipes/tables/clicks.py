@@ -1,7 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,8 @@ def _outcomes(
   """
   name, column = table.name_of(spec.Weight), rows.columns[label]
   weight = f"sum({rows.columns[name]})" if name else "count(*)"
+  if kind.mask:
+    column = f"CASE WHEN {rows.columns[kind.mask]} = 1 THEN {column} END"
   outcome = f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
   answer = query(
     f"SELECT split, {outcome} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
@@ -204,9 +206,9 @@ def write_columns(
   ends = np.cumsum(sizes) - sizes
   for values in rows.batches():
     split = values["split"].to_numpy()
-    blocks = {"label": _labels(table, values), **encoder.encode(values, len(split))}
+    blocks = {"label": labels(table, values), **encoder.encode(values, len(split))}
     if weight:
-      blocks["weight"] = numbers_of(values[weight])
+      blocks["weight"] = weights(table, values)
     for part in range(3):
       chosen = np.flatnonzero(split == part)
       for name, block in blocks.items():
@@ -214,7 +216,7 @@ def write_columns(
       ends[part] += len(chosen)
 
 
-def _labels(table: Table, values: dict[str, pa.Array]) -> np.ndarray:
+def labels(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
   """Returns the label of rows; see `build`."""
   of_label = {name: numbers_of(values[name]) for name in table.labels}
   if table.is_one_click:
@@ -224,6 +226,27 @@ def _labels(table: Table, values: dict[str, pa.Array]) -> np.ndarray:
     column = np.log1p(of_label[name]) if kind.loss == "squared_log" else of_label[name]
     columns.append(np.where(of_label[kind.mask] == 1, column, np.nan) if kind.mask else column)
   return np.stack(columns, axis=1).astype(np.float32)
+
+
+def weights(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
+  """Returns the weights of rows, `[N]`; 1 where none is declared."""
+  name = table.name_of(spec.Weight)
+  return numbers_of(values[name]) if name else np.ones(len(values["row"]))
+
+
+def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np.ndarray]]:
+  """Yields the histories' columns of `ids` of each batch of rows, built of all of them."""
+  if not encoder.histories:
+    while True:
+      yield []
+  log = histories.Rows(table, encoder.histories, rows)
+  log.ordered({})
+  ids = [encoder.encode(values, len(values["row"]))["ids"] for values in rows.batches()]
+  all_ids, start = np.concatenate(ids), 0
+  logs = log.logs(encoder.histories, encoder.places, all_ids, np.arange(len(all_ids)))
+  for block in ids:
+    part = slice(start, start := start + len(block))
+    yield [x for each, spans in logs for x in each.positions(spans[part], log.times[part])]
 
 
 def _id_name(table: Table, side: str) -> str:

@@ -320,11 +320,9 @@ class Rows:
     by_split = np.argsort(self._split, kind="stable")
     at = np.empty_like(by_split)
     at[by_split] = np.arange(len(at))
-    values = {name: each[by_split] for name, each in self._values.items()}
-    times, ids, about = values[self._time], np.load(folder / "ids.npy", mmap_mode="r"), []
-    _write(folder, "now", times)
-    for number, (history, (order, spans)) in enumerate(zip(histories, self._made, strict=True)):
-      log = log_of(history, places, ids, values, times, at[order.rows])
+    ids, about = np.load(folder / "ids.npy", mmap_mode="r"), []
+    _write(folder, "now", self.times[by_split])
+    for number, (log, spans) in enumerate(self.logs(histories, places, ids, at)):
       _write(folder, f"{number}_spans", spans[by_split])
       _write(folder, f"{number}_ids", log.ids)
       if log.times is not None:
@@ -332,28 +330,32 @@ class Rows:
       about.append((log.width, log.columns, log.times is not None))
     return about
 
+  def logs(
+    self, histories: Sequence[History], places: Mapping[str, slice], ids: np.ndarray, at: np.ndarray
+  ) -> list[tuple[Log, np.ndarray]]:
+    """Returns the log of each history, and the spans of all N rows in it.
 
-def log_of(
-  history: History,
-  places: Mapping[str, slice],
-  ids: np.ndarray,
-  labels: Mapping[str, np.ndarray],
-  times: np.ndarray,
-  rows: np.ndarray,
-) -> Log:
-  """Returns the log of a history: of N rows with `ids` `[N, W]`, those of these numbers in order.
+    Args:
+      places: of the features in `ids`.
+      ids: int32 `[N, W]`.
+      at: of each row, its place in `ids`.
+    """
+    logs = []
+    for history, (order, spans) in zip(histories, self._made, strict=True):
+      rows, blocks = order.rows, []
+      for part in history.parts:
+        if part.by == "label":
+          blocks.append(self._values[part.of][rows][:, None])
+        elif part.by != "time":
+          blocks.append(ids[:, places[part.of]][at[rows]])
+      times = self.times[rows] if history.has_ages else None
+      logs.append((Log.joined(blocks, times, history.width), spans))
+    return logs
 
-  Args:
-    places: of the features in `ids`.
-    ids, labels, times: of the rows; labels by name.
-    rows: int `[M]`.
-  """
-  blocks = [
-    labels[part.of][rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
-    for part in history.parts
-    if part.by != "time"
-  ]
-  return Log.joined(blocks, times[rows] if history.has_ages else None, history.width)
+  @property
+  def times(self) -> np.ndarray:
+    """The times of the rows, `[N]`."""
+    return self._values[self._time]
 
 
 def _write(folder: Path, name: str, values: np.ndarray) -> None:
