@@ -63,7 +63,7 @@ def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
     folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
   files.new_folder(folder)
   settings = {"memory_limit": _MEMORY, "temp_directory": str(folder)}
-  con = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+  con = duckdb.connect(config={**settings, "threads": min(os.cpucount() or 1, 8)})
   weakref.finalize(con, shutil.rmtree, folder, ignore_errors=True)
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
@@ -129,20 +129,24 @@ def open_file(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> File
   kind = file_format(path)
   if kind == "parquet":
     return _parquet(con, path)
-  if os.path.exists(path):
-    with open(path, "rb") as file:
-      start = file.read(4)
-    packed = path.endswith((".gz", ".zst"))
-    problem = next((text for magic, text in _MAGIC.items() if start.startswith(magic)), None)
-    if problem and not packed:
-      raise DamagedFileError(f"{path} {problem}.")
+  check_magic(path)
   lines = head(con, path, format)
   return _json(con, path, format, lines) if kind == "json" else _text(path, format, lines)
 
 
+def check_magic(path: str) -> None:
+  """Raises DamagedFileError where a file of text begins as another format does."""
+  if os.path.exists(path) and not path.endswith((".gz", ".zst")):
+    with open(path, "rb") as file:
+      start = file.read(4)
+    for magic, problem in _MAGIC.items():
+      if start.startswith(magic):
+        raise DamagedFileError(f"{path} {problem}.")
+
+
 def _parquet(con: duckdb.DuckDBPyConnection, path: str) -> File:
   relation = f"read_parquet({literal(glob.escape(path))}, hive_partitioning=false)"
-  described = _asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
+  described = asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
   names = named([name for name, *_ in described])
   chosen = ", ".join(f"{identifier(name)} AS f{n}" for n, (name, *_) in enumerate(described))
   columns = {name: (f"f{n}", stored) for n, (name, (_, stored, *_)) in enumerate(zip(names, described, strict=True))}
@@ -162,7 +166,7 @@ def _lines(path: str, format: Format, **options: Any) -> str:
 def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]:
   """Returns the first lines of a text; empty ones before its first one are ""."""
   limited = f"SELECT line FROM {_lines(path, format, ignore_errors='true')} LIMIT {_HEAD}"
-  lines = [line or "" for (line,) in _asked(con, path, limited).fetchall()]
+  lines = [line or "" for (line,) in asked(con, path, limited).fetchall()]
   if not any(line.strip() for line in lines):
     raise DamagedFileError(f"{path} is empty, or no {format.encoding} text. {_AGAIN}")
   return lines
@@ -233,7 +237,7 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
   return names
 
 
-def _asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckDBPyConnection:
+def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckDBPyConnection:
   """Answers a query; raises DamagedFileError for a file that cannot be read."""
   try:
     return con.execute(query)
@@ -400,8 +404,8 @@ def value_of(
     items = f"list_transform({_items(raw, stored, text, getattr(kind, 'separator', ''))}, lambda x: {_present('x', missing)})"
     if isinstance(kind, spec.Vector):
       numbers = f"list_transform({typed}, lambda x: TRY_CAST(x AS FLOAT))"
-      is_whole = f"list_count({numbers}) = {kind.width} AND len({typed}) = {kind.width}"
-      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
+      is_whole = f"listcount({numbers}) = {kind.width} AND len({typed}) = {kind.width}"
+      bad = f"listcount({typed}) > 0 AND NOT ({is_whole})"
       return value(items, f"CASE WHEN {is_whole} THEN {numbers} END", bad, f"is not {kind.width} numbers")
     item = _matched(_spelled("x"), getattr(kind, "pattern", ""))
     spelled = f"list_transform({typed}, lambda x: {item})"
@@ -455,7 +459,8 @@ def _time(
   """Returns times: microseconds since 1970, in UTC where no zone is named, or numbers as they are."""
   (name, raw, stored), *_ = columns
   if kind.columns:
-    parts = [f"TRY_CAST({text} AS BIGINT)" for text in texts] + ["0"] * (6 - len(texts))
+    parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
+    parts = [f"CASE WHEN {part} = trunc({part}) THEN CAST({part} AS BIGINT) END" for part in parts]
     time, problem = f"epoch_us(TRY(make_timestamp({', '.join(parts)})))", "is no date"
   elif _is_time(stored):
     zoned = "TIMESTAMPTZ" if "TIME ZONE" in stored else "TIMESTAMP"
@@ -487,7 +492,7 @@ def clock_of(
   sample = f"(SELECT {_trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
   present = _present("t", missing)
   query = f"SELECT count(t), count(TRY_CAST(t AS DOUBLE)), bool_or(contains(t, '.')) FROM (SELECT {present} AS t FROM {sample})"
-  count, numbers, has_fractions = _asked(con, file.path, query).fetchone() or (0, 0, False)
+  count, numbers, has_fractions = asked(con, file.path, query).fetchone() or (0, 0, False)
   if count and 2 * numbers <= count:
     return "date"
   return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
@@ -725,13 +730,13 @@ def read(
       for table in ("reject_errors", "reject_scans"):
         con.execute(f"DROP TABLE IF EXISTS {table}")
       into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
-      rows.starts.append(_count(con, rows.table) if number else 0)
-      _asked(con, file.path, f"{into} {query}")
+      rows.starts.append(count(con, rows.table) if number else 0)
+      asked(con, file.path, f"{into} {query}")
       rows._rejected.append(rejected(con, file, source.format, on_bad_row, counts))
       _refuse(con, rows, file, checks, on_bad_row, counts)
       bar.update()
   rows.define()
-  if not _count(con, name):
+  if not count(con, name):
     why = "; ".join(f"{first}" for _, first in counts.values())
     raise DamagedFileError(
       f"{source.all_files[0]}: every row was left out: {why}" if why else
@@ -744,7 +749,7 @@ def read(
   return rows
 
 
-def _count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
+def count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
   return con.execute(f"SELECT count(*) FROM {relation}").fetchone()[0]  # type: ignore[index]
 
 
