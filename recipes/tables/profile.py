@@ -281,7 +281,7 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
     sizes = (sum(map(os.path.getsize, group)) for group in (paths, chosen))
     total = max(int(total * next(sizes) / next(sizes)), rows + 1)
   columns = {
-    name: _column(con, name, f"f{n}", files[0].column(name)[1], format.missing)
+    name: column_of(con, "sample", name, f"f{n}", files[0].column(name)[1], format.missing)
     for n, name in enumerate(names)
   }
   skipped = [f"{n:,} rows: {problem} (first: {first})" for problem, (n, first) in counts.items()]
@@ -322,18 +322,20 @@ def _estimate(con: Any, file: source.File, read: int, limit: int, names: Sequenc
   return max(int(os.path.getsize(file.path) / mean), read + 1)
 
 
-def _column(con: Any, name: str, column: str, stored: str, missing: Sequence[str]) -> Column:
-  """Returns a column of the sample, "" and `missing` being none."""
+def column_of(
+  con: Any, relation: str, name: str, column: str, stored: str, missing: Sequence[str]
+) -> Column:
+  """Returns a column of a relation, "" and `missing` being none."""
   kind = "list" if stored.endswith("]") and "STRUCT" not in stored else _stored(stored)
   if kind == "nested":
     sql = "NULL::VARCHAR"
   else:
     of = spec.Bag() if kind == "list" else spec.Category()
     value = source.value_of(of, [(name, column, stored)], missing)
-    sql = source.typed("sample", {"c": value})
+    sql = source.typed(relation, {"c": value})
     joined = f"nullif(array_to_string(c, chr(31)), '')" if kind == "list" else "c"
     sql = f"SELECT {joined} AS text FROM ({sql})"
-  sql = sql if sql.startswith("SELECT") else f"SELECT {sql} AS text FROM sample"
+  sql = sql if sql.startswith("SELECT") else f"SELECT {sql} AS text FROM {relation}"
   encoded = con.execute(sql).to_arrow_table()["text"].combine_chunks().dictionary_encode()
   codes = indices_of(encoded).astype(np.int64)
   counts = np.bincount(codes[codes >= 0], minlength=len(encoded.dictionary))

@@ -63,7 +63,7 @@ def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
     folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
   files.new_folder(folder)
   settings = {"memory_limit": _MEMORY, "temp_directory": str(folder)}
-  con = duckdb.connect(config={**settings, "threads": min(os.cpucount() or 1, 8)})
+  con = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
   weakref.finalize(con, shutil.rmtree, folder, ignore_errors=True)
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
@@ -404,8 +404,8 @@ def value_of(
     items = f"list_transform({_items(raw, stored, text, getattr(kind, 'separator', ''))}, lambda x: {_present('x', missing)})"
     if isinstance(kind, spec.Vector):
       numbers = f"list_transform({typed}, lambda x: TRY_CAST(x AS FLOAT))"
-      is_whole = f"listcount({numbers}) = {kind.width} AND len({typed}) = {kind.width}"
-      bad = f"listcount({typed}) > 0 AND NOT ({is_whole})"
+      is_whole = f"list_count({numbers}) = {kind.width} AND len({typed}) = {kind.width}"
+      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
       return value(items, f"CASE WHEN {is_whole} THEN {numbers} END", bad, f"is not {kind.width} numbers")
     item = _matched(_spelled("x"), getattr(kind, "pattern", ""))
     spelled = f"list_transform({typed}, lambda x: {item})"

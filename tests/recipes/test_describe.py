@@ -15,7 +15,7 @@ from served_models import run_of
 from recipes import config as config_lib
 from recipes import describe, export, hosts, predict
 from recipes.dlrm import train
-from recipes.tables import profile, proposing, settings
+from recipes.tables import profile, proposing, source, settings
 from recipes.tables.formats import Format
 from recipes.tables.proposing import Roles
 
@@ -23,11 +23,18 @@ RNG = np.random.default_rng(0)
 ROWS = 600
 
 
+def column_of(array, name="x"):
+  with source.connect() as con:
+    con.register("rows", pa.table({"f0": array}))
+    stored = con.execute("DESCRIBE SELECT * FROM rows").fetchall()[0][1]
+    return profile.column_of(con, "rows", name, "f0", stored, Format().missing)
+
+
 def kind(values, total=0, name="x"):
   array = pa.array([str(v) if v is not None else "" for v in values])
   if isinstance(values[0], list):
     array = pa.array(values)
-  column = profile.of_arrays(name, [array], Format().missing)
+  column = column_of(array, name)
   return proposing.feature(column, total or len(values))[:2]
 
 
@@ -255,7 +262,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
 
 
 def evidence(values, y):
-  column = profile.of_arrays("x", [pa.array(list(map(str, values)))], Format().missing)
+  column = column_of(pa.array(list(map(str, values))))
   return profile.evidence(column, np.asarray(y, float))
 
 
