@@ -61,10 +61,11 @@ class Format:
     object.__setattr__(self, "delimiter", self.delimiter.replace("\\t", "\t"))  # from a shell
     object.__setattr__(self, "names", tuple(self.names))
     object.__setattr__(self, "missing", tuple(str(value).strip() for value in self.missing))
-    if len(self.quote) > 1 or len(self.delimiter.encode()) > 4:
+    is_within = bool(self.quote) and self.quote in self.delimiter
+    if len(self.quote) > 1 or len(self.delimiter.encode()) > 4 or is_within:
       raise UserError(
         f"config.format has delimiter={self.delimiter!r} and quote={self.quote!r}: a delimiter has "
-        "up to 4 bytes, a quote one"
+        "up to 4 bytes, a quote one, and they differ"
       )
     if (name := repeated(self.names)) is not None:
       raise UserError(f"config.format.names has {name!r} twice: give each column its own name")

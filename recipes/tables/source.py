@@ -158,7 +158,8 @@ def _lines(path: str, format: Format, **options: Any) -> str:
   more = "".join(f", {name}={value}" for name, value in options.items())
   return (
     f"read_csv({literal(glob.escape(path))}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, quote='', "
-    f"escape='', header=false, auto_detect=false, encoding={literal(format.codec)}, "
+    f"escape='', header=false, auto_detect=false, strict_mode=false, "
+    f"encoding={literal(format.codec)}, "
     f"max_line_size={_LONGEST_LINE}{more})"
   )
 
@@ -240,7 +241,12 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
 def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckDBPyConnection:
   """Answers a query; raises DamagedFileError for a file that cannot be read."""
   try:
-    return con.execute(query)
+    try:
+      return con.execute(query)
+    except duckdb.InvalidInputException as error:
+      if "invalid state" not in str(error) or "strict_mode=true" not in query:
+        raise
+      return con.execute(query.replace("strict_mode=true", "strict_mode=false"))  # mixed line ends
   except (duckdb.InvalidInputException, duckdb.IOException, duckdb.HTTPException) as error:
     reason = str(error).partition("\n")[0]
     raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error

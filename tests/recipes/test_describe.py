@@ -214,7 +214,7 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path, capsys):
   assert "5 rows: has too few fields" in printed
   assert runpy.run_path(str(out))["get_config"]()["on_bad_row"] == "skip"
   path.write_text(path.read_text() + "too,many\n" * 500)
-  assert "2 instead of 6" in refusal(capsys, path, "--label=clicked")
+  assert "too few fields for 6 columns" in refusal(capsys, path, "--label=clicked")
 
 
 def test_a_config_is_not_overwritten(tmp_path, capsys):
@@ -239,7 +239,7 @@ MISTAKES = [
   (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
   (["--rows=0"], "read one row or more"),
   (["--delimiter=;", "--quote=;"], "--delimiter"),
-  (["--encoding=utf-99"], "--encoding='utf-99' is unknown"),
+  (["--encoding=utf-99"], "write utf-8, utf-16 or latin-1"),
   (["--label=y", "--out=my.py"], "No column is left to learn from"),
 ]
 
