@@ -25,9 +25,9 @@ from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
 from .evaluation.metrics import RankingMetrics
-from .tables import clicks, interactions, source
+from .tables import clicks, interactions, source, spec
 from .tables import settings as table_settings
-from .tables.transforms import Codes
+from .tables.transforms import Codes, numbers_of
 
 _USERS = 4096  # ranked at once
 
@@ -77,15 +77,16 @@ def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
   grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
-  chunks = []
+  weight_name, chunks = table.name_of(spec.Weight), []
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)
     positions = clicks.positions_of(table, rows, model.encoder)
-    for values in rows.batches():
-      count = len(values["row"])
+    for values, row, _ in rows.batches():
+      count = len(row)
       inputs = model.inputs(values, count, next(positions))
       chunk = {name: inputs["features"][name] for name in grouping.features}
-      weight, label = clicks.weights(table, values), clicks.labels(table, values)
+      label = clicks.labels(table, values)
+      weight = numbers_of(values[weight_name]) if weight_name else np.ones(count)
       chunks.append((model.scores(inputs), label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = tasks.of_served(model.labels, score)

@@ -212,7 +212,7 @@ def of_file(path: str, format: Format, needed: Sequence[str]) -> Iterator[pa.Tab
       ).fetchone()
       if row and row[0]:
         raise DamagedFileError(f"{path}, row {row[0]} {file.bad[1]}. Repair it")
-    con.execute(f"SELECT count(*) FROM {file.relation}")  # finds lines that are no rows
+    file = source_lib.readable(con, file)
     source_lib.rejected(con, file, format, "raise", {})
     chosen = dict.fromkeys([*file.columns, *(c for c in needed if "." in c and c not in file.columns)])
     columns = ", ".join(

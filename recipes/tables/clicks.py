@@ -204,11 +204,10 @@ def write_columns(
   if weight:
     columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
   ends = np.cumsum(sizes) - sizes
-  for values in rows.batches():
-    split = values["split"].to_numpy()
+  for values, _, split in rows.batches():
     blocks = {"label": labels(table, values), **encoder.encode(values, len(split))}
     if weight:
-      blocks["weight"] = weights(table, values)
+      blocks["weight"] = numbers_of(values[weight])
     for part in range(3):
       chosen = np.flatnonzero(split == part)
       for name, block in blocks.items():
@@ -228,12 +227,6 @@ def labels(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
   return np.stack(columns, axis=1).astype(np.float32)
 
 
-def weights(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
-  """Returns the weights of rows, `[N]`; 1 where none is declared."""
-  name = table.name_of(spec.Weight)
-  return numbers_of(values[name]) if name else np.ones(len(values["row"]))
-
-
 def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np.ndarray]]:
   """Yields the histories' columns of `ids` of each batch of rows, built of all of them."""
   if not encoder.histories:
@@ -241,7 +234,7 @@ def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np
       yield []
   log = histories.Rows(table, encoder.histories, rows)
   log.ordered({})
-  ids = [encoder.encode(values, len(values["row"]))["ids"] for values in rows.batches()]
+  ids = [encoder.encode(values, len(row))["ids"] for values, row, _ in rows.batches()]
   all_ids, start = np.concatenate(ids), 0
   logs = log.logs(encoder.histories, encoder.places, all_ids, np.arange(len(all_ids)))
   for block in ids:

@@ -110,7 +110,8 @@ def read(
       f"table, as {trained[int(unknown[0])].as_py()!r}",
     ]
   parts = [*rows.batches()]
-  values = {name: pa.concat_arrays([part[name] for part in parts]) for name in table.read_kinds if name}
+  names = [name for name in table.read_kinds if name]
+  values = {name: pa.concat_arrays([part.values[name] for part in parts]) for name in names}
   is_trained = np.isin(np.arange(len(texts)), at)
   made = of_values(con, texts, table.kinds, values, is_trained, bucketed=bucketed, base=base)
   return made, notes

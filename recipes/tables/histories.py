@@ -276,11 +276,11 @@ class Rows:
     self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
     self._labels = {label for history in declared for label in history.labels}
     parts = [*rows.batches([self._user, self._time, *self._labels])]
-    users = [part.pop(self._user).dictionary_encode() for part in parts]
+    users = [part.values[self._user].dictionary_encode() for part in parts]
     merged = pa.chunked_array(users).unify_dictionaries().combine_chunks()
     self._users = pc.fill_null(merged.indices, -1).to_numpy(zero_copy_only=False)
-    column = lambda name: np.concatenate([part[name].to_numpy(False) for part in parts])
-    self._split, times = column("split"), column(self._time)
+    column = lambda name: np.concatenate([part.values[name].to_numpy(False) for part in parts])
+    self._split, times = np.concatenate([part.split for part in parts]), column(self._time)
     labels = {name: np.nan_to_num(column(name).astype(float), nan=-1) for name in self._labels}
     self._values = {self._time: times} | {n: each.astype(np.int32) for n, each in labels.items()}
 

@@ -252,6 +252,18 @@ def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckD
     raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
 
 
+def readable(con: duckdb.DuckDBPyConnection, file: File) -> File:
+  """Reads a file to its end, and returns it as it can be read."""
+  query = f"SELECT count(*) FROM {file.relation}"
+  try:
+    con.execute(query)
+  except duckdb.InvalidInputException:
+    asked(con, file.path, query)
+    lenient = file.relation.replace("strict_mode=true", "strict_mode=false")
+    return dataclasses.replace(file, relation=lenient)
+  return file
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -547,6 +559,14 @@ class Relation(NamedTuple):
   columns: Mapping[str, str]
 
 
+class Batch(NamedTuple):
+  """N rows: values by declared name, places in all files, and splits, int8."""
+
+  values: dict[str, pa.Array]
+  row: np.ndarray
+  split: np.ndarray
+
+
 class Rows:
   """Rows of a source in a table of DuckDB, and a view of the good ones: a `Relation`.
 
@@ -583,14 +603,15 @@ class Rows:
       f"CAST({split} AS TINYINT) AS split FROM {self.table} WHERE bad IS NULL"
     )
 
-  def batches(self, columns: Sequence[str] = (), size: int = 1 << 16) -> Iterator[dict[str, Any]]:
-    """Yields the values of the rows in their order, by declared name, with `row` and `split`."""
+  def batches(self, columns: Sequence[str] = ()) -> Iterator[Batch]:
+    """Yields the rows in their order, with all columns or those of these declared names."""
     names = list(columns or self.columns)
     chosen = ", ".join([self.columns[name] for name in names] + ["row", "split"])
     # A cursor of its own: queries between two batches would end the answer.
     with self.con.cursor() as cursor:
-      for batch in cursor.execute(f"SELECT {chosen} FROM {self.view}").to_arrow_reader(size):
-        yield dict(zip([*names, "row", "split"], batch.columns, strict=True))
+      for batch in cursor.execute(f"SELECT {chosen} FROM {self.view}").to_arrow_reader(1 << 16):
+        *values, row, split = batch.columns
+        yield Batch(dict(zip(names, values, strict=True)), row.to_numpy(), split.to_numpy())
 
   def numbers_of(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .source import SPLITS, Rows
+from .source import SPLITS, Batch, Rows
 
 
 def write_splits(
@@ -31,13 +32,13 @@ def write_splits(
     {"file": pa.dictionary(pa.int32(), pa.string()), "row": pa.int64(),
      "part": pa.dictionary(pa.int8(), pa.string())}
   )  # fmt: skip
-  one = {"row": row, "split": split}
-  batches = rows.batches([next(iter(rows.columns))]) if row is None else [one]
+  columns = [next(iter(rows.columns))]
+  batches: Any = rows.batches(columns) if row is None else [Batch({}, row, split)]
   with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
     for batch in batches:
-      file, number = rows.numbers_of(np.asarray(batch["row"]))
+      file, number = rows.numbers_of(batch.row)
       of_file = pa.DictionaryArray.from_arrays(file.astype(np.int32), files)
-      part = pa.DictionaryArray.from_arrays(np.asarray(batch["split"]).astype(np.int8), [*SPLITS])
+      part = pa.DictionaryArray.from_arrays(batch.split.astype(np.int8), [*SPLITS])
       writer.write_table(pa.table([of_file, number, part], schema=schema))
 
 

@@ -201,7 +201,7 @@ def test_the_time_is_when_a_row_happened(tmp_path):
   released = {item: f"1999-01-{1 + int(item[1:]) % 28:02d}" for item in columns["product"]}
   columns = {"date_of_birth": ["2001-02-03", "1980-04-05"] * 1500, **columns}
   columns = {"published": [released[item] for item in columns["product"]], **columns}
-  read = profile.read([write(tmp_path / "log.csv", columns)], Format(), 5000)
+  read = profile.read([str(write(tmp_path / "log.csv", columns))], Format(), 5000)
   plan = proposing.propose(read, Roles())
   assert plan.columns["seen_at"].kind == "time"
   assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
@@ -238,7 +238,7 @@ MISTAKES = [
   (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
   (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
   (["--rows=0"], "read one row or more"),
-  (["--delimiter=;", "--quote=;"], "--delimiter"),
+  (["--delimiter=;", "--quote=;"], "and they differ"),
   (["--encoding=utf-99"], "write utf-8, utf-16 or latin-1"),
   (["--label=y", "--out=my.py"], "No column is left to learn from"),
 ]
