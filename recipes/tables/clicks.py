@@ -1,7 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -92,28 +92,25 @@ def base_of(table: Table) -> Encoder | None:
 
 
 def fitted(
-  table: Table, rows: Rows, base: Encoder | None, query: Callable[[str], pa.Table] | None = None
+  table: Table, rows: Rows, base: Encoder | None
 ) -> tuple[Encoder, list[str], np.ndarray]:
   """Returns the encoder of split rows, lines about them, and their number by split, `[3]`.
 
-  Args:
-    base: an encoder that grows.
-    query: answers queries, where DuckDB does not.
+  `base` is an encoder that grows.
   """
-  query = query or (lambda sql: rows.con.execute(sql).to_arrow_table())
-  sizes, rates = _counted(table, rows, query)
+  sizes, rates = _counted(table, rows)
   made, about = {}, list[str]()
   for side in table.sides:
     name = _id_name(table, side)
     column = rows.columns[name]
-    ids = query(
+    ids = rows.query(
       f"SELECT {column} AS id FROM {rows.view} WHERE split = 0 AND {column} IS NOT NULL "
       f"GROUP BY {column} ORDER BY min(row)"
     )["id"].combine_chunks()
     known = base.sides[name].transforms if base and name in base.sides else None
     made[name], lines = entities.read(rows.con, table.sides[side], side, table.on_bad_row, ids, base=known)
     about += lines
-  transforms, lines = fit(rows, table.kinds, base.transforms if base else None, query)
+  transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
   weight = table.name_of(spec.Weight)
   weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
   notes = [*about, *rows.notes, *lines, *[weighs] * bool(weight), *rates]
@@ -139,14 +136,12 @@ def meta(
   }
 
 
-def _counted(
-  table: Table, rows: Rows, query: Callable[[str], pa.Table]
-) -> tuple[np.ndarray, list[str]]:
+def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
   """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
   also = "".join(f"; {line}" for line in rows.notes)
   sizes, lines = np.zeros(3, np.int64), []
   for label, kind in table.labels.items():
-    counts, weights = _outcomes(table, rows, label, kind, query)
+    counts, weights = _outcomes(table, rows, label, kind)
     sizes, of_label = counts.sum(axis=1), "" if table.is_one_click else f" of {label!r}"
     parts = []
     for split, (misses, clicks, none), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
@@ -167,7 +162,7 @@ def _counted(
 
 
 def _outcomes(
-  table: Table, rows: Rows, label: str, kind: spec.Label, query: Callable[[str], pa.Table]
+  table: Table, rows: Rows, label: str, kind: spec.Label
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns by split the rows of outcomes 0 and 1 and without a label, `[3, 3]`; their weights.
 
@@ -178,7 +173,7 @@ def _outcomes(
   if kind.mask:
     column = f"CASE WHEN {rows.columns[kind.mask]} = 1 THEN {column} END"
   outcome = f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
-  answer = query(
+  answer = rows.query(
     f"SELECT split, {outcome} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
     f"GROUP BY split, {outcome}"
   )

@@ -1,11 +1,10 @@
 """Fits the transforms of columns on the training rows, by queries for counts and moments."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ..errors import UserError
 from . import spec
@@ -23,7 +22,6 @@ def fit(
   rows: Relation | Rows,
   kinds: Mapping[str, spec.Kind],
   base: Transforms | None = None,
-  query: Callable[[str], pa.Table] | None = None,
 ) -> tuple[Transforms, list[str]]:
   """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
@@ -31,14 +29,13 @@ def fit(
     kinds: the declared columns; features alone are fitted.
     base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
       values come after them, so that a model of that run can resume.
-    query: answers the queries, where DuckDB does not.
 
   Raises:
     UserError: a column has no value in the training rows; names it.
   """
   is_fitted = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
   kinds = {name: kind for name, kind in kinds.items() if is_fitted(kind)}
-  work = _Fit(rows, kinds, base or Transforms({}, {}, {}, {}), query)
+  work = _Fit(rows, kinds, base or Transforms({}, {}, {}, {}))
   return work.transforms(), work.notes
 
 
@@ -50,10 +47,9 @@ class _Fit:
     rows: Relation | Rows,
     kinds: Mapping[str, spec.Kind],
     base: Transforms,
-    query: Callable[[str], pa.Table] | None,
   ):
     self._columns, self._relation = rows.columns, f"{rows.view} WHERE split = 0"
-    self._query = query or (lambda sql: rows.con.execute(sql).to_arrow_table())
+    self._query = rows.query
     self._kinds, self._base = kinds, base
     self._growing = {name for name, kind in kinds.items() if base.kinds.get(name) == kind}
     self.notes: list[str] = []

@@ -500,10 +500,12 @@ def _time(
   return value(time, next(iter(typed)), f"{next(iter(typed))} IS NULL", problem)
 
 
-def clock_of(
-  con: duckdb.DuckDBPyConnection, file: File, kind: spec.Time, name: str, missing: Sequence[str]
-) -> str:
-  """Returns "date", "whole" or "fraction", as the first times of a file are."""
+def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: "Source") -> str:
+  """Returns "date", "whole" or "fraction", as the first times of a file are; "" without a time."""
+  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
+  if name is None:
+    return ""
+  kind: Any = source.kinds[name]
   raw, stored = file.column(kind.sources(name)[0])
   if kind.format or kind.columns or _is_time(stored):
     return "date"
@@ -558,6 +560,10 @@ class Relation(NamedTuple):
   view: str
   columns: Mapping[str, str]
 
+  def query(self, sql: str) -> pa.Table:
+    """Answers a query."""
+    return self.con.execute(sql).to_arrow_table()
+
 
 class Batch(NamedTuple):
   """N rows: values by declared name, places in all files, and splits, int8."""
@@ -585,23 +591,26 @@ class Rows:
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
     self.notes: list[str] = []
     self.starts: list[int] = []  # the first row of each file
-    self._rejected: list[np.ndarray] = []  # lines of each file that are no rows
-    self._split = "0"
+    self.rejected: list[np.ndarray] = []  # lines of each file that are no rows
+    self.place = "rowid"  # in `table`: where a row is in all files
 
   def __len__(self) -> int:
-    return self.con.execute(f"SELECT count(*) FROM {self.view}").fetchone()[0]  # type: ignore[index]
+    return self.query(f"SELECT count(*) AS n FROM {self.view}")["n"][0].as_py()
 
   def define(self, split: str = "0") -> None:
     """Makes the view; `split` is the SQL of the index in `SPLITS`."""
-    kinds, self._split = self.source.read_kinds, split
     columns = [
       f"{outcome(kind, column)} AS {column}" if isinstance(kind, spec.Label) else column
-      for column, kind in zip(self.columns.values(), kinds.values(), strict=True)
+      for column, kind in zip(self.columns.values(), self.source.read_kinds.values(), strict=True)
     ]
     self.con.execute(
       f"CREATE OR REPLACE VIEW {self.view} AS SELECT {', '.join(columns)}, rowid AS row, "
       f"CAST({split} AS TINYINT) AS split FROM {self.table} WHERE bad IS NULL"
     )
+
+  def query(self, sql: str) -> pa.Table:
+    """Answers a query."""
+    return self.con.execute(sql).to_arrow_table()
 
   def batches(self, columns: Sequence[str] = ()) -> Iterator[Batch]:
     """Yields the rows in their order, with all columns or those of these declared names."""
@@ -620,7 +629,7 @@ class Rows:
     """
     file = np.searchsorted(self.starts, row, side="right") - 1
     number = row - np.array([0, *self.starts])[file + 1] + 1
-    for place, lines in enumerate(self._rejected):
+    for place, lines in enumerate(self.rejected):
       of_file = file == place
       if lines.size and of_file.any():
         kept = lines - np.arange(lines.size)
@@ -645,9 +654,9 @@ class Rows:
       column = self.columns[str(spec.only(kinds, spec.Time))]
       split = _at_or_after(column, self._first_times(column, settings))
     elif by == "order":
-      (count,) = self.con.execute(f"SELECT count(*) FROM {self.table}").fetchone()  # type: ignore[misc]
-      ranges = cache.cut(count, valid, test)
-      split = _at_or_after("rowid", (ranges["valid"][0], ranges["test"][0]))
+      rows = self.query(f"SELECT count(*) AS n FROM {self.table}")["n"][0].as_py()
+      ranges = cache.cut(rows, valid, test)
+      split = _at_or_after(self.place, (ranges["valid"][0], ranges["test"][0]))
     elif by == "column":
       column = self.columns[str(spec.only(kinds, spec.Split))]
       names = " ".join(f"WHEN {literal(n)} THEN {index}" for n, index in _SPLIT_NAMES.items())
@@ -658,7 +667,7 @@ class Rows:
       if holds_out and "valid" not in self.source.files:
         index = [by_hash((valid, 0.0)) if name == "train" else i for name, i in zip(of_file, index, strict=True)]
       cases = zip(self.starts[1:], index, strict=False)
-      split = f"CASE {' '.join(f'WHEN rowid < {end} THEN {i}' for end, i in cases)} ELSE {index[-1]} END"
+      split = f"CASE {' '.join(f'WHEN {self.place} < {end} THEN {i}' for end, i in cases)} ELSE {index[-1]} END"
       split = split if len(index) > 1 else index[0]
     self.define(split)
 
@@ -675,8 +684,11 @@ class Rows:
 
     def quantile(share: float, where: str = "true", otherwise: float = float("inf")) -> float:
       """Returns the first time of the last share of the rows."""
-      query = f"SELECT quantile_cont({column}::DOUBLE, {1 - share!r}) FROM {self.table} WHERE bad IS NULL AND {where}"
-      (found,) = self.con.execute(query).fetchone() if share else (None,)  # type: ignore[misc]
+      if not share:
+        return otherwise
+      time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
+      answer = self.query(f"SELECT {time} AS t FROM {self.table} WHERE bad IS NULL AND {where}")
+      found = answer["t"][0].as_py()
       return otherwise if found is None else found
 
     if len(given) == 2:
@@ -725,6 +737,8 @@ def read(
   required: Sequence[str] = (),
   seed: int | None = None,
   on: str = "",
+  clock: str | None = None,
+  may_be_empty: bool = False,
 ) -> Rows:
   """Reads the declared columns of files, once.
 
@@ -735,35 +749,34 @@ def read(
     seed, on: of the hash of each row that a split goes by: over the seed and the declared columns of
       the files in the order of their names, joined by a unit separator; or over a declared name
       alone. It is the start of their MD5, the same in every version and process. None makes none.
+    clock: as of `clock_of`; None looks at the first file.
+    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Raises:
     DamagedFileError: a file lacks a column, or is damaged, or a row cannot be read; names file,
       row, column and value.
   """
-  kinds, rows = source.read_kinds, None
+  kinds = source.read_kinds
   counts: dict[str, tuple[int, str]] = {}
-  clocks: dict[str, str] = {}
   opened = [open_file(con, path, source.format) for path in source.all_files]
-  for declared, kind in kinds.items():
-    if isinstance(kind, spec.Time):
-      clocks[declared] = clock_of(con, opened[0], kind, declared, source.format.missing)
-  rows = Rows(con, source, name, has_dates="date" in clocks.values())
+  clock = clock_of(con, opened[0], source) if clock is None else clock
+  rows = Rows(con, source, name, has_dates=clock == "date")
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
   con.execute(f"DROP VIEW IF EXISTS {name}; DROP TABLE IF EXISTS {rows.table}")
   with files.progress("reading", len(opened), "file") as bar:
     for number, file in enumerate(opened):
-      query, checks = _query(file, source, rows.columns, clocks, required, seed, on)
+      query, checks = _query(file, source, rows.columns, clock, required, seed, on)
       for table in ("reject_errors", "reject_scans"):
         con.execute(f"DROP TABLE IF EXISTS {table}")
       into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
       rows.starts.append(count(con, rows.table) if number else 0)
       asked(con, file.path, f"{into} {query}")
-      rows._rejected.append(rejected(con, file, source.format, on_bad_row, counts))
+      rows.rejected.append(rejected(con, file, source.format, on_bad_row, counts))
       _refuse(con, rows, file, checks, on_bad_row, counts)
       bar.update()
   rows.define()
-  if not count(con, name):
+  if not may_be_empty and not count(con, name):
     why = "; ".join(f"{first}" for _, first in counts.values())
     raise DamagedFileError(
       f"{source.all_files[0]}: every row was left out: {why}" if why else
@@ -813,7 +826,7 @@ def _query(
   file: File,
   source: Source,
   columns: Mapping[str, str],
-  clocks: Mapping[str, str],
+  clock: str,
   required: Sequence[str],
   seed: int | None,
   on: str,
@@ -825,7 +838,7 @@ def _query(
     names = kind.sources(declared or source.key)
     read = [(each, *file.column(each)) for each in names]
     raws |= {each: raw for each, raw, _ in read}
-    value = value_of(kind, read, missing, clocks.get(declared, ""), place=place)
+    value = value_of(kind, read, missing, clock, place=place)
     values[columns[declared]] = value
     checks[place + 1] = names[0], value.problem
     if declared in required or not declared:

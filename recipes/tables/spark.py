@@ -1,16 +1,243 @@
-"""S."""
+"""Tables that outgrow a machine, as clicks: Spark counts, and its tasks read and encode files.
 
-from collections.abc import Sequence
+Each file is a task, which types its rows as one machine does and writes them as Parquet. Spark
+answers the queries of `clicks.fitted` on these, as `sqlglot` writes them for it. So vocabularies,
+splits and the order of the rows are those of one machine. The columns are written as shards, one a
+file; a training process opens those with its own rows and no others: see `Shards`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from .. import cache, files
-_SHARDS="shards"
-def build(s,f): raise NotImplementedError
-def _shard(folder, number):
+from ..errors import UserError
+from . import clicks, source
+from .settings import Table, parsed, serve_folder
+from .splitting import write_splits
+from .transforms import Encoder
+
+_INSTALL = (
+  "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
+  "and set JAVA_HOME or PATH"
+)
+_SHARDS, _ROWS = "shards", "rows.parquet"
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Prepares a table as `clicks.build`, on the active Spark session or a new one.
+
+  All executors read the files of the table and the folder, and write to it, at the paths of the
+  driver.
+
+  Raises:
+    UserError: PySpark or Java is missing; or as `clicks.build`.
+  """
+  table, folder = parsed(settings), folder.absolute()
+  by, stage = clicks.check(table), files.new_folder(folder / "stage")
+  with _session() as session, source.connect() as con:
+    opened = source.open_file(con, table.rows.all_files[0], table.rows.format)
+    task = _Task(table, by, source.clock_of(con, opened, table.rows), folder)
+    read = _run(session, task.read, len(table.rows.all_files))
+    rows = _Rows(session, con, table, task, read)
+    rows.split(by, table.split)
+    encoder, notes, sizes = clicks.fitted(table, rows, clicks.base_of(table))
+    encoder.save(serve_folder(settings, folder))
+    for name in ("split.parquet", _SHARDS):
+      files.new_folder(folder / name)
+    write = functools.partial(task.write, split=rows.split_sql, starts=rows.starts, read=read)
+    shards = _run(session, write, len(read))
+  table.check_unchanged()
+  files.new_folder(stage).rmdir()
+  written = [number for number, rows_of in enumerate(shards) if sum(rows_of)]
+  formats = cache.Columns(_shard(folder, written[0]))
+  return clicks.meta(table, encoder, notes, sizes) | {
+    "sha256": table.digests(),
+    "shards": [{"number": number, "sizes": shards[number]} for number in written],
+    "formats": {name: [x.dtype.str, x.shape[1:]] for name, x in formats.items()},
+  }
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+  """Yields the active session, or one that ends with the block."""
+  os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the tasks; else any on the PATH
+  try:
+    import pandas  # noqa: F401  # asked for by Spark where it passes Arrow
+    import sqlglot  # noqa: F401
+    from pyspark.sql import SparkSession
+
+    active = SparkSession.getActiveSession()
+    session = active or SparkSession.builder.appName("sparse-embed").getOrCreate()
+  except (ImportError, RuntimeError) as error:  # Java does not start
+    raise UserError(f"{_INSTALL} ({error})") from error
+  try:
+    yield session
+  finally:
+    if active is None:
+      session.stop()
+
+
+def _run(session: Any, task: Callable[[int], Any], count: int) -> list[Any]:
+  """Runs a task for each file; returns the results in the order of the files."""
+  numbers = session.range(0, count, 1, count)
+  answers = numbers.mapInArrow(functools.partial(_call, task), "number long, result binary")
+  results = answers.toArrow().sort_by("number")["result"].to_pylist()
+  found = [pickle.loads(each) for each in results]
+  if error := next((each for each in found if isinstance(each, UserError)), None):
+    raise error
+  return found
+
+
+def _call(
+  task: Callable[[int], Any], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+  """Runs a task for files by number, one column; an error of the user's is a result."""
+  for batch in batches:
+    for number in batch.column(0).to_pylist():
+      try:
+        result = task(number)
+      except UserError as error:
+        result = error
+      yield pa.RecordBatch.from_pydict({"number": [number], "result": [pickle.dumps(result)]})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+  """What is known of a file that was read: its rows, lines that are no rows, and notes."""
+
+  rows: int
+  rejected: np.ndarray
+  notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """What tasks do with a file of a table, given by its number."""
+
+  table: Table
+  by: str
+  clock: str
+  folder: Path
+
+  def path(self, number: int) -> Path:
+    """Where the typed rows of a file are."""
+    return self.folder / "stage" / f"{number:05d}" / _ROWS
+
+  def source(self, number: int) -> source.Source:
+    """Returns the source of one file."""
+    by_split = [(split, path) for split, paths in self.table.rows.files.items() for path in paths]
+    split, path = by_split[number]
+    return dataclasses.replace(self.table.rows, files={split: (path,)})
+
+  def read(self, number: int) -> _Read:
+    """Types the rows of a file."""
+    with _written(self.path(number).parent) as folder, source.connect() as con:
+      hashing = clicks.hashing(self.table, self.by)
+      on_bad_row = self.table.on_bad_row
+      rows = source.read(
+        con, self.source(number), on_bad_row, clock=self.clock, may_be_empty=True, **hashing
+      )
+      columns = ", ".join(rows.columns.values())
+      hashed = f", hash FROM (SELECT rowid AS row, hash FROM {rows.table}) JOIN {rows.view} USING (row)"
+      chosen = hashed if hashing["seed"] is not None else f" FROM {rows.view}"
+      con.execute(
+        f"COPY (SELECT {columns}, row{chosen} ORDER BY row) TO "
+        f"{source.literal(folder / _ROWS)} (FORMAT parquet)"
+      )
+      return _Read(source.count(con, rows.table), rows.rejected[0], rows.notes)
+
+  def write(
+    self, number: int, *, split: str, starts: Sequence[int], read: Sequence[_Read]
+  ) -> list[int]:
+    """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
+    with source.connect() as con:
+      rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
+      rows.starts, rows.rejected = [0], [read[number].rejected]
+      stored = f"SELECT * REPLACE (row + {starts[number]} AS row) FROM read_parquet({source.literal(self.path(number))})"
+      chosen = f"SELECT {', '.join(rows.columns.values())}, row, CAST({split} AS TINYINT) AS split"
+      con.execute(f"CREATE VIEW rows AS {chosen} FROM ({stored})")
+      counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
+      sizes = np.bincount(counts, minlength=3)
+      shard = _shard(self.folder, number)
+      if sizes.sum():
+        with _written(shard) as folder:
+          encoder = _encoder(self.folder / "serve")
+          clicks.write_columns(rows, self.table, encoder, folder, sizes)
+        rows.starts = [starts[number]]
+        with _written(self.path(number).parent / "split") as folder:
+          write_splits(rows, folder, self.table.names)
+          (folder / "split.parquet").rename(self.folder / "split.parquet" / f"{number:05d}.parquet")
+      return sizes.tolist()
+
+
+class _Rows(source.Rows):
+  """Rows that tasks have typed, of which Spark answers queries."""
+
+  def __init__(
+    self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]
+  ):
+    super().__init__(con, table.rows, "rows", task.clock == "date")
+    self._session, self.place, self.split_sql = session, "row", "0"
+    self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
+    self.notes = list(dict.fromkeys(note for each in read for note in each.notes))
+    paths = [str(task.path(number)) for number in range(len(read))]
+    stored = session.read.parquet(*(f"file://{path}" for path in paths))
+    starts = dict(zip((Path(path).parent.name for path in paths), self.starts, strict=True))
+    first = session.createDataFrame(list(starts.items()), "folder string, first long")
+    folder = "element_at(split(_metadata.file_path, '/'), -2) AS folder"
+    joined = stored.selectExpr("*", folder).join(first, "folder")
+    placed = joined.withColumn("row", joined["row"] + joined["first"])
+    placed.selectExpr("*", "CAST(NULL AS SMALLINT) AS bad").createOrReplaceTempView(self.table)
+
+  def define(self, split: str = "0") -> None:
+    """Makes the view in the session."""
+    self.split_sql = split
+    columns = ", ".join(self.columns.values())
+    self._session.sql(
+      self._translated(
+        f"SELECT {columns}, row, CAST({split} AS TINYINT) AS split FROM {self.table}"
+      )
+    ).createOrReplaceTempView(self.view)
+
+  def query(self, sql: str) -> pa.Table:
+    answer = self._session.sql(self._translated(sql)).toArrow()
+    plain = lambda stored: pa.string() if pa.types.is_large_string(stored) else stored
+    return answer.cast(pa.schema([(f.name, plain(f.type)) for f in answer.schema]))
+
+  @staticmethod
+  def _translated(sql: str) -> str:
+    import sqlglot
+
+    return sqlglot.transpile(sql, read="duckdb", write="spark")[0]
+
+
+@contextlib.contextmanager
+def _written(target: Path) -> Iterator[Path]:
+  """Yields a new folder that becomes `target`; of two attempts at a task, the last one's does."""
+  with files.replacing_folder(target) as partial:
+    yield partial
+
+
+@functools.lru_cache(1)
+def _encoder(serve: Path) -> Encoder:
+  """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
+  return Encoder.load(serve)
+
+
+def _shard(folder: Path, number: int) -> Path:
   return folder / _SHARDS / f"{number:05d}"
+
+
 # --- in training ----------------------------------------------------------------------------------
 
 
