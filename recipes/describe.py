@@ -8,7 +8,6 @@ be used for, and writes a config of at most 30 lines, which trains as it is and 
 
 import argparse
 import collections
-import dataclasses
 import json
 import re
 import shlex
@@ -25,8 +24,7 @@ import numpy as np
 from . import errors
 from .errors import UserError, terminal
 from .files import write
-from .tables import profile, proposing
-from .tables import source
+from .tables import profile, proposing, source
 from .tables.formats import Format, fields_of, file_format, find_delimiter, paths
 from .tables.profile import JOIN, Column, Sample
 from .tables.proposing import Plan, Proposal, Roles

@@ -30,8 +30,8 @@ from .errors import MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
 from .serving import folder as folder_lib
 from .tables import spec
-from .tables.transforms import Encoder, Entities
 from .tables.settings import READING
+from .tables.transforms import Encoder, Entities
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")

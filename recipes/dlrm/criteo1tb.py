@@ -171,7 +171,7 @@ def read(path: Path, con: Any) -> Iterator[Rows]:
   """
   format, row = Format(**FORMAT), 0
   file = source.open_file(con, str(path), format)
-  texts = [file.column(name)[0] for name in format.names]
+  texts = [file.column(name).raw for name in format.names]
   first = 1 + NUM_INTEGERS
   values = [f"TRY_CAST({text} AS BIGINT)" for text in texts[:first]]
   values += [f"TRY_CAST('0x' || {text} AS UINTEGER)" for text in texts[first:]]

@@ -23,9 +23,7 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
     UserError: a slice is no feature, has several values in a row, or too many in all.
   """
   encoder = Encoder.load(serve) if serve is not None and (serve / "sides.json").exists() else None
-  known = (
-    {name: each for each in encoder.all_transforms for name in each.kinds} if encoder else {}
-  )
+  known = {name: each for each in encoder.all_transforms for name in each.kinds} if encoder else {}
   named = []
   by_name = {feature.name: feature for feature in features}
   for name in slices:

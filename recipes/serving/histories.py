@@ -9,8 +9,8 @@ import pyarrow as pa
 from ..errors import UserError
 from ..tables import spec
 from ..tables.histories import History, Part
-from ..tables.source import outcome
 from ..tables.transforms import Encoder, lengths_of, numbers_of
+from ..tables.values import outcome
 from .rows import Reader
 
 

@@ -72,7 +72,9 @@ class ClickModel:
     self._features = {
       name: kind
       for name, kind in served.kinds.items()
-      if isinstance(kind, spec.Side) and not isinstance(kind, spec.Cross) and not spec.is_history(kind)
+      if isinstance(kind, spec.Side)
+      and not isinstance(kind, spec.Cross)
+      and not spec.is_history(kind)
     }
     self.labels = spec.labels(served.kinds)
     self._lists = histories.Lists(self.encoder, served.kinds, missing)

@@ -13,8 +13,8 @@ from ..errors import DamagedFileError, UserError
 from ..tables import source as source_lib
 from ..tables import spec
 from ..tables.formats import Format, fields_of, find_delimiter, named, repeated
-from ..tables.source import Value
 from ..tables.transforms import Transforms, lengths_of
+from ..tables.values import Column, Value, identifier, typed, value_of
 
 _CHUNK = 4096
 
@@ -42,7 +42,9 @@ def as_table(rows: Any) -> pa.Table:
       # A matrix is a vector a row.
       listed = lambda x: list(x) if getattr(x, "ndim", 1) == 2 else x
       arrays = {
-        str(name): x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(listed(x), from_pandas=True)
+        str(name): x
+        if isinstance(x, pa.Array | pa.ChunkedArray)
+        else pa.array(listed(x), from_pandas=True)
         for name, x in rows.items()
       }
       table = pa.table(arrays)
@@ -121,15 +123,15 @@ class Reader:
           hint = spec.nearest(lacking[0], table.column_names)
           raise UserError(f"{source} has no column {lacking[0]!r}, which training has read: {hint}")
         if not lacking:
-          read = [(c, places[c], stored[places[c]]) for c in kind.sources(name)]
+          read = [Column(c, places[c], stored[places[c]]) for c in kind.sources(name)]
           columns[name] = f"c{place}"
           try:
-            values[columns[name]] = source_lib.value_of(
+            values[columns[name]] = value_of(
               kind, read, self._missing, self._clock, place=place, aligned=name in self._aligned
             )
           except DamagedFileError as error:
             raise UserError(f"{source}: {error}") from error
-      answer = con.execute(source_lib.typed("given", values)).to_arrow_table()
+      answer = con.execute(typed("given", values)).to_arrow_table()
     bad = answer["bad"].is_valid().to_numpy()
     if bad.any() and on_bad_row == "raise":
       index = int(np.argmax(bad))
@@ -214,10 +216,10 @@ def of_file(path: str, format: Format, needed: Sequence[str]) -> Iterator[pa.Tab
         raise DamagedFileError(f"{path}, row {row[0]} {file.bad[1]}. Repair it")
     file = source_lib.readable(con, file)
     source_lib.rejected(con, file, format, "raise", {})
-    chosen = dict.fromkeys([*file.columns, *(c for c in needed if "." in c and c not in file.columns)])
-    columns = ", ".join(
-      f"{file.column(name)[0]} AS {source_lib.identifier(name)}" for name in chosen
+    chosen = dict.fromkeys(
+      [*file.columns, *(c for c in needed if "." in c and c not in file.columns)]
     )
+    columns = ", ".join(f"{file.column(name).raw} AS {identifier(name)}" for name in chosen)
     for batch in con.execute(f"SELECT {columns} FROM {file.relation}").to_arrow_reader(_CHUNK):
       yield pa.table(batch)
 

@@ -14,9 +14,10 @@ from ..errors import UserError
 from . import entities, histories, source, spec
 from .fit import fit
 from .settings import Table, parsed, serve_folder
-from .source import SPLITS, Rows
+from .source import Rows
 from .splitting import write_splits
 from .transforms import Encoder, numbers_of
+from .values import SPLITS
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -47,7 +48,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append(_about(encoder))
     encoder.save(serve_folder(settings, folder))
     write_columns(rows, table, encoder, folder, sizes)
-    about = {} if log is None else {"histories": log.write(folder, encoder.histories, encoder.places)}
+    about = (
+      {} if log is None else {"histories": log.write(folder, encoder.histories, encoder.places)}
+    )
     about |= {"sha256": digests.result()}
   table.check_unchanged()
   files.new_folder(folder / "stage").rmdir()
@@ -91,9 +94,7 @@ def base_of(table: Table) -> Encoder | None:
   return Encoder.load(table.base) if table.base is not None and has_base else None
 
 
-def fitted(
-  table: Table, rows: Rows, base: Encoder | None
-) -> tuple[Encoder, list[str], np.ndarray]:
+def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, list[str], np.ndarray]:
   """Returns the encoder of split rows, lines about them, and their number by split, `[3]`.
 
   `base` is an encoder that grows.
@@ -108,7 +109,9 @@ def fitted(
       f"GROUP BY {column} ORDER BY min(row)"
     )["id"].combine_chunks()
     known = base.sides[name].transforms if base and name in base.sides else None
-    made[name], lines = entities.read(rows.con, table.sides[side], side, table.on_bad_row, ids, base=known)
+    made[name], lines = entities.read(
+      rows.con, table.sides[side], side, table.on_bad_row, ids, base=known
+    )
     about += lines
   transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
   weight = table.name_of(spec.Weight)
@@ -117,9 +120,7 @@ def fitted(
   return Encoder(transforms, made), notes, sizes
 
 
-def meta(
-  table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray
-) -> dict[str, Any]:
+def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray) -> dict[str, Any]:
   """Returns what `cache.prepared` keeps beside the columns."""
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -172,7 +173,9 @@ def _outcomes(
   weight = f"sum({rows.columns[name]})" if name else "count(*)"
   if kind.mask:
     column = f"CASE WHEN {rows.columns[kind.mask]} = 1 THEN {column} END"
-  outcome = f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
+  outcome = (
+    f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
+  )
   answer = rows.query(
     f"SELECT split, {outcome} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
     f"GROUP BY split, {outcome}"

@@ -47,7 +47,9 @@ def of_values(
     columns = {name: f"c{place}" for place, name in enumerate(values)}
     split = np.where(trained, 0, 1).astype(np.int8)
     row = np.arange(len(texts))
-    con.register("entities", pa.table([*values.values(), split, row], [*columns.values(), "split", "row"]))
+    con.register(
+      "entities", pa.table([*values.values(), split, row], [*columns.values(), "split", "row"])
+    )
     transforms, _ = fit(Relation(con, "entities", columns), features, base)
   ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
   titles = values[title].to_pylist() if title else None

@@ -8,8 +8,9 @@ import numpy as np
 
 from ..errors import UserError
 from . import spec
-from .source import Relation, Rows, literal
+from .source import Relation, Rows
 from .transforms import Transforms, vocabulary_of
+from .values import literal
 
 _SAMPLE = 1 << 16  # rows that quantiles are taken of
 _DIGITS = 10  # of means and deviations
@@ -123,9 +124,7 @@ class _Fit:
 
   def _values(self, names: Sequence[str], kind: Any) -> tuple[str, ...] | None:
     """Returns the values of the columns of one table, the most frequent first, or None."""
-    parts = [
-      f"SELECT {self._exploded(name)} AS value FROM {self._relation}" for name in names
-    ]
+    parts = [f"SELECT {self._exploded(name)} AS value FROM {self._relation}" for name in names]
     union = f"(SELECT value FROM ({' UNION ALL '.join(parts)}) AS parts WHERE value IS NOT NULL)"
     is_growing = names[0] in self._growing
     if vocabulary_of(names[0], kind) is None:

@@ -13,8 +13,8 @@ from ..errors import UserError
 from . import entities, source, spec, splitting
 from .clicks import hashing
 from .settings import Table
-from .source import SPLITS
 from .transforms import Entities
+from .values import SPLITS
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
@@ -262,7 +262,9 @@ class _Log:
         f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY {order}) - 1 "
         f"AS code FROM (SELECT {side}, min(rowid) AS first, min(row) AS row FROM log GROUP BY {side})"
       )
-      self.texts[side] = self._query(f"SELECT {side} FROM {side}s ORDER BY code")[0].combine_chunks()
+      self.texts[side] = self._query(f"SELECT {side} FROM {side}s ORDER BY code")[
+        0
+      ].combine_chunks()
     ordered = "log.rowid"
     if self._time:  # rows of one time stay in the order of the files
       time = f"JOIN (SELECT row, {columns[self._time]} AS time FROM {self.rows.view}) AS clock ON clock.row = log.row"

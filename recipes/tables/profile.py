@@ -16,6 +16,8 @@ from ..errors import DamagedFileError
 from . import source, spec
 from .formats import Format
 from .transforms import indices_of, numbers_of
+from .values import Column as FileColumn
+from .values import typed, value_of
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
@@ -204,10 +206,9 @@ class Sample:
   def split(self, columns: Sequence[str], share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash of columns: 0 train, 1 valid, 2 test."""
     places = {name: f"f{place}" for place, name in enumerate(self.columns)}
-    texts = ", ".join(f"CAST({places[name]} AS VARCHAR)" for name in sorted(columns))
-    digest = f"md5(concat_ws(chr(31), {source.literal(str(seed))}, {texts}))"
-    hashed = f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
-    answer = self.con.execute(f"SELECT {hashed} AS hash FROM {self.relation}").to_arrow_table()
+    texts = [f"CAST({places[name]} AS VARCHAR)" for name in sorted(columns)]
+    query = f"SELECT {source.hashed(seed, texts)} AS hash FROM {self.relation}"
+    answer = self.con.execute(query).to_arrow_table()
     hashes = answer["hash"].to_numpy()
     bounds = [round(each * 2**32) for each in (2 * share, share)]
     return sum((hashes < bound).astype(np.int8) for bound in bounds)
@@ -237,8 +238,8 @@ def dates_of(parts: Sequence[np.ndarray]) -> np.ndarray | None:
   with source.connect() as con:
     con.register("parts", pa.table([*map(pa.array, parts)], names))
     kind = spec.Time(columns=tuple(names))
-    value = source.value_of(kind, [(name, name, "DOUBLE") for name in names], ())
-    answer = con.execute(source.typed("parts", {"c0": value})).to_arrow_table()
+    value = value_of(kind, [FileColumn(name, name, "DOUBLE") for name in names], ())
+    answer = con.execute(typed("parts", {"c0": value})).to_arrow_table()
   return None if answer["c0"].null_count else answer["c0"].to_numpy()
 
 
@@ -246,8 +247,8 @@ def numbers_in(texts: pa.StringArray) -> np.ndarray:
   """Returns texts as numbers, float64 `[V]`; NaN for those that are none."""
   with source.connect() as con:
     con.register("texts", pa.table({"f0": texts}))
-    value = source.value_of(spec.Number(), [("", "f0", "VARCHAR")], ())
-    answer = con.execute(source.typed("texts", {"c0": value})).to_arrow_table()
+    value = value_of(spec.Number(), [FileColumn("", "f0", "VARCHAR")], ())
+    answer = con.execute(typed("texts", {"c0": value})).to_arrow_table()
   return numbers_of(answer["c0"].combine_chunks())
 
 
@@ -266,7 +267,7 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
   for index, file in enumerate(files):
     limit = max((num_rows - rows) // (len(files) - index), 1)
     relation, parts, count = _some_of(con, file, limit)
-    chosen_columns = ", ".join(f"{file.column(name)[0]} AS f{n}" for n, name in enumerate(names))
+    chosen_columns = ", ".join(f"{file.column(name).raw} AS f{n}" for n, name in enumerate(names))
     into = "INSERT INTO sample" if index else "CREATE TABLE sample AS"
     source.asked(con, file.path, f"{into} SELECT {chosen_columns} FROM {relation} LIMIT {limit}")
     read = source.count(con, "sample") - rows
@@ -281,7 +282,7 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
     sizes = (sum(map(os.path.getsize, group)) for group in (paths, chosen))
     total = max(int(total * next(sizes) / next(sizes)), rows + 1)
   columns = {
-    name: column_of(con, "sample", name, f"f{n}", files[0].column(name)[1], format.missing)
+    name: column_of(con, "sample", name, f"f{n}", files[0].column(name).stored, format.missing)
     for n, name in enumerate(names)
   }
   skipped = [f"{n:,} rows: {problem} (first: {first})" for problem, (n, first) in counts.items()]
@@ -331,9 +332,9 @@ def column_of(
     sql = "NULL::VARCHAR"
   else:
     of = spec.Bag() if kind == "list" else spec.Category()
-    value = source.value_of(of, [(name, column, stored)], missing)
-    sql = source.typed(relation, {"c": value})
-    joined = f"nullif(array_to_string(c, chr(31)), '')" if kind == "list" else "c"
+    value = value_of(of, [FileColumn(name, column, stored)], missing)
+    sql = typed(relation, {"c": value})
+    joined = "nullif(array_to_string(c, chr(31)), '')" if kind == "list" else "c"
     sql = f"SELECT {joined} AS text FROM ({sql})"
   sql = sql if sql.startswith("SELECT") else f"SELECT {sql} AS text FROM {relation}"
   encoded = con.execute(sql).to_arrow_table()["text"].combine_chunks().dictionary_encode()

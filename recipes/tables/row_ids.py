@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .transforms import Encoder, Entities, Transforms
 from .settings import READING
+from .transforms import Encoder, Entities, Transforms
 
 
 @dataclasses.dataclass(frozen=True)

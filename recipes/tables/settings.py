@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ from ..errors import DamagedFileError, UserError
 from . import source as source_lib
 from . import spec
 from .formats import Format, paths
-from .source import SPLITS, Source, first_time
+from .source import Source, first_time
+from .values import SPLITS
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
   from ml_collections import ConfigDict

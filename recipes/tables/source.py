@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +39,26 @@ from .formats import (
   other_delimiter,
   repeated,
 )
+from .values import (
+  SPLIT_NAMES,
+  SPLITS,
+  Column,
+  Value,
+  among,
+  identifier,
+  is_time,
+  literal,
+  outcome,
+  present,
+  trimmed,
+  typed,
+  value_of,
+)
 
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it to its folder
 _HEAD = 200  # lines that show how a file is written
 _LONGEST_LINE = 2 << 20  # bytes
 _CUT = "chr(31)"  # between fields of files that are read line by line: in no text
-_LARGEST = "3.4028234663852886e38"  # float32
-_SPACES = "' ' || chr(9) || chr(10) || chr(13)"
 _AGAIN = "Copy or download it again."
 _MAGIC = {
   b"PAR1": "is a Parquet file: name it so",
@@ -53,8 +66,6 @@ _MAGIC = {
   b"\x28\xb5\x2f\xfd": "is compressed with zstd: add .zst to its name",
   b"PK\x03\x04": "is a zip archive or a spreadsheet: unpack it, or save the sheet as CSV",
 }
-SPLITS = ("train", "valid", "test")
-_SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
 def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
@@ -68,20 +79,6 @@ def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
   return con
-
-
-def literal(value: object) -> str:
-  """Returns a value as SQL writes it."""
-  if isinstance(value, list | tuple):
-    return f"[{', '.join(map(literal, value))}]"
-  if isinstance(value, int | float):
-    return repr(value) if np.isfinite(value) else "'infinity'::DOUBLE"
-  return "'" + str(value).replace("'", "''") + "'"
-
-
-def identifier(name: str) -> str:
-  """Returns the name of a column as SQL writes it."""
-  return '"' + name.replace('"', '""') + '"'
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -105,14 +102,16 @@ class File:
   bad: tuple[str, str] = ("false", "")
   advice: str = ""
 
-  def column(self, name: str) -> tuple[str, str]:
-    """Returns the expression of a column and its type; raises DamagedFileError without one."""
+  def column(self, name: str) -> Column:
+    """Returns a column; raises DamagedFileError where there is none."""
     if name in self.columns:
-      return self.columns[name]
+      return Column(name, *self.columns[name])
     top, *below = name.split(".")
     if below and self.columns.get(top, ("", ""))[1] == "JSON":
       path = "$." + ".".join(f'"{part}"' for part in (top, *below))
-      return f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END", "VARCHAR"
+      return Column(
+        name, f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END", "VARCHAR"
+      )
     raise DamagedFileError(
       f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. "
       f"{self.advice}".rstrip()
@@ -149,7 +148,10 @@ def _parquet(con: duckdb.DuckDBPyConnection, path: str) -> File:
   described = asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
   names = named([name for name, *_ in described])
   chosen = ", ".join(f"{identifier(name)} AS f{n}" for n, (name, *_) in enumerate(described))
-  columns = {name: (f"f{n}", stored) for n, (name, (_, stored, *_)) in enumerate(zip(names, described, strict=True))}
+  columns = {
+    name: (f"f{n}", stored)
+    for n, (name, (_, stored, *_)) in enumerate(zip(names, described, strict=True))
+  }
   return File(path, f"(SELECT {chosen} FROM {relation})", columns)
 
 
@@ -173,9 +175,7 @@ def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]
   return lines
 
 
-def _json(
-  con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequence[str]
-) -> File:
+def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequence[str]) -> File:
   keys = con.execute(
     "SELECT DISTINCT key FROM (SELECT unnest(json_keys(line)) AS key FROM (SELECT unnest(?) AS "
     "line) WHERE json_valid(line) AND json_type(line) = 'OBJECT') ORDER BY key",
@@ -183,7 +183,9 @@ def _json(
   ).fetchall()
   if not keys:
     raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
-  value = lambda key: f"CASE WHEN json_valid(line) THEN line ->> {literal(f'$.{identifier(key)}')} END"
+  value = lambda key: (
+    f"CASE WHEN json_valid(line) THEN line ->> {literal(f'$.{identifier(key)}')} END"
+  )
   columns = {key: (value(key), "JSON") for (key,) in keys}
   relation = f"(SELECT line FROM {_lines(path, format)} WHERE line IS NOT NULL)"
   return File(path, relation, columns, ("NOT json_valid(line)", "is no JSON"))
@@ -264,260 +266,6 @@ def readable(con: duckdb.DuckDBPyConnection, file: File) -> File:
   return file
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
-class Value(NamedTuple):
-  """A declared column of a query, in steps, since each refers to the one before by its name.
-
-  Attributes:
-    texts: expressions of trimmed texts, by name.
-    present: of texts that are null where they are missing, by name.
-    typed: of what the value is converted to, by name.
-    sql: of the value, null where there is none.
-    bad: a condition of rows whose value has no meaning.
-    problem: what is wrong with such a value, and what to write.
-    raw: of the value as it is, for the error text.
-  """
-
-  texts: Mapping[str, str]
-  present: Mapping[str, str]
-  typed: Mapping[str, str]
-  sql: str
-  bad: str = "false"
-  problem: str = ""
-  raw: str = "NULL"
-
-
-_Columns = Sequence[tuple[str, str, str]]  # name, expression, type
-_TEXTS = ("VARCHAR", "JSON", "BLOB")
-
-
-def _is_time(stored: str) -> bool:
-  return stored.startswith("TIMESTAMP") or stored == "DATE"
-
-
-def _trimmed(raw: str, stored: str) -> str:
-  """Returns the SQL of a value as a text."""
-  if stored in ("FLOAT", "DOUBLE"):
-    raw = f"CASE WHEN NOT isnan({raw}) THEN CAST({raw} AS VARCHAR) END"
-  elif _is_time(stored):
-    kind = "VARCHAR" if stored == "DATE" else "TIMESTAMP"
-    raw = f"replace(CAST(CAST({raw} AS {kind}) AS VARCHAR), ' ', 'T')"
-  elif stored == "BLOB":
-    raw = f"TRY(decode({raw}))"
-  elif stored not in _TEXTS:
-    raw = f"CAST({raw} AS VARCHAR)"
-  is_spaced = " OR ".join(f"suffix({raw}, {space})" for space in _SPACES.split(" || "))
-  # `trim` takes as long as all else, and values hardly ever begin or end in spaces.
-  return f"CASE WHEN {raw} < '!' OR {is_spaced} THEN trim({raw}, {_SPACES}) ELSE {raw} END"
-
-
-def _present(text: str, missing: Sequence[str]) -> str:
-  absent = sorted({"", *missing, *map(spec.as_text, missing)})
-  longest = max(map(len, absent))
-  return f"CASE WHEN length({text}) > {longest} OR NOT {_among(text, absent)} THEN {text} END"
-
-
-def _among(text: str, values: Sequence[str | float]) -> str:
-  """Returns the SQL of a text among others; DuckDB would make a join of `IN`, with its memory."""
-  return f"list_contains({literal(list(values))}, {text})"
-
-
-def _spelled(text: str) -> str:
-  """Returns the SQL of a text in one spelling: 12 for 12.0, true for True."""
-  whole = rf"regexp_replace({text}, {literal(spec.WHOLE)}, '\1\2')"
-  is_flag = _among(f"lower({text})", ("true", "false"))
-  return (
-    f"CASE WHEN contains({text}, '.0') THEN {whole} "
-    f"WHEN length({text}) < 6 AND {is_flag} THEN lower({text}) "
-    f"ELSE {text} END"
-  )
-
-
-def _matched(text: str, pattern: str) -> str:
-  return f"nullif(regexp_extract({text}, {literal(pattern)}, 1), '')" if pattern else text
-
-
-def _number(raw: str, stored: str, text: str, missing: Sequence[str], decimal: str = ".") -> str:
-  """Returns the SQL of a number, null where it is missing or none."""
-  if stored not in _TEXTS:
-    absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
-    is_absent = f" AND NOT {_among(f'CAST({raw} AS DOUBLE)', absent)}" * bool(absent)
-    return f"CASE WHEN true{is_absent} THEN CAST({raw} AS DOUBLE) END"
-  if decimal == ",":
-    text = f"replace(replace({text}, '.', ''), ',', '.')"
-  flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
-  return f"coalesce(TRY_CAST({text} AS DOUBLE), {flag})"
-
-
-def _items(raw: str, stored: str, text: str, separator: str) -> str:
-  """Returns the SQL of a list of texts: a list, a JSON list, or cut text."""
-  if stored.endswith("]"):
-    return f"list_transform({raw}, lambda x: {_trimmed('x', stored.rpartition('[')[0])})"
-  cut = f"string_split({text}, {literal(separator)})" if separator else f"[{text}]"
-  # A list of JSON, or as Python writes it.
-  python = f"string_split(trim({text}, '[]'), ',')"
-  python = f"list_transform({python}, lambda x: trim(x, ' \'\'\"'))"
-  listed = f"coalesce(TRY(from_json({text}, '[\"VARCHAR\"]')), {python})"
-  is_listed = f"prefix({text}, '[') AND suffix({text}, ']')"
-  items = f"CASE WHEN {is_listed} THEN {listed} WHEN {text} IS NOT NULL THEN {cut} END"
-  return f"list_transform({items}, lambda x: trim(x, {_SPACES}))"
-
-
-def value_of(
-  kind: spec.Kind,
-  columns: _Columns,
-  missing: Sequence[str],
-  clock: str = "",
-  *,
-  place: int = 0,
-  aligned: bool = False,
-) -> Value:
-  """Returns how a declared column is read.
-
-  Args:
-    columns: of the files, that it reads.
-    missing: texts that mean no value.
-    clock: of times: "date", "whole" or "fraction"; see `clock_of`.
-    place: a number for the names of the steps.
-    aligned: whether a list keeps its missing items, which are null.
-
-  Raises:
-    DamagedFileError: the column is stored in a way that cannot be read so.
-  """
-  (name, raw, stored), *_ = columns
-  if "STRUCT" in stored or "MAP" in stored or stored.endswith("[][]"):
-    raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
-  is_flags = isinstance(kind, spec.Bag) and bool(kind.columns)
-  takes_lists = (kind.is_list or isinstance(kind, spec.Vector)) and not is_flags
-  is_list, typed = stored.endswith("]"), f"x{place}"
-  if is_list and not takes_lists:
-    raise DamagedFileError(f"column {name!r} holds lists: declare it as a bag or a sequence")
-  texts = {} if is_list else {
-    f"t{place}_{n}": _trimmed(each, how) for n, (_, each, how) in enumerate(columns)
-  }  # fmt: skip
-  present = {f"m{t[1:]}": _present(t, missing) for t in texts}
-  text, shown = f"m{place}_0", f"CAST({raw} AS VARCHAR)"
-  value = lambda x, sql, bad="false", problem="": Value(
-    texts, present, {typed: x}, sql, bad, problem, shown
-  )
-  if isinstance(kind, spec.Time):
-    return _time(kind, columns, list(present), clock, value)
-  if isinstance(kind, spec.Number | spec.Weight):
-    if _is_time(stored):
-      raise DamagedFileError(f"column {name!r} holds times: declare it as time")
-    number = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
-    x = _number(raw, stored, text, missing, getattr(kind, "decimal", "."))
-    if isinstance(kind, spec.Weight):
-      return value(x, number, f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)", "is no weight, a number of 0 or more")
-    hint = "" if kind.decimal == "," else ". With decimal commas, declare decimal=','"
-    bad = f"{text} IS NOT NULL AND coalesce(abs({typed}) > {_LARGEST}, true)"
-    return value(x, number, bad, f"is no number within float32{hint}")
-  if is_flags:
-    numbers = [_number(r, s, m, missing) for m, (_, r, s) in zip(present, columns, strict=True)]
-    flags = [f"CASE WHEN {x} <> 0 THEN {literal(n)} END" for x, (n, *_) in zip(numbers, columns, strict=True)]
-    return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
-  if takes_lists:
-    items = f"list_transform({_items(raw, stored, text, getattr(kind, 'separator', ''))}, lambda x: {_present('x', missing)})"
-    if isinstance(kind, spec.Vector):
-      numbers = f"list_transform({typed}, lambda x: TRY_CAST(x AS FLOAT))"
-      is_whole = f"list_count({numbers}) = {kind.width} AND len({typed}) = {kind.width}"
-      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
-      return value(items, f"CASE WHEN {is_whole} THEN {numbers} END", bad, f"is not {kind.width} numbers")
-    item = _matched(_spelled("x"), getattr(kind, "pattern", ""))
-    spelled = f"list_transform({typed}, lambda x: {item})"
-    return value(items, spelled if aligned else f"list_filter({spelled}, lambda x: x IS NOT NULL)")
-  if isinstance(kind, spec.Label):
-    return value(_spelled(text), typed, *_bad_label(name, kind, typed))
-  if isinstance(kind, spec.Split):
-    problem = "is no split: write train, valid or test"
-    is_none = f"NOT coalesce({_among(typed, list(_SPLIT_NAMES))}, false)"
-    return value(f"lower({text})", typed, is_none, problem)
-  bad = f"{raw} IS NOT NULL AND {text} IS NULL AND TRY(decode({raw})) IS NULL" if stored == "BLOB" else "false"
-  return value(_spelled(text), _matched(typed, getattr(kind, "pattern", "")), bad, "is not UTF-8")
-
-
-def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:
-  column = f"config.columns[{name!r}]"
-  problem = (
-    "is neither 0 nor 1. Give the values that are clicks as "
-    f"{column}['positive'], or the smallest as {column}['at_least']"
-  )
-  if kind.at_least is not None or kind.loss == "squared_log":
-    problem = "is no number" if kind.at_least is not None else "is no number of 0 or more"
-  elif kind.loss == "softmax":
-    problem = f"is none of {column}['classes']"
-  is_kept = f" AND NOT {_among(text, kind.drop)}" * bool(kind.drop)
-  return f"{text} IS NOT NULL{is_kept} AND ({outcome(kind, text)}) IS NULL", problem
-
-
-def outcome(kind: spec.Label, text: str) -> str:
-  """Returns the SQL of what a model is trained on, given that of a label's text.
-
-  1 for a click and 0 for none, the number of the class, or the number itself of `squared_log`.
-  """
-  if kind.loss == "softmax":
-    return f"list_position({literal(kind.classes)}, {text}) - 1"
-  if kind.loss == "squared_log" or kind.at_least is not None:
-    least = 0 if kind.at_least is None else "'-infinity'::DOUBLE"
-    number = f"TRY_CAST({text} AS DOUBLE)"
-    is_number = f"{number} >= {least} AND {number} < 'infinity'::DOUBLE"
-    what = number if kind.at_least is None else f"CAST({number} >= {kind.at_least!r} AS INTEGER)"
-    return f"CASE WHEN {is_number} THEN {what} END"
-  if kind.positive:
-    return f"CAST({_among(text, kind.positive)} AS INTEGER)"
-  clicks, others = (_among(f"lower({text})", each) for each in (spec.CLICKS, spec.NO_CLICKS))
-  return f"CASE WHEN {clicks} THEN 1 WHEN {others} THEN 0 END"
-
-
-def _time(
-  kind: spec.Time, columns: _Columns, texts: Sequence[str], clock: str, value: Callable[..., Value]
-) -> Value:
-  """Returns times: microseconds since 1970, in UTC where no zone is named, or numbers as they are."""
-  (name, raw, stored), *_ = columns
-  if kind.columns:
-    parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
-    parts = [f"CASE WHEN {part} = trunc({part}) THEN CAST({part} AS BIGINT) END" for part in parts]
-    time, problem = f"epoch_us(TRY(make_timestamp({', '.join(parts)})))", "is no date"
-  elif _is_time(stored):
-    zoned = "TIMESTAMPTZ" if "TIME ZONE" in stored else "TIMESTAMP"
-    time, problem = f"epoch_us(CAST({raw} AS {zoned}))", "is missing"
-  elif kind.format:
-    time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
-    problem = f"is no time of the format {kind.format!r}"
-  elif clock == "date":
-    time = f"epoch_us(TRY_CAST({texts[0]} AS TIMESTAMPTZ))"
-    problem = (
-      "is no date, as the first time is. Write 2024-12-31 or 2024-12-31T23:59:59, or declare the "
-      f"format of {name!r}, as format='%d.%m.%Y'"
-    )
-  else:
-    number = f"TRY_CAST({texts[0]} AS {'BIGINT' if clock == 'whole' else 'DOUBLE'})"
-    time = f"CASE WHEN isfinite({number}) THEN {number} END" if clock != "whole" else number
-    problem = "is no number, as the first time is"
-  typed = value("", "").typed
-  return value(time, next(iter(typed)), f"{next(iter(typed))} IS NULL", problem)
-
-
-def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: "Source") -> str:
-  """Returns "date", "whole" or "fraction", as the first times of a file are; "" without a time."""
-  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
-  if name is None:
-    return ""
-  kind: Any = source.kinds[name]
-  raw, stored = file.column(kind.sources(name)[0])
-  if kind.format or kind.columns or _is_time(stored):
-    return "date"
-  sample = f"(SELECT {_trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
-  present = _present("t", missing)
-  query = f"SELECT count(t), count(TRY_CAST(t AS DOUBLE)), bool_or(contains(t, '.')) FROM (SELECT {present} AS t FROM {sample})"
-  count, numbers, has_fractions = asked(con, file.path, query).fetchone() or (0, 0, False)
-  if count and 2 * numbers <= count:
-    return "date"
-  return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -545,6 +293,26 @@ class Source:
       if not isinstance(kind, spec.Cross) and not spec.is_history(kind)
     }
     return kinds | ({"": spec.User(column=self.key)} if self.key else {})
+
+
+def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
+  """Returns "date", "whole" or "fraction", as the first times of a file are; "" without a time."""
+  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
+  if name is None:
+    return ""
+  kind: Any = source.kinds[name]
+  _, raw, stored = file.column(kind.sources(name)[0])
+  if kind.format or kind.columns or is_time(stored):
+    return "date"
+  sample = f"(SELECT {trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
+  query = (
+    "SELECT count(t), count(TRY_CAST(t AS DOUBLE)), bool_or(contains(t, '.')) FROM "
+    f"(SELECT {present('t', missing)} AS t FROM {sample})"
+  )
+  count, numbers, has_fractions = asked(con, file.path, query).fetchone() or (0, 0, False)
+  if count and 2 * numbers <= count:
+    return "date"
+  return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
 
 
 class Relation(NamedTuple):
@@ -659,16 +427,19 @@ class Rows:
       split = _at_or_after(self.place, (ranges["valid"][0], ranges["test"][0]))
     elif by == "column":
       column = self.columns[str(spec.only(kinds, spec.Split))]
-      names = " ".join(f"WHEN {literal(n)} THEN {index}" for n, index in _SPLIT_NAMES.items())
+      names = " ".join(f"WHEN {literal(n)} THEN {index}" for n, index in SPLIT_NAMES.items())
       split = f"CASE {column} {names} END"
     elif by == "files":
       of_file = [name for name, paths in self.source.files.items() for _ in paths]
       index = [str(SPLITS.index(name)) for name in of_file]
       if holds_out and "valid" not in self.source.files:
-        index = [by_hash((valid, 0.0)) if name == "train" else i for name, i in zip(of_file, index, strict=True)]
-      cases = zip(self.starts[1:], index, strict=False)
-      split = f"CASE {' '.join(f'WHEN {self.place} < {end} THEN {i}' for end, i in cases)} ELSE {index[-1]} END"
-      split = split if len(index) > 1 else index[0]
+        index = [
+          by_hash((valid, 0.0)) if name == "train" else i
+          for name, i in zip(of_file, index, strict=True)
+        ]
+      before = zip(self.starts[1:], index, strict=False)
+      cases = " ".join(f"WHEN {self.place} < {end} THEN {i}" for end, i in before)
+      split = f"CASE WHEN false THEN 0 {cases} ELSE {index[-1]} END"
     self.define(split)
 
   def _first_times(self, column: str, settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -779,8 +550,9 @@ def read(
   if not may_be_empty and not count(con, name):
     why = "; ".join(f"{first}" for _, first in counts.values())
     raise DamagedFileError(
-      f"{source.all_files[0]}: every row was left out: {why}" if why else
-      f"{source.all_files[0]} has a header and no rows"
+      f"{source.all_files[0]}: every row was left out: {why}"
+      if why
+      else f"{source.all_files[0]} has a header and no rows"
     )
   rows.notes = [
     f"{count:,} row{'s' * (count > 1)}: {problem} (first: {first})"
@@ -791,32 +563,6 @@ def read(
 
 def count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
   return con.execute(f"SELECT count(*) FROM {relation}").fetchone()[0]  # type: ignore[index]
-
-
-def typed(
-  relation: str, values: Mapping[str, Value], cases: Sequence[str] = (), more: Sequence[str] = ()
-) -> str:
-  """Returns the query of typed columns by name, and `bad`, the number of the first that is true.
-
-  Args:
-    values: by the name of the column.
-    cases: branches of a CASE before the values' own.
-    more: further columns.
-  """
-  steps = (
-    {name: sql for value in values.values() for name, sql in getattr(value, step).items()}
-    for step in ("texts", "present", "typed")
-  )
-  for step in steps:
-    columns = "".join(f", {sql} AS {name}" for name, sql in step.items())
-    relation = f"(SELECT *{columns} FROM {relation})"
-  relation = f"(SELECT *, {', '.join(f'{v.sql} AS {name}' for name, v in values.items())} FROM {relation})"
-  bad = [*cases, *(f"WHEN {v.bad} THEN {n}" for n, v in enumerate(values.values(), 1) if v.bad != "false")]
-  code = f"CAST(CASE {' '.join(bad)} END AS SMALLINT)" if bad else "NULL::SMALLINT"
-  relation = f"(SELECT *, {code} AS bad FROM {relation})"
-  shown = " ".join(f"WHEN {n} THEN {v.raw}" for n, v in enumerate(values.values(), 1) if v.raw != "NULL")
-  text = f"CAST(CASE bad {shown} END AS VARCHAR)" if shown else "NULL::VARCHAR"
-  return f"SELECT {', '.join([*values, 'bad', f'{text} AS value', *more])} FROM {relation}"
 
 
 _MISSING, _DROPPED = 10_000, -1  # of `bad`: added to the number of a column without a value
@@ -832,26 +578,30 @@ def _query(
   on: str,
 ) -> tuple[str, dict[int, tuple[str, str]]]:
   """Returns the query of a file's typed rows; column and problem by what is in `bad`."""
-  checks, missing = {0: ("", file.bad[1]), _DROPPED: ("", "left out by the label's drop")}, source.format.missing
+  checks = {0: ("", file.bad[1]), _DROPPED: ("", "left out by the label's drop")}
   values, raws, cases = dict[str, Value](), dict[str, str](), [f"WHEN {file.bad[0]} THEN 0"]
-  for place, (declared, kind) in enumerate(source.read_kinds.items()):
-    names = kind.sources(declared or source.key)
-    read = [(each, *file.column(each)) for each in names]
-    raws |= {each: raw for each, raw, _ in read}
-    value = value_of(kind, read, missing, clock, place=place)
-    values[columns[declared]] = value
-    checks[place + 1] = names[0], value.problem
+  for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
+    read = [file.column(name) for name in kind.sources(declared or source.key)]
+    raws |= {column.name: column.raw for column in read}
+    value = value_of(kind, read, source.format.missing, clock, place=number)
+    name = columns[declared]
+    values[name], checks[number] = value, (read[0].name, value.problem)
     if declared in required or not declared:
-      cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {columns[declared]} IS NULL THEN {place + 1 + _MISSING}")
-      checks[place + 1 + _MISSING] = names[0], "has no value"
+      code = number + _MISSING
+      cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
+      checks[code] = read[0].name, "has no value"
     if isinstance(kind, spec.Label) and kind.drop:
-      cases.insert(1, f"WHEN {_among(columns[declared], kind.drop)} THEN {_DROPPED}")
+      cases.insert(1, f"WHEN {among(name, kind.drop)} THEN {_DROPPED}")
   if seed is None:
     return typed(file.relation, values, cases), checks
   texts = [columns[on]] if on else [f"CAST({raws[each]} AS VARCHAR)" for each in sorted(raws)]
+  return typed(file.relation, values, cases, [f"{hashed(seed, texts)} AS hash"]), checks
+
+
+def hashed(seed: int, texts: Sequence[str]) -> str:
+  """Returns the SQL of the hash of rows, given that of their values; see `read`."""
   digest = f"md5(concat_ws(chr(31), {', '.join([literal(str(seed)), *texts])}))"
-  hashed = f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER) AS hash"
-  return typed(file.relation, values, cases, [hashed]), checks
+  return f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
 
 
 def _refuse(

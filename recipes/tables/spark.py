@@ -25,6 +25,7 @@ from . import clicks, source
 from .settings import Table, parsed, serve_folder
 from .splitting import write_splits
 from .transforms import Encoder
+from .values import literal
 
 _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
@@ -148,11 +149,13 @@ class _Task:
         con, self.source(number), on_bad_row, clock=self.clock, may_be_empty=True, **hashing
       )
       columns = ", ".join(rows.columns.values())
-      hashed = f", hash FROM (SELECT rowid AS row, hash FROM {rows.table}) JOIN {rows.view} USING (row)"
+      hashed = (
+        f", hash FROM (SELECT rowid AS row, hash FROM {rows.table}) JOIN {rows.view} USING (row)"
+      )
       chosen = hashed if hashing["seed"] is not None else f" FROM {rows.view}"
       con.execute(
         f"COPY (SELECT {columns}, row{chosen} ORDER BY row) TO "
-        f"{source.literal(folder / _ROWS)} (FORMAT parquet)"
+        f"{literal(folder / _ROWS)} (FORMAT parquet)"
       )
       return _Read(source.count(con, rows.table), rows.rejected[0], rows.notes)
 
@@ -163,7 +166,7 @@ class _Task:
     with source.connect() as con:
       rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
       rows.starts, rows.rejected = [0], [read[number].rejected]
-      stored = f"SELECT * REPLACE (row + {starts[number]} AS row) FROM read_parquet({source.literal(self.path(number))})"
+      stored = f"SELECT * REPLACE (row + {starts[number]} AS row) FROM read_parquet({literal(self.path(number))})"
       chosen = f"SELECT {', '.join(rows.columns.values())}, row, CAST({split} AS TINYINT) AS split"
       con.execute(f"CREATE VIEW rows AS {chosen} FROM ({stored})")
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
@@ -183,9 +186,7 @@ class _Task:
 class _Rows(source.Rows):
   """Rows that tasks have typed, of which Spark answers queries."""
 
-  def __init__(
-    self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]
-  ):
+  def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
     super().__init__(con, table.rows, "rows", task.clock == "date")
     self._session, self.place, self.split_sql = session, "row", "0"
     self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]

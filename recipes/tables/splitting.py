@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .source import SPLITS, Batch, Rows
+from .source import Batch, Rows
+from .values import SPLITS
 
 
 def write_splits(

@@ -50,7 +50,9 @@ def indices_of(array: pa.DictionaryArray) -> np.ndarray:
 def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
   """Returns lists as float32 `[N, width]`, zeros for missing ones."""
   rows = np.zeros((len(vectors), width), np.float32)
-  rows[lengths_of(vectors) > 0] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+  rows[lengths_of(vectors) > 0] = (
+    vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+  )
   return rows
 
 
@@ -363,7 +365,9 @@ class Entities:
     with np.load(folder / f"{name}_features.npz") as stored:
       ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
       dense = stored["dense"]
-    return cls(columns["id"], Transforms.load(folder, f"{name}_features"), ids, dense, columns.get("title"))
+    return cls(
+      columns["id"], Transforms.load(folder, f"{name}_features"), ids, dense, columns.get("title")
+    )
 
 
 class Encoder:

@@ -1,0 +1,302 @@
+"""What a raw value of a file means, as SQL: texts, numbers, times, lists, vectors and labels."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import DamagedFileError
+from . import spec
+
+_SPACES = ("' '", "chr(9)", "chr(10)", "chr(13)")
+_LARGEST = "3.4028234663852886e38"  # float32
+_TEXTS = ("VARCHAR", "JSON", "BLOB")
+SPLITS = ("train", "valid", "test")
+SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
+
+
+def literal(value: object) -> str:
+  """Returns a value as SQL writes it."""
+  if isinstance(value, list | tuple):
+    return f"[{', '.join(map(literal, value))}]"
+  if isinstance(value, int | float):
+    return repr(value) if np.isfinite(value) else "CAST('infinity' AS DOUBLE)"
+  return "'" + str(value).replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+  """Returns the name of a column as SQL writes it."""
+  return '"' + name.replace('"', '""') + '"'
+
+
+def among(text: str, values: Sequence[str | float]) -> str:
+  """Returns the SQL of a value among others; DuckDB would make a join of `IN`, with its memory."""
+  return f"list_contains({literal(list(values))}, {text})"
+
+
+def is_time(stored: str) -> bool:
+  """Whether a type of DuckDB is a date or a time."""
+  return stored.startswith("TIMESTAMP") or stored == "DATE"
+
+
+def trimmed(raw: str, stored: str) -> str:
+  """Returns the SQL of a value as a text without spaces around."""
+  if stored in ("FLOAT", "DOUBLE"):
+    raw = f"CASE WHEN NOT isnan({raw}) THEN CAST({raw} AS VARCHAR) END"
+  elif is_time(stored):
+    kind = "VARCHAR" if stored == "DATE" else "TIMESTAMP"
+    raw = f"replace(CAST(CAST({raw} AS {kind}) AS VARCHAR), ' ', 'T')"
+  elif stored == "BLOB":
+    raw = f"TRY(decode({raw}))"
+  elif stored not in _TEXTS:
+    raw = f"CAST({raw} AS VARCHAR)"
+  ends = " OR ".join(f"suffix({raw}, {space})" for space in _SPACES)
+  # `trim` takes as long as all else, and values hardly ever begin or end in spaces.
+  return f"CASE WHEN {raw} < '!' OR {ends} THEN trim({raw}, {' || '.join(_SPACES)}) ELSE {raw} END"
+
+
+def present(text: str, missing: Sequence[str]) -> str:
+  """Returns the SQL of a text that is null where it means no value."""
+  absent = sorted({"", *missing, *map(spec.as_text, missing)})
+  longest = max(map(len, absent))
+  return f"CASE WHEN length({text}) > {longest} OR NOT {among(text, absent)} THEN {text} END"
+
+
+def _spelled(text: str) -> str:
+  """Returns the SQL of a text in one spelling: 12 for 12.0, true for True."""
+  whole = rf"regexp_replace({text}, {literal(spec.WHOLE)}, '\1\2')"
+  is_flag = among(f"lower({text})", ("true", "false"))
+  return (
+    f"CASE WHEN contains({text}, '.0') THEN {whole} "
+    f"WHEN length({text}) < 6 AND {is_flag} THEN lower({text}) ELSE {text} END"
+  )
+
+
+def _matched(text: str, pattern: str) -> str:
+  return f"nullif(regexp_extract({text}, {literal(pattern)}, 1), '')" if pattern else text
+
+
+def _each(items: str, expression: str) -> str:
+  """Returns the SQL of a list with an expression of `x`, an item, in place of each."""
+  return f"list_transform({items}, lambda x: {expression})"
+
+
+class Column(NamedTuple):
+  """A column of a file: its name, an expression, and its type."""
+
+  name: str
+  raw: str
+  stored: str
+
+
+class Value(NamedTuple):
+  """A declared column of a query.
+
+  Attributes:
+    steps: expressions by name, each of those in the step before: texts, texts that are null where
+      missing, and what the value is converted to. DuckDB would compute nested ones again and again.
+    sql: the value, null where there is none.
+    bad: a condition of rows whose value has no meaning.
+    problem: what is wrong with such a value, and what to write.
+    raw: the value as it is, for the error text.
+  """
+
+  steps: tuple[Mapping[str, str], Mapping[str, str], Mapping[str, str]]
+  sql: str
+  bad: str = "false"
+  problem: str = ""
+  raw: str = "NULL"
+
+
+def value_of(
+  kind: spec.Kind,
+  columns: Sequence[Column],
+  missing: Sequence[str],
+  clock: str = "",
+  *,
+  place: int = 0,
+  aligned: bool = False,
+) -> Value:
+  """Returns how a declared column is read.
+
+  Args:
+    columns: of the files, that it reads.
+    missing: texts that mean no value.
+    clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
+    place: a number for the names of the steps.
+    aligned: whether a list keeps its missing items, which are null.
+
+  Raises:
+    DamagedFileError: the column is stored in a way that cannot be read so.
+  """
+  (name, raw, stored), *_ = columns
+  is_flags = isinstance(kind, spec.Bag) and bool(kind.columns)
+  takes_lists = (kind.is_list or isinstance(kind, spec.Vector)) and not is_flags
+  is_list = stored.endswith("]")
+  if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
+    raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
+  if is_list and not takes_lists:
+    raise DamagedFileError(f"column {name!r} holds lists: declare it as a bag or a sequence")
+  if is_time(stored) and isinstance(kind, spec.Number | spec.Weight):
+    raise DamagedFileError(f"column {name!r} holds times: declare it as time")
+  texts = {f"t{place}_{n}": trimmed(*column[1:]) for n, column in enumerate(columns) if not is_list}
+  filled = {f"m{t[1:]}": present(t, missing) for t in texts}
+  typed, text = f"x{place}", f"m{place}_0"
+  pattern = getattr(kind, "pattern", "")
+
+  def value(converted: str, sql: str = typed, bad: str = "false", problem: str = "") -> Value:
+    steps = (texts, filled, {typed: converted})
+    return Value(steps, sql, bad, problem, f"CAST({raw} AS VARCHAR)")
+
+  if isinstance(kind, spec.Time):
+    time, problem = _time(kind, columns, [*filled], clock)
+    return value(time, bad=f"{typed} IS NULL", problem=problem)
+  if isinstance(kind, spec.Number | spec.Weight):
+    number = _number(columns[0], text, missing, getattr(kind, "decimal", "."))
+    within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
+    bad, problem = (
+      f"{text} IS NOT NULL AND coalesce(abs({typed}) > {_LARGEST}, true)",
+      "is no number",
+    )
+    if isinstance(kind, spec.Weight):
+      bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
+      problem = "is no weight, a number of 0 or more"
+    elif kind.decimal != ",":
+      problem += " within float32. With decimal commas, declare decimal=','"
+    return value(number, within, bad, problem)
+  if is_flags:
+    numbers = map(_number, columns, filled, [missing] * len(columns))
+    named = zip(numbers, columns, strict=True)
+    flags = [f"CASE WHEN {number} <> 0 THEN {literal(each.name)} END" for number, each in named]
+    return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
+  if takes_lists:
+    cut = _items(columns[0], text, getattr(kind, "separator", ""))
+    items = _each(cut, present("x", missing))
+    if isinstance(kind, spec.Vector):
+      numbers, width = _each(typed, "TRY_CAST(x AS FLOAT)"), kind.width
+      is_whole = f"list_count({numbers}) = {width} AND len({typed}) = {width}"
+      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
+      vector = f"CASE WHEN {is_whole} THEN {numbers} END"
+      return value(items, vector, bad, f"is not {width} numbers")
+    spelled = _each(typed, _matched(_spelled("x"), pattern))
+    return value(items, spelled if aligned else f"list_filter({spelled}, lambda x: x IS NOT NULL)")
+  if isinstance(kind, spec.Label):
+    return value(_spelled(text), typed, *_bad_label(name, kind, typed))
+  if isinstance(kind, spec.Split):
+    is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
+    return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
+  is_damaged = f"{raw} IS NOT NULL AND TRY(decode({raw})) IS NULL"
+  bad = is_damaged if stored == "BLOB" else "false"
+  return value(_spelled(text), _matched(typed, pattern), bad, "is not UTF-8")
+
+
+def _number(column: Column, text: str, missing: Sequence[str], decimal: str = ".") -> str:
+  """Returns the SQL of a number, null where it is missing or none."""
+  if column.stored not in _TEXTS:
+    number = f"CAST({column.raw} AS DOUBLE)"
+    absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
+    return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
+  if decimal == ",":
+    text = f"replace(replace({text}, '.', ''), ',', '.')"
+  flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
+  return f"coalesce(TRY_CAST({text} AS DOUBLE), {flag})"
+
+
+def _items(column: Column, text: str, separator: str) -> str:
+  """Returns the SQL of a list of texts: a list, a list as JSON or Python writes it, or cut text."""
+  if column.stored.endswith("]"):
+    return _each(column.raw, trimmed("x", column.stored.rpartition("[")[0]))
+  cut = f"string_split({text}, {literal(separator)})" if separator else f"[{text}]"
+  python = _each(f"string_split(trim({text}, '[]'), ',')", "trim(x, ' ''\"')")
+  listed = f"coalesce(TRY(from_json({text}, '[\"VARCHAR\"]')), {python})"
+  is_listed = f"prefix({text}, '[') AND suffix({text}, ']')"
+  items = f"CASE WHEN {is_listed} THEN {listed} WHEN {text} IS NOT NULL THEN {cut} END"
+  return _each(items, trimmed("x", "VARCHAR"))
+
+
+def _time(
+  kind: spec.Time, columns: Sequence[Column], texts: Sequence[str], clock: str
+) -> tuple[str, str]:
+  """Returns the SQL of times, and what is wrong with one that is null.
+
+  Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
+  """
+  (name, raw, stored), *_ = columns
+  if kind.columns:
+    parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
+    whole = (f"CASE WHEN {part} = trunc({part}) THEN CAST({part} AS BIGINT) END" for part in parts)
+    return f"epoch_us(TRY(make_timestamp({', '.join(whole)})))", "is no date"
+  if is_time(stored):
+    zoned = "TIMESTAMPTZ" if "TIME ZONE" in stored else "TIMESTAMP"
+    return f"epoch_us(CAST({raw} AS {zoned}))", "is missing"
+  if kind.format:
+    time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
+    return time, f"is no time of the format {kind.format!r}"
+  if clock == "date":
+    return f"epoch_us(TRY_CAST({texts[0]} AS TIMESTAMPTZ))", (
+      "is no date, as the first time is. Write 2024-12-31 or 2024-12-31T23:59:59, or declare the "
+      f"format of {name!r}, as format='%d.%m.%Y'"
+    )
+  number = f"TRY_CAST({texts[0]} AS {'BIGINT' if clock == 'whole' else 'DOUBLE'})"
+  finite = f"CASE WHEN isfinite({number}) THEN {number} END"
+  return number if clock == "whole" else finite, "is no number, as the first time is"
+
+
+def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:
+  """Returns the condition of a label's text that says nothing, and what to write."""
+  column = f"config.columns[{name!r}]"
+  problem = (
+    "is neither 0 nor 1. Give the values that are clicks as "
+    f"{column}['positive'], or the smallest as {column}['at_least']"
+  )
+  if kind.at_least is not None or kind.loss == "squared_log":
+    problem = "is no number" + " of 0 or more" * (kind.loss == "squared_log")
+  elif kind.loss == "softmax":
+    problem = f"is none of {column}['classes']"
+  is_kept = f" AND NOT {among(text, kind.drop)}" * bool(kind.drop)
+  return f"{text} IS NOT NULL{is_kept} AND ({outcome(kind, text)}) IS NULL", problem
+
+
+def outcome(kind: spec.Label, text: str) -> str:
+  """Returns the SQL of what a model is trained on, given that of a label's text.
+
+  1 for a click and 0 for none, the number of the class, or the number itself of `squared_log`.
+  """
+  if kind.loss == "softmax":
+    return f"list_position({literal(kind.classes)}, {text}) - 1"
+  if kind.loss == "squared_log" or kind.at_least is not None:
+    number = f"TRY_CAST({text} AS DOUBLE)"
+    least = f" AND {number} >= 0" * (kind.at_least is None)
+    what = number if kind.at_least is None else f"CAST({number} >= {kind.at_least!r} AS INTEGER)"
+    return f"CASE WHEN isfinite({number}){least} THEN {what} END"
+  if kind.positive:
+    return f"CAST({among(text, kind.positive)} AS INTEGER)"
+  clicks, others = (among(f"lower({text})", each) for each in (spec.CLICKS, spec.NO_CLICKS))
+  return f"CASE WHEN {clicks} THEN 1 WHEN {others} THEN 0 END"
+
+
+def typed(
+  relation: str, values: Mapping[str, Value], cases: Sequence[str] = (), more: Sequence[str] = ()
+) -> str:
+  """Returns the query of typed columns by name, of `bad` and of `value`.
+
+  `bad` is the number of the first value that is bad, from 1, or null; `value` is the raw one.
+
+  Args:
+    values: by the name of the column.
+    cases: branches of a CASE before those of the values.
+    more: further columns.
+  """
+  for step in range(3):
+    columns = (f", {x} AS {name}" for v in values.values() for name, x in v.steps[step].items())
+    relation = f"(SELECT *{''.join(columns)} FROM {relation})"
+  finished = ", ".join(f"{value.sql} AS {name}" for name, value in values.items())
+  numbered = [*enumerate(values.values(), start=1)]
+  bad = [*cases, *(f"WHEN {v.bad} THEN {n}" for n, v in numbered if v.bad != "false")]
+  code = f"CAST(CASE {' '.join(bad)} END AS SMALLINT)" if bad else "CAST(NULL AS SMALLINT)"
+  raw = " ".join(f"WHEN {n} THEN {v.raw}" for n, v in numbered)
+  relation = f"(SELECT *, {code} AS bad FROM (SELECT *, {finished} FROM {relation}))"
+  return (
+    f"SELECT {', '.join([*values, 'bad', f'CASE bad {raw} END AS value', *more])} FROM {relation}"
+  )
