@@ -3,8 +3,8 @@
     python -m recipes.predict served < rows.csv > out.csv
     python -m recipes.predict served rows.parquet --top=5 --out=out.parquet
 
-Rows are CSV, Parquet or JSON Lines, with the columns of the training file in any order; columns that
-training has not read may be there, and label, weight, split and time may be missing. They are
+Rows are CSV, Parquet or JSON Lines, with the columns of the training file in any order; columns
+that training has not read may be there, and label, weight, split and time may be missing. They are
 written in their order, as CSV in UTF-8 or as Parquet, with more columns. dlrm adds `score`, the
 probability of a click, or of several labels `score_<label>` each; two_tower and sequence add
 `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids. The package

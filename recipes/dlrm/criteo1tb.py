@@ -198,8 +198,9 @@ def read(path: Path, con: Any) -> Iterator[Rows]:
       place = found[index].as_py()
       kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
       raise DamagedFileError(
-        f"{path}, row {row + index + 1}, column {format.names[place]!r} is {text[index].as_py()!r}, "
-        f"expected {kinds[place]}. Is the file complete and unpacked? Repair or remove the row."
+        f"{path}, row {row + index + 1}, column {format.names[place]!r} is "
+        f"{text[index].as_py()!r}, expected {kinds[place]}. Is the file complete and unpacked? "
+        "Repair or remove the row."
       )
     label, *numbers = (array.to_numpy(zero_copy_only=False) for array in arrays)
     integers, ids = numbers[:NUM_INTEGERS], numbers[NUM_INTEGERS:]

@@ -55,10 +55,10 @@ def as_table(rows: Any) -> pa.Table:
       f"rows are {type(rows).__name__}: give a dict of columns, a list of dicts, or a table "
       f"({error})"
     ) from error
-  names = named(table.column_names)
-  if (name := repeated(names)) is not None:
+  columns = named(table.column_names)
+  if (name := repeated(columns)) is not None:
     raise UserError(f"the rows have two columns {name!r}: rename one")
-  return table.rename_columns(list(names))
+  return table.rename_columns(list(columns))
 
 
 class Reader:
@@ -238,7 +238,7 @@ def _opened(con: Any, path: str, format: Format) -> source_lib.File:
 
 
 def texts_of(table: pa.Table) -> pa.Table:
-  """Returns a table as the texts that CSV holds: lists joined by `|`, numbers as short as they are."""
+  """Returns a table as the texts that CSV holds, with lists joined by `|`."""
   columns = []
   for column in table.columns:
     if pa.types.is_list(column.type):

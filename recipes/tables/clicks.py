@@ -48,10 +48,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append(_about(encoder))
     encoder.save(serve_folder(settings, folder))
     write_columns(rows, table, encoder, folder, sizes)
-    about = (
-      {} if log is None else {"histories": log.write(folder, encoder.histories, encoder.places)}
-    )
-    about |= {"sha256": digests.result()}
+    about: dict[str, Any] = {"sha256": digests.result()}
+    if log is not None:
+      about["histories"] = log.write(folder, encoder.histories, encoder.places)
   table.check_unchanged()
   files.new_folder(folder / "stage").rmdir()
   return meta(table, encoder, notes, sizes) | about

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import MissingFileError, UserError
 
@@ -22,8 +23,8 @@ _SUFFIXES = {
   "text": rf"\.(csv|tsv|tab|txt|dat|data){_PACKED}",
 }
 _KNOWN = (
-  "known are .parquet, .jsonl (a JSON object a line), .csv, .tsv, .txt, .dat or .data, the last six "
-  "also with .gz or .zst"
+  "known are .parquet, .jsonl (a JSON object a line), .csv, .tsv, .txt, .dat or .data, all but the "
+  "first also with .gz or .zst"
 )
 _OTHERS = {  # formats that no recipe reads, and what to do
   r"\.(zip|bz2|xz|7z|tar|tgz)$": f"Unpack it first; {_KNOWN}.",
@@ -105,7 +106,7 @@ def fields_of(lines: Sequence[str], delimiter: str, quote: str) -> list[list[str
   """Returns the fields of lines; an open quote takes the lines that follow."""
   if len(delimiter) > 1:
     return [line.split(delimiter) for line in lines if line]
-  quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+  quoting: Any = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
   ended = (f"{line}\n" for line in lines)
   try:
     return [*csv.reader(ended, delimiter=delimiter, quotechar=quote or None, quoting=quoting)]

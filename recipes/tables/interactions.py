@@ -258,23 +258,24 @@ class _Log:
         if len(wrong):
           text = repr(wrong[0][0].as_py())
           raise UserError(f"found {text} as the {side} of a row, expected a whole number")
+      first = f"SELECT {side}, min(rowid) AS first, min(row) AS row FROM log GROUP BY {side}"
       con.execute(
-        f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY {order}) - 1 "
-        f"AS code FROM (SELECT {side}, min(rowid) AS first, min(row) AS row FROM log GROUP BY {side})"
+        f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
+        f"row_number() OVER (ORDER BY {order}) - 1 AS code FROM ({first})"
       )
       self.texts[side] = self._query(f"SELECT {side} FROM {side}s ORDER BY code")[
         0
       ].combine_chunks()
-    ordered = "log.rowid"
+    clock, ordered = "", "log.rowid"
     if self._time:  # rows of one time stay in the order of the files
-      time = f"JOIN (SELECT row, {columns[self._time]} AS time FROM {self.rows.view}) AS clock ON clock.row = log.row"
-      ordered = "time, log.rowid"
+      times = f"SELECT row, {columns[self._time]} AS time FROM {self.rows.view}"
+      clock, ordered = f"JOIN ({times}) AS clock ON clock.row = log.row", "time, log.rowid"
     (count,) = self._query("SELECT count(*) FROM log")[0].to_pylist()
     arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
     at = 0
     for batch in con.execute(
       "SELECT users.code::INTEGER, items.code::INTEGER, split, log.row FROM log JOIN users USING "
-      f"(user) JOIN items USING (item) {time if self._time else ''} ORDER BY {ordered}"
+      f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
     ).to_arrow_reader(1 << 16):
       for array, column in zip(arrays, batch.columns, strict=True):
         array[at : at + len(batch)] = column.to_numpy()

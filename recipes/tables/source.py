@@ -159,8 +159,8 @@ def _lines(path: str, format: Format, **options: Any) -> str:
   """Returns a relation with the column `line`."""
   more = "".join(f", {name}={value}" for name, value in options.items())
   return (
-    f"read_csv({literal(glob.escape(path))}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, quote='', "
-    f"escape='', header=false, auto_detect=false, strict_mode=false, "
+    f"read_csv({literal(glob.escape(path))}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, "
+    f"quote='', escape='', header=false, auto_detect=false, strict_mode=false, "
     f"encoding={literal(format.codec)}, "
     f"max_line_size={_LONGEST_LINE}{more})"
   )
@@ -517,8 +517,8 @@ def read(
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     name: of the view.
     required: declared names in which every row must have a value.
-    seed, on: of the hash of each row that a split goes by: over the seed and the declared columns of
-      the files in the order of their names, joined by a unit separator; or over a declared name
+    seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
+      of the files in the order of their names, joined by a unit separator; or over a declared name
       alone. It is the start of their MD5, the same in every version and process. None makes none.
     clock: as of `clock_of`; None looks at the first file.
     may_be_empty: whether the files may have no rows, as a part of a table.

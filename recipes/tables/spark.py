@@ -166,9 +166,10 @@ class _Task:
     with source.connect() as con:
       rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
       rows.starts, rows.rejected = [0], [read[number].rejected]
-      stored = f"SELECT * REPLACE (row + {starts[number]} AS row) FROM read_parquet({literal(self.path(number))})"
-      chosen = f"SELECT {', '.join(rows.columns.values())}, row, CAST({split} AS TINYINT) AS split"
-      con.execute(f"CREATE VIEW rows AS {chosen} FROM ({stored})")
+      placed = f"SELECT * REPLACE (row + {starts[number]} AS row)"
+      stored = f"({placed} FROM read_parquet({literal(self.path(number))}))"
+      columns = ", ".join([*rows.columns.values(), "row", f"CAST({split} AS TINYINT) AS split"])
+      con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored}")
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
       sizes = np.bincount(counts, minlength=3)
       shard = _shard(self.folder, number)

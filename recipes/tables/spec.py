@@ -213,7 +213,7 @@ class Id(Category):
   separator: str = ""  # of ids in a field that holds several; "" for one
 
   @property
-  def is_list(self) -> bool:  # type: ignore[override]
+  def is_list(self) -> bool:
     return bool(self.separator)
 
 
@@ -466,8 +466,8 @@ def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
       for (one, first), (other, second) in itertools.pairwise(columns):
         # The table of a column's own name is filled as that column says.
         own = all(isinstance(k, Category) and k.table for k in (first, second))
-        options = OF_TABLE if own else OF_TABLE[1:]
-        options += ("combiner",) * (isinstance(first, Bag) and isinstance(second, Bag))
+        options = [*(OF_TABLE if own else OF_TABLE[1:])]
+        options += ["combiner"] * (isinstance(first, Bag) and isinstance(second, Bag))
         differing = [o for o in options if getattr(first, o, None) != getattr(second, o, None)]
         if differing:
           raise UserError(

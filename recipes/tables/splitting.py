@@ -34,7 +34,8 @@ def write_splits(
      "part": pa.dictionary(pa.int8(), pa.string())}
   )  # fmt: skip
   columns = [next(iter(rows.columns))]
-  batches: Any = rows.batches(columns) if row is None else [Batch({}, row, split)]
+  given: Any = Batch({}, row, split)  # type: ignore[arg-type]
+  batches = rows.batches(columns) if row is None else [given]
   with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
     for batch in batches:
       file, number = rows.numbers_of(batch.row)

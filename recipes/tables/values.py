@@ -155,10 +155,8 @@ def value_of(
   if isinstance(kind, spec.Number | spec.Weight):
     number = _number(columns[0], text, missing, getattr(kind, "decimal", "."))
     within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
-    bad, problem = (
-      f"{text} IS NOT NULL AND coalesce(abs({typed}) > {_LARGEST}, true)",
-      "is no number",
-    )
+    problem = "is no number"
+    bad = f"{text} IS NOT NULL AND coalesce(abs({typed}) > {_LARGEST}, true)"
     if isinstance(kind, spec.Weight):
       bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
       problem = "is no weight, a number of 0 or more"
@@ -174,10 +172,10 @@ def value_of(
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
     if isinstance(kind, spec.Vector):
-      numbers, width = _each(typed, "TRY_CAST(x AS FLOAT)"), kind.width
-      is_whole = f"list_count({numbers}) = {width} AND len({typed}) = {width}"
+      floats, width = _each(typed, "TRY_CAST(x AS FLOAT)"), kind.width
+      is_whole = f"list_count({floats}) = {width} AND len({typed}) = {width}"
       bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
-      vector = f"CASE WHEN {is_whole} THEN {numbers} END"
+      vector = f"CASE WHEN {is_whole} THEN {floats} END"
       return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
     return value(items, spelled if aligned else f"list_filter({spelled}, lambda x: x IS NOT NULL)")
@@ -289,8 +287,8 @@ def typed(
     more: further columns.
   """
   for step in range(3):
-    columns = (f", {x} AS {name}" for v in values.values() for name, x in v.steps[step].items())
-    relation = f"(SELECT *{''.join(columns)} FROM {relation})"
+    made = (f", {x} AS {name}" for v in values.values() for name, x in v.steps[step].items())
+    relation = f"(SELECT *{''.join(made)} FROM {relation})"
   finished = ", ".join(f"{value.sql} AS {name}" for name, value in values.items())
   numbered = [*enumerate(values.values(), start=1)]
   bad = [*cases, *(f"WHEN {v.bad} THEN {n}" for n, v in numbered if v.bad != "false")]
