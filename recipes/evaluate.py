@@ -81,8 +81,8 @@ def _clicks(
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)
     positions = clicks.positions_of(table, rows, model.encoder)
-    for values, row, _ in rows.batches():
-      count = len(row)
+    for values, place, _ in rows.batches():
+      count = len(place)
       inputs = model.inputs(values, count, next(positions))
       chunk = {name: inputs["features"][name] for name in grouping.features}
       label = clicks.labels(table, values)

@@ -105,7 +105,7 @@ def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, lis
     column = rows.columns[name]
     ids = rows.query(
       f"SELECT {column} AS id FROM {rows.view} WHERE split = 0 AND {column} IS NOT NULL "
-      f"GROUP BY {column} ORDER BY min(row)"
+      f"GROUP BY {column} ORDER BY min(place)"
     )["id"].combine_chunks()
     known = base.sides[name].transforms if base and name in base.sides else None
     made[name], lines = entities.read(
@@ -231,7 +231,7 @@ def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np
       yield []
   log = histories.Rows(table, encoder.histories, rows)
   log.ordered({})
-  ids = [encoder.encode(values, len(row))["ids"] for values, row, _ in rows.batches()]
+  ids = [encoder.encode(values, len(place))["ids"] for values, place, _ in rows.batches()]
   all_ids, start = np.concatenate(ids), 0
   logs = log.logs(encoder.histories, encoder.places, all_ids, np.arange(len(all_ids)))
   for block in ids:

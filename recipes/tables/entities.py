@@ -46,9 +46,9 @@ def of_values(
   if features:
     columns = {name: f"c{place}" for place, name in enumerate(values)}
     split = np.where(trained, 0, 1).astype(np.int8)
-    row = np.arange(len(texts))
+    place = np.arange(len(texts))
     con.register(
-      "entities", pa.table([*values.values(), split, row], [*columns.values(), "split", "row"])
+      "entities", pa.table([*values.values(), split, place], [*columns.values(), "split", "place"])
     )
     transforms, _ = fit(Relation(con, "entities", columns), features, base)
   ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
@@ -81,10 +81,10 @@ def read(
   file = table.all_files[0]
   rows = source.read(con, table, on_bad_row, name=f"{side}_table")
   key, stored, notes = rows.columns[""], rows.table, rows.notes
-  earlier = f"row_number() OVER (PARTITION BY {key} ORDER BY row) > 1"
+  earlier = f"row_number() OVER (PARTITION BY {key} ORDER BY place) > 1"
   again = con.execute(
-    f"SELECT row, {key} FROM (SELECT row, {key}, {earlier} AS again FROM {rows.view}) WHERE again "
-    "ORDER BY row"
+    f"SELECT place, {key} FROM (SELECT place, {key}, {earlier} AS again FROM {rows.view}) "
+    "WHERE again ORDER BY place"
   ).fetchall()
   if again:
     number = rows.numbers_of(np.array([again[0][0]]))[1][0]

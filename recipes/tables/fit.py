@@ -102,7 +102,7 @@ class _Fit:
       column, step = self._columns[name], -(-self._rows // _SAMPLE)
       shares = np.arange(1, kind.buckets) / kind.buckets
       sample = self._query(
-        f"SELECT {column} FROM {self._relation} AND {column} IS NOT NULL AND row % {step} = 0"
+        f"SELECT {column} FROM {self._relation} AND {column} IS NOT NULL AND place % {step} = 0"
       )
       if len(sample):
         boundaries = tuple(np.unique(np.quantile(sample[0].to_numpy(), shares)).tolist())

@@ -239,10 +239,10 @@ class _Log:
       what = "rows are positive by the label, and are the interactions"
       self.notes.append(f"{liked:,} of {len(self.rows):,} {what}")
     # A row is a user where none is declared.
-    who, what = (columns[name] if name else "(row + 1)::VARCHAR" for name in self._names.values())
+    who, what = (columns[name] if name else "(place + 1)::VARCHAR" for name in self._names.values())
     con.execute(
       f"CREATE OR REPLACE TEMP TABLE log AS SELECT {who} AS user, "
-      f"{f'unnest({what})' if self._is_list else what} AS item, split, row "
+      f"{f'unnest({what})' if self._is_list else what} AS item, split, place "
       f"FROM {self.rows.view}{positive}"
     )
     if self._is_list:
@@ -258,7 +258,7 @@ class _Log:
         if len(wrong):
           text = repr(wrong[0][0].as_py())
           raise UserError(f"found {text} as the {side} of a row, expected a whole number")
-      first = f"SELECT {side}, min(rowid) AS first, min(row) AS row FROM log GROUP BY {side}"
+      first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
       con.execute(
         f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
         f"row_number() OVER (ORDER BY {order}) - 1 AS code FROM ({first})"
@@ -268,13 +268,13 @@ class _Log:
       ].combine_chunks()
     clock, ordered = "", "log.rowid"
     if self._time:  # rows of one time stay in the order of the files
-      times = f"SELECT row, {columns[self._time]} AS time FROM {self.rows.view}"
-      clock, ordered = f"JOIN ({times}) AS clock ON clock.row = log.row", "time, log.rowid"
+      times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
+      clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
     (count,) = self._query("SELECT count(*) FROM log")[0].to_pylist()
     arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
     at = 0
     for batch in con.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.row FROM log JOIN users USING "
+      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place FROM log JOIN users USING "
       f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
     ).to_arrow_reader(1 << 16):
       for array, column in zip(arrays, batch.columns, strict=True):
@@ -290,8 +290,8 @@ class _Log:
     if not self._time:
       return None
     column = self.rows.columns[self._time]
-    times = self._query(f"SELECT row, {column} AS time FROM {self.rows.view}")
-    places, stored = times["row"].to_numpy(), times["time"].to_numpy()
+    times = self._query(f"SELECT place, {column} AS time FROM {self.rows.view}")
+    places, stored = times["place"].to_numpy(), times["time"].to_numpy()
     time = stored[np.searchsorted(places, row)]
     seconds = (time - time.min()) // (1_000_000 if self.rows.has_dates else 1)
     if seconds.max(initial=0) > np.iinfo(np.int32).max:
@@ -309,7 +309,7 @@ class _Log:
       return {}
     found = self._query(
       f"SELECT {', '.join(f's.{column}' for column in columns.values())} FROM {self.rows.view} s "
-      f"JOIN {side}s ON s.row = {side}s.row ORDER BY code"
+      f"JOIN {side}s ON s.place = {side}s.place ORDER BY code"
     )
     return {n: x.combine_chunks() for n, x in zip(columns, found.columns, strict=True)}
 

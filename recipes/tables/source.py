@@ -316,7 +316,7 @@ def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
 
 
 class Relation(NamedTuple):
-  """Rows that can be asked, with the columns `row` and `split`.
+  """Rows that can be asked, with the columns `place` and `split`.
 
   Attributes:
     con: the connection.
@@ -337,7 +337,7 @@ class Batch(NamedTuple):
   """N rows: values by declared name, places in all files, and splits, int8."""
 
   values: dict[str, pa.Array]
-  row: np.ndarray
+  place: np.ndarray
   split: np.ndarray
 
 
@@ -346,8 +346,8 @@ class Rows:
 
   Attributes:
     con: the connection.
-    view: its name; the columns are `columns`, `row`, their place in all files, and after `split`
-      `split`, the index in `SPLITS`.
+    view: its name; the columns are `columns`, `place`, that of a row in all files, and `split`, the
+      index in `SPLITS`.
     columns: names in the view by declared name.
     notes: lines about rows that were left out.
     has_dates: whether times are dates.
@@ -367,14 +367,17 @@ class Rows:
 
   def define(self, split: str = "0") -> None:
     """Makes the view; `split` is the SQL of the index in `SPLITS`."""
-    columns = [
-      f"{outcome(kind, column)} AS {column}" if isinstance(kind, spec.Label) else column
-      for column, kind in zip(self.columns.values(), self.source.read_kinds.values(), strict=True)
-    ]
     self.con.execute(
-      f"CREATE OR REPLACE VIEW {self.view} AS SELECT {', '.join(columns)}, rowid AS row, "
+      f"CREATE OR REPLACE VIEW {self.view} AS SELECT {self.values}, rowid AS place, "
       f"CAST({split} AS TINYINT) AS split FROM {self.table} WHERE bad IS NULL"
     )
+
+  @property
+  def values(self) -> str:
+    """The SQL of the columns of the view, given those of `table`."""
+    kinds = zip(self.columns.values(), self.source.read_kinds.values(), strict=True)
+    of_label = lambda column, kind: f"{outcome(kind, column)} AS {column}"
+    return ", ".join(of_label(c, k) if isinstance(k, spec.Label) else c for c, k in kinds)
 
   def query(self, sql: str) -> pa.Table:
     """Answers a query."""
@@ -383,22 +386,22 @@ class Rows:
   def batches(self, columns: Sequence[str] = ()) -> Iterator[Batch]:
     """Yields the rows in their order, with all columns or those of these declared names."""
     names = list(columns or self.columns)
-    chosen = ", ".join([self.columns[name] for name in names] + ["row", "split"])
+    chosen = ", ".join([self.columns[name] for name in names] + ["place", "split"])
     # A cursor of its own: queries between two batches would end the answer.
     with self.con.cursor() as cursor:
       for batch in cursor.execute(f"SELECT {chosen} FROM {self.view}").to_arrow_reader(1 << 16):
-        *values, row, split = batch.columns
-        yield Batch(dict(zip(names, values, strict=True)), row.to_numpy(), split.to_numpy())
+        *values, place, split = batch.columns
+        yield Batch(dict(zip(names, values, strict=True)), place.to_numpy(), split.to_numpy())
 
-  def numbers_of(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  def numbers_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.
 
     Lines that are no rows count, empty ones do not.
     """
-    file = np.searchsorted(self.starts, row, side="right") - 1
-    number = row - np.array([0, *self.starts])[file + 1] + 1
-    for place, lines in enumerate(self.rejected):
-      of_file = file == place
+    file = np.searchsorted(self.starts, place, side="right") - 1
+    number = place - np.array([0, *self.starts])[file + 1] + 1
+    for index, lines in enumerate(self.rejected):
+      of_file = file == index
       if lines.size and of_file.any():
         kept = lines - np.arange(lines.size)
         number[of_file] += np.searchsorted(kept, number[of_file], side="right")

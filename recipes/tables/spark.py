@@ -148,15 +148,9 @@ class _Task:
       rows = source.read(
         con, self.source(number), on_bad_row, clock=self.clock, may_be_empty=True, **hashing
       )
-      columns = ", ".join(rows.columns.values())
-      hashed = (
-        f", hash FROM (SELECT rowid AS row, hash FROM {rows.table}) JOIN {rows.view} USING (row)"
-      )
-      chosen = hashed if hashing["seed"] is not None else f" FROM {rows.view}"
-      con.execute(
-        f"COPY (SELECT {columns}, row{chosen} ORDER BY row) TO "
-        f"{literal(folder / _ROWS)} (FORMAT parquet)"
-      )
+      hashed = ", hash" * (hashing["seed"] is not None)
+      stored = f"SELECT {rows.values}, rowid AS place, bad{hashed} FROM {rows.table}"
+      con.execute(f"COPY ({stored}) TO {literal(folder / _ROWS)} (FORMAT parquet)")
       return _Read(source.count(con, rows.table), rows.rejected[0], rows.notes)
 
   def write(
@@ -166,10 +160,10 @@ class _Task:
     with source.connect() as con:
       rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
       rows.starts, rows.rejected = [0], [read[number].rejected]
-      placed = f"SELECT * REPLACE (row + {starts[number]} AS row)"
+      placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
       stored = f"({placed} FROM read_parquet({literal(self.path(number))}))"
-      columns = ", ".join([*rows.columns.values(), "row", f"CAST({split} AS TINYINT) AS split"])
-      con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored}")
+      columns = ", ".join([*rows.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
+      con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored} WHERE bad IS NULL")
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
       sizes = np.bincount(counts, minlength=3)
       shard = _shard(self.folder, number)
@@ -189,7 +183,7 @@ class _Rows(source.Rows):
 
   def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
     super().__init__(con, table.rows, "rows", task.clock == "date")
-    self._session, self.place, self.split_sql = session, "row", "0"
+    self._session, self.place, self.split_sql = session, "place", "0"
     self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
     self.notes = list(dict.fromkeys(note for each in read for note in each.notes))
     paths = [str(task.path(number)) for number in range(len(read))]
@@ -198,8 +192,8 @@ class _Rows(source.Rows):
     first = session.createDataFrame(list(starts.items()), "folder string, first long")
     folder = "element_at(split(_metadata.file_path, '/'), -2) AS folder"
     joined = stored.selectExpr("*", folder).join(first, "folder")
-    placed = joined.withColumn("row", joined["row"] + joined["first"])
-    placed.selectExpr("*", "CAST(NULL AS SMALLINT) AS bad").createOrReplaceTempView(self.table)
+    placed = joined.withColumn("place", joined["place"] + joined["first"])
+    placed.createOrReplaceTempView(self.table)
 
   def define(self, split: str = "0") -> None:
     """Makes the view in the session."""
@@ -207,7 +201,8 @@ class _Rows(source.Rows):
     columns = ", ".join(self.columns.values())
     self._session.sql(
       self._translated(
-        f"SELECT {columns}, row, CAST({split} AS TINYINT) AS split FROM {self.table}"
+        f"SELECT {columns}, place, CAST({split} AS TINYINT) AS split FROM {self.table} "
+        "WHERE bad IS NULL"
       )
     ).createOrReplaceTempView(self.view)
 

@@ -16,7 +16,7 @@ def write_splits(
   rows: Rows,
   folder: Path,
   names: Mapping[str, str],
-  row: np.ndarray | None = None,
+  place: np.ndarray | None = None,
   split: np.ndarray | None = None,
 ) -> None:
   """Writes the split of every row to `split.parquet`, so that other models can be fitted to them.
@@ -26,7 +26,7 @@ def write_splits(
 
   Args:
     names: of the files.
-    row, split: places of rows and their splits, both `[N]`; None takes all rows as they are split.
+    place, split: of rows, both `[N]`; None takes all rows as they are split.
   """
   files = [names[path] for path in rows.source.all_files]
   schema = pa.schema(
@@ -34,11 +34,11 @@ def write_splits(
      "part": pa.dictionary(pa.int8(), pa.string())}
   )  # fmt: skip
   columns = [next(iter(rows.columns))]
-  given: Any = Batch({}, row, split)  # type: ignore[arg-type]
-  batches = rows.batches(columns) if row is None else [given]
+  given: Any = Batch({}, place, split)  # type: ignore[arg-type]
+  batches = rows.batches(columns) if place is None else [given]
   with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
     for batch in batches:
-      file, number = rows.numbers_of(batch.row)
+      file, number = rows.numbers_of(batch.place)
       of_file = pa.DictionaryArray.from_arrays(file.astype(np.int32), files)
       part = pa.DictionaryArray.from_arrays(batch.split.astype(np.int8), [*SPLITS])
       writer.write_table(pa.table([of_file, number, part], schema=schema))
