@@ -167,8 +167,7 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
   histories = (
     f"""
-Histories are lists in the rows, in the order of time: {lists}. With `--log=log.csv`
-(`model.remember(rows)`), they are taken of a log instead, and a row needs its time.
+Histories are lists in the rows, in the order of time: {lists}.
 """
     if lists
     else ""
