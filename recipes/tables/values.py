@@ -153,20 +153,21 @@ def value_of(
     time, problem = _time(kind, columns, [*filled], clock)
     return value(time, bad=f"{typed} IS NULL", problem=problem)
   if isinstance(kind, spec.Number | spec.Weight):
-    number = _number(columns[0], text, missing, getattr(kind, "decimal", "."))
+    texts, filled = {}, {}
     within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
-    problem = "is no number"
-    bad = f"{text} IS NOT NULL AND coalesce(abs({typed}) > {_LARGEST}, true)"
+    is_text = f"({_text(columns[0], missing)}) IS NOT NULL"
+    # DuckDB would compute both sides of an AND for all rows.
+    bad, problem = f"CASE WHEN {within} IS NULL THEN {is_text} ELSE false END", "is no number"
     if isinstance(kind, spec.Weight):
       bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
       problem = "is no weight, a number of 0 or more"
     elif kind.decimal != ",":
       problem += " within float32. With decimal commas, declare decimal=','"
-    return value(number, within, bad, problem)
+    return value(_number(columns[0], missing, getattr(kind, "decimal", ".")), within, bad, problem)
   if is_flags:
-    numbers = map(_number, columns, filled, [missing] * len(columns))
-    named = zip(numbers, columns, strict=True)
-    flags = [f"CASE WHEN {number} <> 0 THEN {literal(each.name)} END" for number, each in named]
+    texts, filled = {}, {}
+    is_set = lambda column: f"CASE WHEN {_number(column, missing)} <> 0"
+    flags = [f"{is_set(column)} THEN {literal(column.name)} END" for column in columns]
     return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
   if takes_lists:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
@@ -189,16 +190,24 @@ def value_of(
   return value(_spelled(text), _matched(typed, pattern), bad, "is not UTF-8")
 
 
-def _number(column: Column, text: str, missing: Sequence[str], decimal: str = ".") -> str:
+def _text(column: Column, missing: Sequence[str]) -> str:
+  """Returns the SQL of a text, null where missing, in one expression: for few rows."""
+  return present(f"({trimmed(column.raw, column.stored)})", missing)
+
+
+def _number(column: Column, missing: Sequence[str], decimal: str = ".") -> str:
   """Returns the SQL of a number, null where it is missing or none."""
-  if column.stored not in _TEXTS:
-    number = f"CAST({column.raw} AS DOUBLE)"
-    absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
-    return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
-  if decimal == ",":
-    text = f"replace(replace({text}, '.', ''), ',', '.')"
-  flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
-  return f"coalesce(TRY_CAST({text} AS DOUBLE), {flag})"
+  number = f"CAST({column.raw} AS DOUBLE)"
+  if column.stored in _TEXTS:
+    text = f"({_text(column, missing)})"
+    if decimal == ",":
+      text = f"replace(replace({text}, '.', ''), ',', '.')"
+    flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
+    # Most texts are numbers, and only the others are trimmed and compared.
+    fast = f"TRY_CAST({column.raw} AS DOUBLE), " * (decimal == ".")
+    number = f"coalesce({fast}TRY_CAST({text} AS DOUBLE), {flag})"
+  absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
+  return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
 
 
 def _items(column: Column, text: str, separator: str) -> str:

@@ -12,8 +12,8 @@ from recipe_runs import lists_of, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
 from recipes.sequence.data import EvalBatches, SequenceData
-from recipes.tables.encoding import Entities
-from recipes.tables.settings import SPLITS
+from recipes.tables.transforms import Entities
+from recipes.tables.values import SPLITS
 from recipes.two_tower import data, table
 
 
