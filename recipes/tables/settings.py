@@ -244,7 +244,7 @@ def settings(config) -> dict[str, Any]:
   for fault in _faults(config):
     raise UserError(fault)
   about = {
-    "format": 3,
+    "format": 4,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),
