@@ -149,10 +149,36 @@ def check(config: ConfigDict, mesh: Any) -> None:
       )
 
 
-def with_schedule(config: ConfigDict, examples: int, mesh: Any, **how: int) -> ConfigDict:
-  """Returns the config with the settings that depend on the number of training examples."""
-  count = mesh_lib.num_devices(mesh)
-  config = table_settings.steps_of_data(config, examples, count, **how)
+def with_schedule(
+  config: ConfigDict, examples: int, mesh: Any, smallest_batch: int = 64
+) -> ConfigDict:
+  """Returns the config with what depends on the number of training examples filled in.
+
+  A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
+  chosen: `batch_size` so that an epoch has about 100 steps or more, `steps` as `epochs` say,
+  `eval_every` an epoch, `log_every` a tenth of it; `warmup_steps` of -1 becomes a tenth of the
+  steps, up to 100.
+
+  >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,
+  ...                          warmup_steps=-1, eval_batch_size=512))
+  >>> chosen = with_schedule(config, 10_000, None)
+  >>> chosen.batch_size, chosen.steps, chosen.eval_every, chosen.warmup_steps
+  (64, 314, 157, 31)
+  """
+  if "epochs" in config:
+    config = copied(config)
+    devices = mesh_lib.num_devices(mesh)
+    if not config.batch_size:
+      size = smallest_batch
+      while size < 4096 and size * 200 <= examples:
+        size *= 2
+      config.batch_size = -(-size // devices) * devices
+    epoch = max(-(-examples // config.batch_size), 1)
+    config.steps = config.steps or config.epochs * epoch
+    config.eval_every = config.eval_every or epoch
+    config.log_every = config.log_every or max(epoch // 10, 1)
+    if config.warmup_steps < 0:
+      config.warmup_steps = min(config.steps // 10, 100)
   return with_even_evaluation(config, mesh)
 
 

@@ -8,7 +8,6 @@ be used for, and writes a config of at most 30 lines, which trains as it is and 
 
 import argparse
 import collections
-import dataclasses
 import json
 import re
 import shlex
@@ -16,7 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ import numpy as np
 from . import errors
 from .errors import UserError, terminal
 from .files import write
-from .tables import profile, proposing
-from .tables.formats import Format, file_format, find_delimiter, paths, records
+from .tables import profile, proposing, source
+from .tables.formats import Format, fields_of, file_format, find_delimiter, paths
 from .tables.profile import JOIN, Column, Sample
 from .tables.proposing import Plan, Proposal, Roles
-from .tables.source import TextFile, peek
 
 _HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
@@ -198,17 +196,18 @@ def commands(plan: Plan, out: str) -> list[str]:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def _first_lines(path: Path, format: Format) -> tuple[list[list[str]], str]:
+def _first_lines(path: str, format: Format) -> tuple[list[list[str]], str]:
   """Returns the fields of the first lines of a text file, and the delimiter between them."""
-  TextFile(path, dataclasses.replace(format, names=format.names or (JOIN,)))  # raises for no text
-  text, _ = peek(path, format.encoding)
-  below = re.sub(r"^.*[\r\n]+", "", text, count=1)  # of a title, the delimiter is not told
-  delimiter = format.delimiter or find_delimiter(below or text, path, format)
-  lines = islice(records(text, delimiter, format.quote, strict=False), _HEADER_ROWS)
-  return [[field.strip() for field in line] for line in lines if line], delimiter
+  with source.connect() as con:
+    source.check_magic(path)
+    lines = [line for line in source.head(con, path, format) if line.strip()]
+  # The first line may be a title, which does not tell the delimiter.
+  delimiter = format.delimiter or find_delimiter(lines[1:] or lines, path, format)
+  rows = fields_of(lines, delimiter, format.quote)[:_HEADER_ROWS]
+  return [[field.strip() for field in row] for row in rows if row], delimiter
 
 
-def _check_header(path: Path, lines: list[list[str]], delimiter: str) -> None:
+def _check_header(path: str, lines: list[list[str]], delimiter: str) -> None:
   """Raises UserError where the first line of a text file seems a row or a title."""
   fields, *rows = lines
   ((width, _),) = collections.Counter(map(len, rows)).most_common(1) or [(len(fields), 0)]
@@ -264,13 +263,13 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _format(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
+def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
   """Returns the settings of the format that the command line gives, and checks the header."""
   names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
   given = {"names": names, "delimiter": arguments.delimiter, "encoding": arguments.encoding}
   settings: dict[str, Any] = {name: value for name, value in given.items() if value}
   settings |= {} if arguments.quote is None else {"quote": arguments.quote}
-  if names or file_format(path) == "Parquet":
+  if names or file_format(path) in ("parquet", "json"):
     return settings
   lines, delimiter = _first_lines(path, Format(**settings))
   if arguments.no_header:
@@ -284,7 +283,7 @@ def _files(names: Sequence[str]) -> Any:
   suffixes = {"".join(Path(name).suffixes) for name in names}
   if len(names) > 3 and len({str(Path(name).parent) for name in names}) == len(suffixes) == 1:
     pattern = str(Path(names[0]).parent / f"*{suffixes.pop()}")
-    if set(paths(pattern)) == {Path(name) for name in names}:
+    if set(paths(pattern)) == set(names):
       return pattern
   return names[0] if len(names) == 1 else tuple(names)
 
@@ -299,8 +298,6 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   if arguments.rows < 1:
     raise UserError(f"--rows={arguments.rows}: read one row or more")
   data_files = paths(files)
-  if pipe := next((path for path in data_files if not path.is_file()), None):
-    raise UserError(f"{pipe} is no file but a pipe, and tables are read twice: write it to a file")
   settings = _format(arguments, data_files[0])
   sample = profile.read(data_files, Format(**settings), arguments.rows)
   is_one = arguments.label in sample.columns

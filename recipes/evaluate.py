@@ -26,10 +26,9 @@ from . import run as run_lib
 from .dlrm import tasks
 from .evaluation import groups
 from .evaluation.metrics import RankingMetrics
-from .tables import interactions, spec
+from .tables import clicks, interactions, source, spec
 from .tables import settings as table_settings
-from .tables.encoding import Codes
-from .tables.rows import RowReader
+from .tables.transforms import Codes, numbers_of
 
 _USERS = 4096  # ranked at once
 
@@ -78,18 +77,17 @@ def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
   grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
-  weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
-  if model.encoder.histories:
-    for rows in reader:
-      model.memory.add(rows.chunk.columns)
-  chunks = []
-  for rows in reader:
-    assert rows.label is not None  # dlrm has asked for one
-    values, count = rows.chunk.columns, len(rows.chunk.rows)
-    inputs, _ = model.inputs(values, count)
-    chunk = {name: inputs["features"][name] for name in grouping.features}
-    weight = values[weight_name] if weight_name else np.ones(count)
-    chunks.append((model.scores(inputs), rows.label, weight, chunk))
+  weight_name, chunks = table.name_of(spec.Weight), []
+  with source.connect() as con:
+    rows = source.read(con, table.rows, table.on_bad_row)
+    positions = clicks.positions_of(table, rows, model.encoder)
+    for values, place, _ in rows.batches():
+      count = len(place)
+      inputs = model.inputs(values, count, next(positions))
+      chunk = {name: inputs["features"][name] for name in grouping.features}
+      label = clicks.labels(table, values)
+      weight = numbers_of(values[weight_name]) if weight_name else np.ones(count)
+      chunks.append((model.scores(inputs), label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = tasks.of_served(model.labels, score)
   # The table may declare its labels in another order than the model's.
@@ -118,7 +116,7 @@ def _ranking(
   for start in range(0, len(pairs.users), _USERS):
     part = targets[start : start + _USERS]
     values = {name: x[start : start + _USERS] for name, x in columns.items()}
-    answers = model.answers(values, np.zeros(len(part), bool), max(ks), is_cut=True)
+    answers = model.answers(values, np.zeros(len(part), bool), max(ks))
     top_ids = codes.find(pa.array(answers.items.ravel(), pa.string()))
     lengths = [*map(len, part)]
     relevant = packing.padded(np.concatenate(part), lengths, max(lengths))

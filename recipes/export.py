@@ -31,8 +31,8 @@ from .errors import MissingFileError, UserError, from_settings, markdown
 from .evaluation import retrieval
 from .serving import folder as folder_lib
 from .tables import spec
-from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
+from .tables.transforms import Encoder, Entities
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -168,8 +168,7 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
   histories = (
     f"""
-Histories are lists in the rows, in the order of time: {lists}. With `--log=log.csv`
-(`model.remember(rows)`), they are taken of a log instead, and a row needs its time.
+Histories are lists in the rows, in the order of time: {lists}.
 """
     if lists
     else ""

@@ -20,6 +20,7 @@ made when rows are read: stored, they would take 3.7 TB.
 """
 
 import dataclasses
+import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +30,9 @@ import numpy as np
 from .. import cache, files
 from ..datasets import Prepared
 from ..errors import DamagedFileError, UserError
-from ..tables.encoding import logarithm
+from ..tables import source
 from ..tables.formats import Format
-from ..tables.reading import Ledger
-from ..tables.source import Stage, TextFile, scan
+from ..tables.transforms import logarithm
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 INTEGERS = tuple(f"i{i + 1:02d}" for i in range(NUM_INTEGERS))
@@ -106,12 +106,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   position = folder / "position.json"  # days that are written, for a start after a kill
   done = files.read_json(position)["files"] if position.exists() else 0
   at = sum(day["rows"] for day in days[:done])
-  with files.progress("preparing", total, "row") as bar, Stage(folder / "stage") as stage:
+  with files.progress("preparing", total, "row") as bar, source.connect() as con:
     bar.update(at)
     for number, (path, day) in enumerate(zip(paths[done:], days[done:], strict=True), done + 1):
       bar.set_description(f"preparing {path.name}")
       end = at + day["rows"]
-      for block in read(path, stage):
+      for block in read(path, con):
         part = slice(at, at + len(block.label))
         if part.stop > end:
           break
@@ -157,45 +157,56 @@ class Rows(NamedTuple):
 def count_rows(path: Path) -> int:
   """Returns the number of lines, a last one without its newline included."""
   lines, last = 0, b"\n"
-  with TextFile(path, Format(**FORMAT)).open() as file:
+  with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
     while block := file.read(1 << 24):
       lines, last = lines + block.count(b"\n"), block[-1:]
   return lines + (last != b"\n")
 
 
-def read(path: Path, stage: Stage) -> Iterator[Rows]:
+def read(path: Path, con: Any) -> Iterator[Rows]:
   """Yields the rows of a file in blocks.
 
   Raises:
     DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
   """
-  stored, faults, _ = TextFile(path, Format(**FORMAT)).stored(stage)
-  Ledger("raise").add(path, faults)
-  integers = [f"TRY_CAST(c{1 + i} AS BIGINT)" for i in range(NUM_INTEGERS)]
+  format, row = Format(**FORMAT), 0
+  file = source.open_file(con, str(path), format)
+  texts = [file.column(name).raw for name in format.names]
   first = 1 + NUM_INTEGERS
-  categories = [f"TRY_CAST('0x' || c{first + i} AS UINTEGER)" for i in range(NUM_CATEGORIES)]
-  good = ["c0 IN ('0', '1')", *(f"{n}::VARCHAR = c{1 + i}" for i, n in enumerate(integers))]
-  good += [f"{n} IS NOT NULL AND NOT contains(c{first + i}, '_')" for i, n in enumerate(categories)]
-  good[1:] = [f"c{i} IS NULL OR coalesce({each}, false)" for i, each in enumerate(good[1:], 1)]
-  rows = ", ".join(f"min(file_row_number) FILTER (NOT coalesce({each}, false))" for each in good)
-  bad = stage.table(f"SELECT {rows} FROM {scan(stored)}").to_pylist()[0].values()
-  found = [(row, place) for place, row in enumerate(bad) if row is not None]
-  if found:
-    row, place = min(found)
-    value = stage.table(f"SELECT c{place} FROM {scan(stored)} WHERE file_row_number = {row}")
-    kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
-    raise DamagedFileError(
-      f"{path}, row {row + 1}, column {FORMAT['names'][place]!r} is {value[0][0].as_py()!r}, "
-      f"expected {kinds[place]}. Is the file complete and unpacked? Repair or remove the row."
-    )
-  columns = ["c0::UTINYINT", *(f"{each}::FLOAT" for each in integers)]
-  columns += [f"coalesce({each}::BIGINT, -1)" for each in categories]
-  query = f"SELECT {', '.join(columns)} FROM {scan(stored)}"
-  for batch in stage.engine.execute(query).to_arrow_reader(1 << 16):
-    label, *arrays_of = (column.to_numpy(zero_copy_only=False) for column in batch.columns)
-    numbers, ids = arrays_of[:NUM_INTEGERS], arrays_of[NUM_INTEGERS:]
-    yield Rows(label, np.stack(numbers, axis=1), np.stack(ids, axis=1))
-  stored.unlink()
+  values = [f"TRY_CAST({text} AS BIGINT)" for text in texts[:first]]
+  values += [f"TRY_CAST('0x' || {text} AS UINTEGER)" for text in texts[first:]]
+  good = ["x0 BETWEEN 0 AND 1"]
+  good += [f"CAST(x{i} AS VARCHAR) = {text}" for i, text in enumerate(texts[1:first], 1)]
+  good += [
+    f"x{i} IS NOT NULL AND NOT contains({text}, '_')" for i, text in enumerate(texts[first:], first)
+  ]
+  absent = ["false", *(f"{text} IS NULL" for text in texts[1:])]
+  cases = zip(good, absent, strict=True)
+  bad = " ".join(f"WHEN NOT coalesce({g} OR {a}, false) THEN {i}" for i, (g, a) in enumerate(cases))
+  typed = ", ".join(f"{value} AS x{i}" for i, value in enumerate(values))
+  columns = ["x0::UTINYINT", *(f"x{i}::FLOAT" for i in range(1, first))]
+  columns += [f"coalesce(x{i}::BIGINT, -1)" for i in range(first, len(texts))]
+  shown = " ".join(f"WHEN {i} THEN {text}" for i, text in enumerate(texts))
+  query = (
+    f"SELECT {', '.join(columns)}, bad, CASE bad {shown} END FROM "
+    f"(SELECT *, CASE {bad} END AS bad FROM (SELECT *, {typed} FROM {file.relation}))"
+  )
+  for batch in con.execute(query).to_arrow_reader(1 << 16):
+    *arrays, found, text = batch.columns
+    if len(found) > found.null_count:
+      index = found.is_valid().index(True).as_py()
+      place = found[index].as_py()
+      kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
+      raise DamagedFileError(
+        f"{path}, row {row + index + 1}, column {format.names[place]!r} is "
+        f"{text[index].as_py()!r}, expected {kinds[place]}. Is the file complete and unpacked? "
+        "Repair or remove the row."
+      )
+    label, *numbers = (array.to_numpy(zero_copy_only=False) for array in arrays)
+    integers, ids = numbers[:NUM_INTEGERS], numbers[NUM_INTEGERS:]
+    yield Rows(label, np.stack(integers, axis=1), np.stack(ids, axis=1))
+    row += len(batch)
+  source.rejected(con, file, format, "raise", {})
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:

@@ -48,6 +48,4 @@ def movielens1m(config) -> dict[str, Any]:
   with gender, age and occupation on a movie with year and genres, split at random 80/10/10.
   """
   rating = {"kind": "label", "at_least": 4, "drop": ("3",)}
-  table = movielens.table(config, rating)
-  hashed = [name for name in table["format"].get("names", ()) if name not in table["columns"]]
-  return table | {"split": {"by": "hash", "seed": config.split_seed}, "hashed": hashed}
+  return movielens.table(config, rating) | {"split": {"by": "hash", "seed": config.split_seed}}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..tables import spec
-from ..tables.encoding import Encoder
+from ..tables.transforms import Encoder
 from ..training.features import Feature
 from .metrics import CLICK_NAMES, click_metrics
 
@@ -54,8 +54,8 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
     serve: the folder of a table's transforms, which name the values; None calls them by their ids.
   """
   encoder = Encoder.load(serve) if serve is not None and (serve / "sides.json").exists() else None
-  every = encoder.all_fitted if encoder else ()
-  fitted_by = {name: fitted for fitted in every for name in fitted.kinds}
+  every = encoder.all_transforms if encoder else ()
+  transforms = {name: each for each in every for name in each.kinds}
   sizes = {
     feature.name: feature.vocabulary_size
     for feature in features
@@ -65,12 +65,12 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
     raise UserError(f"config.slices is {tuple(slices)}: choose some of {sorted(sizes)}")
   named = {}
   for name in slices:
-    values = fitted_by[name].vocabulary(name) if name in fitted_by else ()
+    values = transforms[name].vocabulary(name) if name in transforms else ()
     named[name] = (*values, _OTHER) if values else tuple(map(str, range(sizes[name])))
-  user = spec.only(encoder.fitted.kinds, spec.User) if encoder else None
+  user = spec.only(encoder.transforms.kinds, spec.User) if encoder else None
   if encoder is None or user is None:
     return Groups(slices=named)
-  return Groups(user, len(encoder.fitted.vocabulary(user)), named)
+  return Groups(user, len(encoder.transforms.vocabulary(user)), named)
 
 
 def group_metrics(

@@ -15,8 +15,7 @@ these rows of its table, with `oov=0` no vector. A missing category has no vecto
 is the mean of training, and a user or item that the table of its own lacks has no features.
 Values that training has not seen and missing ones are counted by column. A history that training
 has built of its log is a list column of its name, and one for each value beside it (`seen`,
-`seen_genre`); or after `model.remember(log)` it is what the row's user did in that log before the
-row's time.
+`seen_genre`).
 
 **Recommendations.** A row needs one of: the user, a feature of the user, or a `history`.
 

@@ -1,6 +1,7 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,7 @@ from .. import packing
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import spec
-from ..tables.encoding import Encoder, Entities, extracted, stacked
-from ..tables.values import ReadAs, lengths_of
+from ..tables.transforms import Encoder, Entities, lengths_of, stacked
 from ..training.features import Feature, cut_ids
 from . import histories
 from . import rows as rows_lib
@@ -63,16 +63,27 @@ class ClickModel:
     names: of the scores: "score", or of several labels "score_<label>" and of classes
       "score_<label>_<class>".
     labels: what is predicted, in the order of the scores.
-    memory: the log that histories are taken of once it has rows.
   """
 
   def __init__(self, served: Served):
     self.served = served
     self.encoder = Encoder.load(served.transforms)
-    kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Side)}
-    self._wanted, self.labels = spec.ways(kinds), spec.labels(served.kinds)
-    self._lists = histories.Lists(self.encoder, served.kinds)
-    self.memory = histories.Memory(self.encoder, served.kinds)
+    missing = served.text_format.missing
+    self._features = {
+      name: kind
+      for name, kind in served.kinds.items()
+      if isinstance(kind, spec.Side)
+      and not isinstance(kind, spec.Cross)
+      and not spec.is_history(kind)
+    }
+    self.labels = spec.labels(served.kinds)
+    self._lists = histories.Lists(self.encoder, served.kinds, missing)
+    self._reader = rows_lib.Reader(
+      self._features | self._lists.kinds,
+      missing,
+      has_dates=self._lists.has_dates,
+      aligned=self._lists.lists,
+    )
     self._is_one_click = spec.is_one_click(self.labels)
     self.names = tuple(
       f"score_{name}_{value}" if value else f"score_{name}"
@@ -84,34 +95,7 @@ class ClickModel:
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that rows must have."""
-    return tuple(dict.fromkeys(column for names, _ in self._needed.values() for column in names))
-
-  @property
-  def _histories(self) -> histories.Lists | histories.Memory:
-    return self._lists if self.memory.is_empty else self.memory
-
-  @property
-  def _needed(self) -> rows_lib.Wanted:
-    return self._wanted | self._histories.wanted
-
-  def remember(self, rows: Any, *, source: str = "log", first_row: int = 1) -> None:
-    """Adds rows to the log that the histories of the next rows are taken of.
-
-    From then on a row to predict for needs its time in place of lists: its history is what its user
-    did in the log before this time.
-
-    Args:
-      rows: as of `score`, with the time, and the label where histories are of one; rows whose label
-        is missing have none.
-      source, first_row: as of `score`.
-
-    Raises:
-      UserError: the model has no histories; or as `score`.
-    """
-    if not self.encoder.histories:
-      raise UserError("this model has no history that is built of a log, and remembers nothing")
-    wanted = self._wanted | self.memory.wanted | self.memory.labels
-    self.memory.add(self._read(rows, wanted, "raise", source, first_row)[0])
+    return self._reader.columns
 
   def predict(
     self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
@@ -128,19 +112,21 @@ class ClickModel:
     """Returns the probability of a click for every row, and counts of unknown and missing values.
 
     Args:
-      rows: N of them; see `rows.as_columns`.
+      rows: N of them; see `rows.as_table`.
       on_bad_row: "raise", or "skip", which makes the score of a row that cannot be read NaN.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
       UserError: a column is missing, or a row cannot be read; names row and column.
     """
-    values, bad = self._read(rows, self._needed, on_bad_row, source, first_row)
-    inputs, problems = self.inputs(values, len(bad))
-    bad |= rows_lib.refused(problems, len(bad), on_bad_row, source, first_row)
-    absent = {name: rows_lib.absent(values[name]) for name in self._wanted}
+    values, bad = self._reader.read(rows_lib.as_table(rows), on_bad_row, source, first_row)
+    positions, wrong = self._lists.positions(values, on_bad_row, source, first_row)
+    bad = bad | wrong if len(wrong) else bad
+    inputs = self.inputs(values, len(bad), positions)
+    absent = {name: rows_lib.absent(values[name]) for name in self._features}
     of_row = lambda name: (name, values[name], inputs["features"].get(name))
-    unseen = {name: rows_lib.unseen(self.encoder.fitted, *of_row(name)) for name in self._wanted}
+    transforms = self.encoder.transforms
+    unseen = {name: rows_lib.unseen(transforms, *of_row(name)) for name in self._features}
     for name, side in self.encoder.sides.items():
       unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
     scores = self.scores(inputs)
@@ -148,32 +134,23 @@ class ClickModel:
     return Scored(
       scores,
       bad,
-      rows_lib.rows_by_column(unseen, self._wanted, bad),
-      rows_lib.rows_by_column(absent, self._wanted, bad),
+      rows_lib.by_column(unseen, self._features, bad),
+      rows_lib.by_column(absent, self._features, bad),
     )
 
-  def _read(
-    self, rows: Any, wanted: rows_lib.Wanted, on_bad_row: str, source: str, first_row: int
-  ) -> tuple[dict[str, Any], np.ndarray]:
-    arrays, missing = rows_lib.as_columns(rows), self.served.text_format.missing
-    rows_lib.require(list(arrays), [c for names, _ in wanted.values() for c in names], source)
-    how = (missing, on_bad_row, source, first_row, self._lists.clocks)
-    return rows_lib.read(arrays, wanted, *how)
-
   def inputs(
-    self, values: Mapping[str, Any], count: int
-  ) -> tuple[dict[str, Any], histories.Problems]:
-    """Returns the program's inputs `dense` and `features`, and what is wrong with rows' histories.
+    self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray] = ()
+  ) -> dict[str, Any]:
+    """Returns the program's inputs `dense` and `features`.
 
     Args:
-      values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
+      values: N texts, numbers or lists by declared name, as training reads them.
       count: N.
+      positions: the histories' columns of `ids`.
     """
     encoded = self.encoder.encode(values, count)
-    positions, problems = self._histories.positions(values)
     ids = np.concatenate([encoded["ids"], *positions], axis=1)
-    features = cut_ids(ids, self.encoder.features)
-    return {"dense": encoded["dense"], "features": features}, problems
+    return {"dense": encoded["dense"], "features": cut_ids(ids, self.encoder.features)}
 
   def scores(self, inputs: Mapping[str, Any]) -> np.ndarray:
     """Returns `scores` of `Scored` for inputs of N rows."""
@@ -263,19 +240,30 @@ class Recommender:
       "user": (self._users.codes, pattern(user)), "item": (self._items.codes, pattern(item))
     }  # fmt: skip
     # What is read of rows: the user, as "", features of the user, and own items from one of `_own`.
-    self._wanted: dict[str, tuple[tuple[str, ...], ReadAs]] = {}
+    self._kinds: dict[str, spec.Kind] = {}
     if user:
-      self._wanted[""] = kinds[user].sources(user), "text"
-    self._own: dict[str, ReadAs] = {HISTORY: ("list", "|")}
+      (column,) = kinds[user].sources(user)
+      self._kinds[""] = spec.User(column=column)
+    self._own: dict[str, spec.Kind] = {HISTORY: spec.Bag(column=HISTORY)}
     if item and (separator := getattr(kinds[item], "separator", "")):
-      self._own[kinds[item].column or item] = ("list", separator)
-    of_users = self._users.fitted.kinds
+      column = kinds[item].column or item
+      self._own[column] = spec.Bag(column=column, separator=separator)
+    of_users = self._users.transforms.kinds
     self._features = {
       n: kind for n, kind in of_users.items() if self._is_towers and n in about["query"]
     }
     crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
     needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
-    self._wanted |= spec.ways({n: kind for n, kind in of_users.items() if n in needed})
+    self._kinds |= {
+      n: kind for n, kind in of_users.items() if n in needed and not isinstance(kind, spec.Cross)
+    }
+    missing = served.text_format.missing
+    self._readers = {
+      own: rows_lib.Reader(
+        self._kinds | ({"own": self._own[own]} if own else {}), missing, required=False
+      )
+      for own in ("", *self._own)
+    }
     self._parts = {  # what the ids of a feature are made of
       n: kind.columns if isinstance(kind, spec.Cross) else (n,)
       for n, kind in of_users.items()
@@ -294,8 +282,7 @@ class Recommender:
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that rows may have, of which they need at least one."""
-    columns = [column for names, _ in self._wanted.values() for column in names]
-    return tuple(dict.fromkeys([*columns, *self._own]))
+    return tuple(dict.fromkeys([*self._readers[""].columns, *self._own]))
 
   def recommend(
     self,
@@ -309,7 +296,7 @@ class Recommender:
     """Returns the best items for every row.
 
     Args:
-      rows: N of them; see `rows.as_columns`.
+      rows: N of them; see `rows.as_table`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
       on_bad_row: "raise", or "skip", which leaves out a row that cannot be read.
       source, first_row: what error texts call the rows, and the number of the first.
@@ -319,16 +306,14 @@ class Recommender:
         and column.
     """
     top = self.checked_top(top)
-    arrays = rows_lib.as_columns(rows)
-    if not any(column in arrays for column in self.columns):
+    table = rows_lib.as_table(rows)
+    if not any(column in table.column_names for column in self.columns):
       raise UserError(
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
-        f"to recommend; it has {', '.join(arrays) or 'none'}"
+        f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    own = next((column for column in self._own if column in arrays), None)
-    wanted = self._wanted | ({"own": ((own,), self._own[own])} if own else {})
-    missing = self.served.text_format.missing
-    values, bad = rows_lib.read(arrays, wanted, missing, on_bad_row, source, first_row)
+    own = next((column for column in self._own if column in table.column_names), "")
+    values, bad = self._readers[own].read(table, on_bad_row, source, first_row)
     return self.answers(values, bad, top)
 
   def checked_top(self, top: int | None) -> int:
@@ -340,20 +325,17 @@ class Recommender:
       raise UserError(f"top is {top}: choose 1 to {count}, the number of items")
     return top
 
-  def answers(
-    self, values: Mapping[str, Any], bad: np.ndarray, top: int, *, is_cut: bool = False
-  ) -> Recommended:
+  def answers(self, values: Mapping[str, Any], bad: np.ndarray, top: int) -> Recommended:
     """Returns as `recommend`, for values as training reads them.
 
     Args:
       values: users by the name "", their own items by "own", and features by declared name.
       bad: bool `[N]`, rows to leave out.
-      is_cut: whether ids are cut by the patterns of their columns already.
     """
-    count, fitted = len(bad), self._users.fitted
+    count, transforms = len(bad), self._users.transforms
     given = [n for n, parts in self._parts.items() if all(part in values for part in parts)]
-    own = {name: fitted.ids(values, name) for name in given}
-    queries, unknown = self._queries(values, own, count, is_cut)
+    own = {name: transforms.ids(values, name) for name in given}
+    queries, unknown = self._queries(values, own, count)
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
     popular = np.zeros(count, bool)
@@ -364,13 +346,13 @@ class Recommender:
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
     unseen = {
-      name: rows_lib.unseen(fitted, name, values[name], own.get(name))
+      name: rows_lib.unseen(transforms, name, values[name], own.get(name))
       if name
       else (queries.users < 0) & ~rows_lib.absent(values[""])
-      for name in self._wanted
+      for name in self._kinds
       if name in values
     }
-    counts = rows_lib.rows_by_column(unseen, self._wanted, bad)
+    counts = rows_lib.by_column(unseen, self._kinds, bad)
     return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown, counts)
 
   def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
@@ -388,15 +370,15 @@ class Recommender:
     return had & (user >= 0) & (item >= 0)
 
   def _queries(
-    self, values: Mapping[str, Any], ids: Mapping[str, np.ndarray], count: int, is_cut: bool
+    self, values: Mapping[str, Any], ids: Mapping[str, np.ndarray], count: int
   ) -> tuple[_Queries, int]:
     """Returns what rows with `ids` of features say, and how many items of histories are unknown."""
     users = np.full(count, -1, np.int32)
     if "" in values:
-      users = self._find("user", values[""], is_cut)
+      users = self._find("user", values[""])
     own: pa.ListArray = values.get("own", pa.nulls(count, pa.list_(pa.string())))
     lengths = lengths_of(own)
-    items = self._find("item", own.flatten().cast(pa.string()), is_cut)
+    items = self._find("item", own.flatten().cast(pa.string()))
     stops = np.cumsum(lengths)
     histories = []
     for user, start, stop in zip(users.tolist(), stops - lengths, stops, strict=True):
@@ -410,12 +392,14 @@ class Recommender:
     features = {name: self._feature(name, users, values, ids) for name in self._features}
     return _Queries(users, histories, features), int((items < 0).sum())
 
-  def _find(self, side: str, texts: pa.Array, is_cut: bool) -> np.ndarray:
+  def _find(self, side: str, texts: pa.Array) -> np.ndarray:
     """Returns the numbers of ids, as they are or cut by the pattern of their column; or -1."""
     codes, pattern = self._codes[side]
     found = codes.find(texts)
-    if pattern and not is_cut:
-      found = np.where(found < 0, codes.find(extracted(texts, pattern)), found)
+    if pattern:
+      matches = [re.search(pattern, text or "") for text in texts.to_pylist()]
+      cut = pa.array([match[1] if match else None for match in matches], pa.string())
+      found = np.where(found < 0, codes.find(cut), found)
     return found
 
   def _feature(

@@ -1,7 +1,8 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -10,104 +11,116 @@ import pyarrow as pa
 
 from .. import cache, files
 from ..errors import UserError
-from . import entities, histories, spec
-from .encoding import Encoder
-from .fitting import fit
-from .rows import RowReader, split_file
-from .settings import SPLITS, Table, parsed, serve_folder
-from .source import Stage
-from .store import Store
+from . import entities, histories, source, spec
+from .fit import fit
+from .settings import Table, parsed, serve_folder
+from .source import Rows
+from .splitting import write_splits
+from .transforms import Encoder, numbers_of
+from .values import SPLITS
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
-class OneMachine:
-  """Reads the rows of a table in this process, and writes their columns."""
-
-  def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
-    self._table, self._folder, self._stage = table, folder, stage
-    self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
-    declared = histories.declared(table)
-    self.log = histories.Rows(table, declared) if declared else None
-
-  def read(self) -> tuple[Store, list[str]]:
-    """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
-    copy_rows(self._table, self._reader, self._store, self._folder, self.log)
-    if self.log is not None:
-      self.log.has_dates = bool(self._reader.account.has_dates)
-    return self._store, self._reader.notes
-
-  def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
-    """Writes the columns; returns the hashes of the files, for the meta."""
-    hashed = {  # while ids are written; one task a file, since an error cancels those to come
-      name: self._stage.background.submit(files.digest, path)
-      for path, name in self._table.names.items()
-    }
-    write_columns(self._store, self._table, encoder, self._folder, sizes)
-    about: dict[str, Any] = {}
-    if self.log is not None:
-      about["histories"] = self.log.write(self._folder, encoder.histories, encoder.places)
-    return about | {"sha256": {name: digest.result() for name, digest in hashed.items()}}
-
-
-def build(
-  settings: dict[str, Any],
-  folder: Path,
-  engine: Callable[[Table, str, Path, Stage], Any] = OneMachine,
-) -> dict[str, Any]:
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  `label` is uint8 `[N]` of one label of clicks, else float32 `[N, labels]`: see `rows.RowReader`.
-  The table is read once, and a copy of the rows is kept until vocabularies and means are known.
+  `label` is uint8 `[N]` of one label of clicks, else float32 `[N, labels]`: 0 or 1, the number of
+  the class, or log(1 + value), and NaN where a label does not count in a row.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
     DamagedFileError: a row cannot be read; names file, row and column.
   """
   table = parsed(settings)
+  by, declared = check(table), histories.declared(table)
+  with source.connect(folder / "stage") as con, futures.ThreadPoolExecutor(1) as background:
+    digests = background.submit(table.digests)
+    rows = source.read(con, table.rows, table.on_bad_row, **hashing(table, by))
+    rows.split(by, table.split)
+    write_splits(rows, folder, table.names)
+    base = base_of(table)
+    encoder, notes, sizes = fitted(table, rows, base)
+    log = histories.Rows(table, declared, rows) if declared else None
+    if log is not None:
+      made, lines = log.ordered({each.name: each.width for each in base.histories} if base else {})
+      encoder, notes = Encoder(encoder.transforms, encoder.sides, made), [*notes, *lines]
+    notes.append(_about(encoder))
+    encoder.save(serve_folder(settings, folder))
+    write_columns(rows, table, encoder, folder, sizes)
+    about: dict[str, Any] = {"sha256": digests.result()}
+    if log is not None:
+      about["histories"] = log.write(folder, encoder.histories, encoder.places)
+  table.check_unchanged()
+  files.new_folder(folder / "stage").rmdir()
+  return meta(table, encoder, notes, sizes) | about
+
+
+def check(table: Table) -> str:
+  """Returns how the rows are split; raises UserError for declarations that clicks cannot have."""
   table.require(spec.Label, "and clicks need one")
   if not any(map(spec.has_table, table.kinds.values())):
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
-  _check_names(table)
+  declared = set(table.kinds)
+  for side, rows in table.sides.items():
+    _id_name(table, side)
+    if both := [name for name in rows.kinds if name in declared]:
+      raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
+    declared |= set(rows.kinds)
+  item = table.name_of(spec.Item)
+  if item and table.kinds[item].is_list:
+    raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
   by = table.split_by(timed="time", untimed="hash")
   if by in ("last", "user"):
     raise UserError(
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
-  with Stage(folder / "stage") as stage:
-    rows = engine(table, by, folder, stage)
-    # A run of another recipe has none of these transforms.
-    has_base = table.base is not None and (table.base / "sides.json").exists()
-    base = Encoder.load(table.base) if table.base is not None and has_base else None
-    serve = serve_folder(settings, folder)
-    store, left_out = rows.read()
-    sides, columns = {side: _id_name(table, side) for side in table.sides}, store.columns
-    sizes, rates = _counted(table, store, left_out)
-    made, about = {}, list[str]()
-    for side, name in sides.items():
-      ids = store.query(
-        f"SELECT {columns[name]} AS id FROM {store.scan} WHERE split = 0 "
-        f"AND {columns[name]} IS NOT NULL GROUP BY {columns[name]} ORDER BY min(file_row_number)"
-      )["id"].combine_chunks()
-      known = base.sides[name].fitted if base and name in base.sides else None
-      source = table.sides[side]
-      made[name], lines = entities.read(source, side, table.on_bad_row, ids, stage, base=known)
-      about += lines
-    fitted, lines = fit(store, table.kinds, base.fitted if base else None)
-    of_rows: list[histories.History] = []
-    if histories.declared(table):
-      widths = {history.name: history.width for history in base.histories} if base else {}
-      of_rows, more = rows.log.ordered(fitted.same, widths)
-      lines += more
-    encoder = Encoder(fitted, made, of_rows)
-    weight = table.name_of(spec.Weight)
-    weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
-    notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *rates, _about(encoder)]
-    encoder.save(serve)
-    written = rows.write(encoder, serve, sizes)
-  table.check_unchanged()
+  table.check_split(by)
+  return by
+
+
+def hashing(table: Table, by: str) -> dict[str, Any]:
+  """Returns `seed` and `on` of `source.read`."""
+  seed = table.split["seed"] if by in ("hash", "files") else None
+  return {"seed": seed, "on": table.split["on"] if seed is not None else ""}
+
+
+def base_of(table: Table) -> Encoder | None:
+  """Returns the encoder that grows; a run of another recipe has none."""
+  has_base = table.base is not None and (table.base / "sides.json").exists()
+  return Encoder.load(table.base) if table.base is not None and has_base else None
+
+
+def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, list[str], np.ndarray]:
+  """Returns the encoder of split rows, lines about them, and their number by split, `[3]`.
+
+  `base` is an encoder that grows.
+  """
+  sizes, rates = _counted(table, rows)
+  made, about = {}, list[str]()
+  for side in table.sides:
+    name = _id_name(table, side)
+    column = rows.columns[name]
+    ids = rows.query(
+      f"SELECT {column} AS id FROM {rows.view} WHERE split = 0 AND {column} IS NOT NULL "
+      f"GROUP BY {column} ORDER BY min(place)"
+    )["id"].combine_chunks()
+    known = base.sides[name].transforms if base and name in base.sides else None
+    made[name], lines = entities.read(
+      rows.con, table.sides[side], side, table.on_bad_row, ids, base=known
+    )
+    about += lines
+  transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
+  weight = table.name_of(spec.Weight)
+  weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
+  notes = [*about, *rows.notes, *lines, *[weighs] * bool(weight), *rates]
+  return Encoder(transforms, made), notes, sizes
+
+
+def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray) -> dict[str, Any]:
+  """Returns what `cache.prepared` keeps beside the columns."""
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:
@@ -119,110 +132,67 @@ def build(
     "dense": list(encoder.dense_names),
     "vectors": encoder.vectors,
     "labels": spec.as_dicts(table.labels),
-    "notes": notes,
-    **written,
+    "notes": list(notes),
   }
 
 
-def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
-  """Returns a store of the columns that are learned from, with `split` and `label`."""
-  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Side | spec.Weight)}
-  of_labels = dict.fromkeys(
-    label_columns(table), pa.uint8() if table.is_one_click else pa.float32()
-  )
-  return Store(stage, kept, {"split": pa.int8()} | of_labels, path)
-
-
-def label_columns(table: Table) -> list[str]:
-  """Returns the names of the labels' columns in a store."""
-  return (
-    ["label"] if table.is_one_click else [f"label{place}" for place in range(len(table.labels))]
-  )
-
-
-def copy_rows(
-  table: Table,
-  reader: RowReader,
-  store: Store,
-  folder: Path,
-  log: histories.Rows | None = None,
-) -> None:
-  """Copies all rows to a store, and writes their splits to a folder; adds them to a log."""
-  names = label_columns(table)
-  with split_file(folder, table.names) as write_split, store.writer() as write:
-    for chunk, split, label in reader:
-      assert label is not None  # `build` has asked for one
-      write_split(chunk.file, chunk.rows, split)
-      of_labels = zip(names, label.T.reshape(len(names), -1), strict=True)
-      write(chunk.columns, split=split, **dict(of_labels))
-      if log is not None:
-        log.add(chunk.columns, split)
-
-
-def _counted(table: Table, store: Store, left_out: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
   """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
-  also = "".join(f"; {line}" for line in left_out)
+  also = "".join(f"; {line}" for line in rows.notes)
   sizes, lines = np.zeros(3, np.int64), []
-  for column, (label, kind) in zip(label_columns(table), table.labels.items(), strict=True):
-    counts, weights = _outcomes(table, store, column, kind)
+  for label, kind in table.labels.items():
+    counts, weights = _outcomes(table, rows, label, kind)
     sizes, of_label = counts.sum(axis=1), "" if table.is_one_click else f" of {label!r}"
     parts = []
-    for split, (misses, clicks, none), outcomes in zip(
-      SPLITS, counts.tolist(), weights, strict=True
-    ):
-      rows, is_click = misses + clicks, kind.loss == "binary"
-      parts.append(f"{rows:,} {split} rows{of_label}")
-      parts[-1] += f" ({clicks / max(rows, 1):.1%} clicks)" * is_click
-      if not rows + none and (split == "train" or table.split[split]):
+    for split, (misses, clicks, none), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
+      known, is_click = misses + clicks, kind.loss == "binary"
+      parts.append(f"{known:,} {split} rows{of_label}")
+      parts[-1] += f" ({clicks / max(known, 1):.1%} clicks)" * is_click
+      if not known + none and (split == "train" or table.split[split]):
         raise UserError(f"the {split} split has no rows: see config.split{also}")
-      if not rows + none or (not is_click and outcomes.any()):
-        continue
-      if not is_click:
-        raise UserError(f"no row{of_label} of the {split} split counts: see config.split{also}")
-      if not (misses and clicks):
+      needed = totals[:2] if is_click else totals[:2].sum(keepdims=True)
+      if known + none and not needed.all():
         raise UserError(
-          f"{clicks} of the {rows} rows{of_label} of the {split} split are clicks, and both "
-          f"outcomes are needed: see config.split and the label's positive or at_least{also}"
-        )
-      if not outcomes.all():
-        which = "rows without a click" if outcomes[1] else "clicks" if outcomes[0] else "rows"
-        name = table.name_of(spec.Weight)
-        raise UserError(
-          f"all {which}{of_label} of the {split} split have weight 0 in column {name!r}, and both "
-          "outcomes are needed: see config.split, or do not declare the weight"
+          f"{clicks} of the {known} rows{of_label} of the {split} split are clicks, and both "
+          "outcomes are needed, with weights above 0: see config.split and the label's positive "
+          f"or at_least{also}"
         )
     lines.append(", ".join(parts))
   return sizes, lines
 
 
 def _outcomes(
-  table: Table, store: Store, column: str, kind: spec.Label
+  table: Table, rows: Rows, label: str, kind: spec.Label
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns by split the rows of outcomes 0 and 1 and without a label, `[3, 3]`; weights `[3, 2]`.
+  """Returns by split the rows of outcomes 0 and 1 and without a label, `[3, 3]`; their weights.
 
   What is no click is an outcome 0.
   """
-  name = table.name_of(spec.Weight)
-  weight = f"sum({store.columns[name]})" if name else "1.0"
-  outcome = column if kind.loss == "binary" else f"0 * {column}"
-  answer = store.query(
-    f"SELECT split, CAST({outcome} AS INTEGER) AS label, count(*), {weight} FROM {store.scan} "
-    "GROUP BY ALL"
+  name, column = table.name_of(spec.Weight), rows.columns[label]
+  weight = f"sum({rows.columns[name]})" if name else "count(*)"
+  if kind.mask:
+    column = f"CASE WHEN {rows.columns[kind.mask]} = 1 THEN {column} END"
+  outcome = (
+    f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
+  )
+  answer = rows.query(
+    f"SELECT split, {outcome} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
+    f"GROUP BY split, {outcome}"
   )
   counts, weights = np.zeros((3, 3), np.int64), np.zeros((3, 3))
-  for split, label, rows, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
-    at = split, 2 if label is None else label
-    counts[at], weights[at] = rows, total
-  return counts, weights[:, :2]
+  for split, value, number, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
+    at = split, 2 if value is None else value
+    counts[at], weights[at] = number, total
+  return counts, weights
 
 
 def write_columns(
-  store: Store, table: Table, encoder: Encoder, folder: Path, sizes: np.ndarray
+  rows: Rows, table: Table, encoder: Encoder, folder: Path, sizes: np.ndarray
 ) -> None:
-  """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
+  """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.own_features)
-  labels, weight = label_columns(table), table.name_of(spec.Weight)
-  shape, dtype = ((), np.uint8) if table.is_one_click else ((len(labels),), np.float32)
+  weight = table.name_of(spec.Weight)
+  shape, dtype = ((), np.uint8) if table.is_one_click else ((len(table.labels),), np.float32)
   columns = {
     "label": cache.column(folder, "label", (total, *shape), dtype),
     "dense": cache.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
@@ -230,34 +200,43 @@ def write_columns(
   }
   if weight:
     columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
-  at = np.cumsum(sizes) - sizes
-  for values, of_row in store:
-    rows = len(of_row["split"])
-    label = np.stack([of_row[name] for name in labels], axis=1).reshape(rows, *shape)
-    blocks = {"label": label, **encoder.encode(values, rows)}
+  ends = np.cumsum(sizes) - sizes
+  for values, _, split in rows.batches():
+    blocks = {"label": labels(table, values), **encoder.encode(values, len(split))}
     if weight:
-      blocks["weight"] = values[weight]
-    for split in range(3):
-      chosen = of_row["split"] == split
-      count = int(chosen.sum())
+      blocks["weight"] = numbers_of(values[weight])
+    for part in range(3):
+      chosen = np.flatnonzero(split == part)
       for name, block in blocks.items():
-        columns[name][at[split] : at[split] + count] = block[chosen]
-      at[split] += count
+        columns[name][ends[part] : ends[part] + len(chosen)] = block[chosen]
+      ends[part] += len(chosen)
 
 
-def _check_names(table: Table) -> None:
-  """Raises UserError where a name is declared twice, or an item column holds several items."""
-  declared = set(table.kinds)
-  for side, source in table.sides.items():
-    _id_name(table, side)
-    if both := [name for name in source.kinds if name in declared]:
-      raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
-    declared |= set(source.kinds)
-  of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
-  spec.check_between({"config": table.kinds} | of_sides)
-  item = table.name_of(spec.Item)
-  if item and table.kinds[item].read_as != "text":
-    raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
+def labels(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
+  """Returns the label of rows; see `build`."""
+  of_label = {name: numbers_of(values[name]) for name in table.labels}
+  if table.is_one_click:
+    return next(iter(of_label.values())).astype(np.uint8)
+  columns = []
+  for name, kind in table.labels.items():
+    column = np.log1p(of_label[name]) if kind.loss == "squared_log" else of_label[name]
+    columns.append(np.where(of_label[kind.mask] == 1, column, np.nan) if kind.mask else column)
+  return np.stack(columns, axis=1).astype(np.float32)
+
+
+def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np.ndarray]]:
+  """Yields the histories' columns of `ids` of each batch of rows, built of all of them."""
+  if not encoder.histories:
+    while True:
+      yield []
+  log = histories.Rows(table, encoder.histories, rows)
+  log.ordered({})
+  ids = [encoder.encode(values, len(place))["ids"] for values, place, _ in rows.batches()]
+  all_ids, start = np.concatenate(ids), 0
+  logs = log.logs(encoder.histories, encoder.places, all_ids, np.arange(len(all_ids)))
+  for block in ids:
+    part = slice(start, start := start + len(block))
+    yield [x for each, spans in logs for x in each.positions(spans[part], log.times[part])]
 
 
 def _id_name(table: Table, side: str) -> str:

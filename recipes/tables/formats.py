@@ -1,44 +1,50 @@
-"""The files that a setting names, and how text files are written."""
+"""The files that a setting names, and how their rows are written."""
 
+import codecs
 import csv
 import dataclasses
 import glob
-import io
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import MissingFileError, UserError
 
 DELIMITERS = ("::", "\t", ",", ";", "|", " ")
-_SAMPLE_ROWS = 20
+ENCODINGS = {"utf-8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16"}
+ENCODINGS |= {"iso8859-1": "latin-1", "utf-16-le": "utf-16"}
+_PACKED = r"(\.gz|\.zst)?$"
 _SUFFIXES = {
-  "Parquet": r"\.(parquet|pq)$",
-  "text": r"\.(csv|tsv|tab|txt|dat|data)(\.gz)?$",
+  "parquet": r"\.(parquet|pq)$",
+  "json": rf"\.(jsonl|ndjson|json){_PACKED}",
+  "text": rf"\.(csv|tsv|tab|txt|dat|data){_PACKED}",
 }
-_KNOWN = "known are .parquet, .csv, .tsv, .txt, .dat or .data (text also with .gz)"
+_KNOWN = (
+  "known are .parquet, .jsonl (a JSON object a line), .csv, .tsv, .txt, .dat or .data, all but the "
+  "first also with .gz or .zst"
+)
 _OTHERS = {  # formats that no recipe reads, and what to do
-  r"\.(zip|bz2|xz|zst|7z|tar|tgz)$": f"Unpack it first; {_KNOWN}.",
+  r"\.(zip|bz2|xz|7z|tar|tgz)$": f"Unpack it first; {_KNOWN}.",
   r"\.(xlsx?|ods)$": "Save the sheet as CSV.",
-  r"\.(jsonl?|avro|orc|feather|np[yz]|pkl|h5|db|md|pdf)$": f"Convert it: {_KNOWN}.",
+  r"\.(avro|orc|feather|np[yz]|pkl|h5|db|md|pdf)$": f"Convert it: {_KNOWN}.",
 }
+_REMOTE = re.compile(r"^\w+://")
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
   """How text files are written.
 
-  Parquet files use `missing` alone, for numbers as well as for texts.
+  Parquet files and JSON Lines use `missing` alone.
 
   Attributes:
     delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`
-      and space. Where it has several characters, quotes have no meaning.
+      and space. Where it has several characters, up to 4, quotes have no meaning.
     names: of the columns of files without a header; () reads the first line as the header.
-    encoding: utf-8, with or without a byte order mark, or another codec of Python, as latin-1.
+    encoding: utf-8, utf-16 or latin-1.
     missing: values that mean no value, as the empty one always does; spaces around are ignored.
     rest: the last of `names` takes the rest of the line, as in lines `user item item …`. Quotes
       have no meaning then.
@@ -56,24 +62,29 @@ class Format:
     object.__setattr__(self, "delimiter", self.delimiter.replace("\\t", "\t"))  # from a shell
     object.__setattr__(self, "names", tuple(self.names))
     object.__setattr__(self, "missing", tuple(str(value).strip() for value in self.missing))
-    if (
-      len(self.quote) > 1 or "\n" in self.delimiter or (self.quote and self.quote in self.delimiter)
-    ):
+    is_within = bool(self.quote) and self.quote in self.delimiter
+    if len(self.quote) > 1 or len(self.delimiter.encode()) > 4 or is_within:
       raise UserError(
-        f"config.format.delimiter={self.delimiter!r} and config.format.quote={self.quote!r} do not "
-        "go together: write a delimiter without line ends, and another character or '' as quote"
+        f"config.format has delimiter={self.delimiter!r} and quote={self.quote!r}: a delimiter has "
+        "up to 4 bytes, a quote one, and they differ"
       )
     if (name := repeated(self.names)) is not None:
       raise UserError(f"config.format.names has {name!r} twice: give each column its own name")
     if self.rest and not self.names:
       raise UserError("config.format.rest needs names: write config.format.names=('…', '…')")
-    try:
-      "".encode(self.encoding)
-    except LookupError:
+    if self.codec is None:
       raise UserError(
-        f"config.format.encoding={self.encoding!r} is unknown: write 'utf-8', 'latin-1' or another "
-        "codec of Python"
-      ) from None
+        f"config.format.encoding={self.encoding!r}: write utf-8, utf-16 or latin-1, or convert the "
+        "files, as by iconv -f cp1252 -t utf-8"
+      )
+
+  @property
+  def codec(self) -> str | None:
+    """The encoding as DuckDB names it; None if it reads no such files."""
+    try:
+      return ENCODINGS.get(codecs.lookup(self.encoding).name)
+    except LookupError:
+      return None
 
 
 def repeated(names: Sequence[str]) -> str | None:
@@ -91,36 +102,30 @@ def free(name: str, names: Collection[str]) -> str:
   return next(each for n in itertools.count() if (each := name + n * "_") not in names)
 
 
-def quoting(delimiter: str, quote: str) -> dict[str, Any]:
-  """Returns the options of `csv.reader`."""
-  how = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
-  return {"delimiter": delimiter, "quotechar": quote or None, "quoting": how}
-
-
-def records(sample: str, delimiter: str, quote: str, *, strict: bool) -> Iterator[list[str]]:
-  """Yields the fields of the records in a text; `strict` raises csv.Error for an open quote."""
+def fields_of(lines: Sequence[str], delimiter: str, quote: str) -> list[list[str]]:
+  """Returns the fields of lines; an open quote takes the lines that follow."""
   if len(delimiter) > 1:
-    return (line.split(delimiter) for line in sample.splitlines() if line)
-  return csv.reader(io.StringIO(sample, newline=""), strict=strict, **quoting(delimiter, quote))
+    return [line.split(delimiter) for line in lines if line]
+  quoting: Any = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+  ended = (f"{line}\n" for line in lines)
+  try:
+    return [*csv.reader(ended, delimiter=delimiter, quotechar=quote or None, quoting=quoting)]
+  except csv.Error:
+    return []
 
 
-def find_delimiter(sample: str, path: Path, format: Format) -> str:
-  """Returns the delimiter that cuts the first records into the same number of fields, or ","."""
-  scores, is_tabbed = {}, re.search(r"\.(tsv|tab)(\.gz)?$", path.name, re.IGNORECASE)
+def find_delimiter(lines: Sequence[str], path: str, format: Format) -> str:
+  """Returns the delimiter that cuts the first lines into the same number of fields, or ","."""
+  scores, is_tabbed = {}, re.search(rf"\.(tsv|tab){_PACKED}", path, re.IGNORECASE)
   for delimiter in DELIMITERS:
-    try:
-      lines = islice(records(sample, delimiter, format.quote, strict=False), _SAMPLE_ROWS)
-      counts = [len(record) for record in lines if record] or [1]
-    except csv.Error:
-      continue
+    counts = [len(record) for record in fields_of(lines, delimiter, format.quote) if record] or [1]
     # Where the columns are named, the first line may be another one: a title, a comment.
     has_names = 2 * counts.count(len(format.names)) > len(counts)
     common = len(format.names) if has_names else counts[0]
     agree = sum(count == common or format.rest for count in counts) >= 0.8 * len(counts)
     if common > 1 and (agree or delimiter != " "):
-      is_suffix = bool(is_tabbed) and delimiter == "\t"
-      of_names = common == len(format.names)
-      scores[delimiter] = (of_names, is_suffix, agree, delimiter != " ", common)
+      of_suffix, of_names = bool(is_tabbed) and delimiter == "\t", common == len(format.names)
+      scores[delimiter] = (of_names, of_suffix, agree, delimiter != " ", common)
   return max(scores, key=lambda each: scores[each], default=",")
 
 
@@ -131,23 +136,24 @@ def other_delimiter(text: str, delimiter: str) -> str:
   return best if counts[best] else ""
 
 
-def file_format(path: Path) -> str | None:
-  """Returns "Parquet" or "text", as the suffix says; None if it says nothing.
+def file_format(path: str | Path) -> str | None:
+  """Returns "parquet", "json" or "text", as the suffix says; None if it says nothing.
 
-  >>> file_format(Path("clicks.csv.gz")), file_format(Path("clicks.xlsx"))
+  >>> file_format("clicks.csv.gz"), file_format("clicks.xlsx")
   ('text', None)
   """
-  found = (n for n, each in _SUFFIXES.items() if re.search(each, path.name, re.IGNORECASE))
-  return next(found, None)
+  suffixes = _SUFFIXES.items()
+  return next((n for n, each in suffixes if re.search(each, str(path), re.IGNORECASE)), None)
 
 
-def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
   """Returns the data files of a setting, each once.
 
   Args:
     files: a file, a folder, a glob, or several of them. A folder gives its data files and its
       sub-folders' in the order of their paths; files whose name begins with `.` or `_`, as
-      `_SUCCESS`, and those of other formats are passed over. `~` is the home folder.
+      `_SUCCESS`, and those of other formats are passed over. `~` is the home folder. A URL
+      (`gs://`, `s3://`, `https://`) is read by DuckDB's extension httpfs, and names one file.
 
   Raises:
     MissingFileError: a file or a folder does not exist, a folder has no data file, or a glob fits
@@ -157,36 +163,34 @@ def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> l
   patterns = [os.fspath(p) for p in ([files] if isinstance(files, str | os.PathLike) else files)]
   if not any(patterns):
     raise MissingFileError("config.files is empty: write the file, folder or glob of your table")
-  found = dict.fromkeys(path for pattern in patterns for path in _matching(pattern))
-  examples: dict[str, Path] = {}
+  found = list(dict.fromkeys(path for pattern in patterns for path in _matching(pattern)))
   for path in found:
     for suffix, advice in _OTHERS.items():
-      if re.search(suffix, path.name, re.IGNORECASE):
-        raise UserError(f"{path}: the suffix {path.suffix!r} is unknown. {advice}")
-    examples.setdefault(file_format(path) or "text", path)  # data often have their own suffixes
+      if re.search(suffix, path, re.IGNORECASE):
+        raise UserError(f"{path}: the suffix {Path(path).suffix!r} is unknown. {advice}")
+  examples = {file_format(path) or "text": path for path in reversed(found)}
   if len(examples) > 1:
-    parquet = examples["Parquet"]
-    shard = re.search(r"(\.\w+)-\d+-of-\d+$", str(parquet))
-    of_one = parquet.parent / (f"*{shard[1]}*" if shard else f"*{parquet.suffix}")
     raise UserError(
-      f"the files are of several formats ({', '.join(map(str, examples.values()))}). Name those of "
-      f"one format, for example with a glob: config.files='{of_one}'"
+      f"the files are of several formats ({', '.join(examples.values())}): name those of one "
+      f"format, for example with a glob: config.files='{Path(found[0]).parent}/*.parquet'"
     )
-  return list(found)
+  return found
 
 
-def _matching(pattern: str) -> list[Path]:
+def _matching(pattern: str) -> list[str]:
+  if _REMOTE.match(pattern):
+    return [pattern]
   path = Path(pattern).expanduser()
   if path.is_dir():
     members = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
     is_hidden = lambda file: any(part.startswith((".", "_")) for part in file.parts)
-    if found := [path / file for file in members if not is_hidden(file) and file_format(file)]:
+    if found := [str(path / f) for f in members if not is_hidden(f) and file_format(f)]:
       return found
     content = f"it holds {', '.join(map(str, members[:5]))}" if members else "it is empty"
     raise MissingFileError(f"the folder {path} has no data file ({content}); {_KNOWN}.")
   if path.exists():
-    return [path]
-  if found := [Path(m) for m in sorted(glob.glob(str(path), recursive=True)) if Path(m).is_file()]:
+    return [str(path)]
+  if found := [m for m in sorted(glob.glob(str(path), recursive=True)) if Path(m).is_file()]:
     return found
   if glob.has_magic(pattern):
     raise MissingFileError(f"no file fits {pattern}. Check the folder and the pattern.")

@@ -10,20 +10,21 @@ never in the part of a row. Training, evaluation and serving cut with the same f
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .. import cache, files
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
-from .values import indices_of
 
-if TYPE_CHECKING:  # predictions do without what it imports
+if TYPE_CHECKING:  # predictions do without what they import
+  from . import source
   from .settings import Table
 
 AGES = 64  # rows of the table of ages: powers of two of the unit of time
@@ -139,7 +140,7 @@ def declared(table: "Table") -> list[History]:
 
 
 def _is_single(kind: spec.Kind | None) -> bool:
-  return isinstance(kind, spec.Category) and kind.read_as == "text"
+  return isinstance(kind, spec.Category) and not kind.is_list
 
 
 def _beside(table: "Table", name: str, of: str, column: str) -> Part:
@@ -268,44 +269,34 @@ _PREFIX = "history_"  # of the columns that batches do not have
 
 
 class Rows:
-  """Users, times, splits and labels of all rows of a table, while it is prepared.
+  """Users, times, splits and labels of all rows of a table, while it is prepared."""
 
-  Attributes:
-    has_dates: whether the times are dates, not numbers; known when all rows are added.
-  """
-
-  def __init__(self, table: "Table", histories: Sequence[History]):
-    self.has_dates, self._declared = False, histories
+  def __init__(self, table: "Table", declared: Sequence[History], rows: "source.Rows"):
+    self._declared, self._has_dates = declared, rows.has_dates
     self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
-    self._labels = {label for history in histories for label in history.labels}
-    self._users: list[pa.DictionaryArray] = []
-    self._added: dict[str, Any] = {name: [] for name in ("", self._time, *self._labels)}
+    self._labels = {label for history in declared for label in history.labels}
+    parts = [*rows.batches([self._user, self._time, *self._labels])]
+    users = [part.values[self._user].dictionary_encode() for part in parts]
+    merged = pa.chunked_array(users).unify_dictionaries().combine_chunks()
+    self._users = pc.fill_null(merged.indices, -1).to_numpy(zero_copy_only=False)
+    column = lambda name: np.concatenate([part.values[name].to_numpy(False) for part in parts])
+    self._split, times = np.concatenate([part.split for part in parts]), column(self._time)
+    labels = {name: np.nan_to_num(column(name).astype(float), nan=-1) for name in self._labels}
+    self._values = {self._time: times} | {n: each.astype(np.int32) for n, each in labels.items()}
 
-  def add(self, values: Mapping[str, Any], split: np.ndarray) -> None:
-    """Adds the rows of a chunk."""
-    self._users.append(values[self._user])
-    for name, parts in self._added.items():
-      parts.append(values[name] if name else split)
-
-  def ordered(
-    self, same: Callable[[str, Any], Any], widths: Mapping[str, int]
-  ) -> tuple[list[History], list[str]]:
+  def ordered(self, widths: Mapping[str, int]) -> tuple[list[History], list[str]]:
     """Puts the rows in order; returns the histories with their widths, and lines about them.
 
     Args:
       widths: of an earlier run, which do not shrink.
     """
-    self._added = {name: np.concatenate(each) for name, each in self._added.items()}
-    for name in self._labels:
-      self._added[name] = np.nan_to_num(self._added[name], nan=-1).astype(np.int32)
-    users = same(self._user, pa.chunked_array(self._users).unify_dictionaries().combine_chunks())
-    times, split = self._added[self._time], self._added[""]
+    users, times = self._users, self._values[self._time]
     self._made, made, notes = [], [], []
     for history in self._declared:
-      kept = self._added[history.where] == 1 if history.where else np.ones(len(times), bool)
-      order = Order(indices_of(users), times, kept)
-      spans = order.before(indices_of(users), times)
-      lengths = (spans[:, 1] - spans[:, 0])[split == 0]
+      kept = self._values[history.where] == 1 if history.where else np.ones(len(times), bool)
+      order = Order(users, times, kept)
+      spans = order.before(users, times)
+      lengths = (spans[:, 1] - spans[:, 0])[self._split == 0]
       longest = max(int(lengths.max(initial=0)), widths.get(history.name, 1))
       width = history.width or min(longest, _LONGEST)
       used = f", of which the last {width} are used: its max_length says how many"
@@ -313,7 +304,7 @@ class Rows:
         f"history {history.name!r}: {lengths.mean():.1f} earlier rows in a training row, at "
         f"most {longest:,}{used if longest > width else ''}"
       )
-      made.append(dataclasses.replace(history, width=width, has_dates=self.has_dates))
+      made.append(dataclasses.replace(history, width=width, has_dates=self._has_dates))
       self._made.append((order, spans))
     return made, notes
 
@@ -326,14 +317,12 @@ class Rows:
       folder: with `ids` of all rows, those of a split together.
       places: of the features in `ids`.
     """
-    by_split = np.argsort(self._added[""], kind="stable")
+    by_split = np.argsort(self._split, kind="stable")
     at = np.empty_like(by_split)
     at[by_split] = np.arange(len(at))
-    values = {name: each[by_split] for name, each in self._added.items()}
-    times, ids, about = values[self._time], np.load(folder / "ids.npy", mmap_mode="r"), []
-    _write(folder, "now", times)
-    for number, (history, (order, spans)) in enumerate(zip(histories, self._made, strict=True)):
-      log = log_of(history, places, ids, values, times, at[order.rows])
+    ids, about = np.load(folder / "ids.npy", mmap_mode="r"), []
+    _write(folder, "now", self.times[by_split])
+    for number, (log, spans) in enumerate(self.logs(histories, places, ids, at)):
       _write(folder, f"{number}_spans", spans[by_split])
       _write(folder, f"{number}_ids", log.ids)
       if log.times is not None:
@@ -341,28 +330,32 @@ class Rows:
       about.append((log.width, log.columns, log.times is not None))
     return about
 
+  def logs(
+    self, histories: Sequence[History], places: Mapping[str, slice], ids: np.ndarray, at: np.ndarray
+  ) -> list[tuple[Log, np.ndarray]]:
+    """Returns the log of each history, and the spans of all N rows in it.
 
-def log_of(
-  history: History,
-  places: Mapping[str, slice],
-  ids: np.ndarray,
-  labels: Mapping[str, np.ndarray],
-  times: np.ndarray,
-  rows: np.ndarray,
-) -> Log:
-  """Returns the log of a history: of N rows with `ids` `[N, W]`, those of these numbers in order.
+    Args:
+      places: of the features in `ids`.
+      ids: int32 `[N, W]`.
+      at: of each row, its place in `ids`.
+    """
+    logs = []
+    for history, (order, spans) in zip(histories, self._made, strict=True):
+      rows, blocks = order.rows, []
+      for part in history.parts:
+        if part.by == "label":
+          blocks.append(self._values[part.of][rows][:, None])
+        elif part.by != "time":
+          blocks.append(ids[:, places[part.of]][at[rows]])
+      times = self.times[rows] if history.has_ages else None
+      logs.append((Log.joined(blocks, times, history.width), spans))
+    return logs
 
-  Args:
-    places: of the features in `ids`.
-    ids, labels, times: of the rows; labels by name.
-    rows: int `[M]`.
-  """
-  blocks = [
-    labels[part.of][rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
-    for part in history.parts
-    if part.by != "time"
-  ]
-  return Log.joined(blocks, times[rows] if history.has_ages else None, history.width)
+  @property
+  def times(self) -> np.ndarray:
+    """The times of the rows, `[N]`."""
+    return self._values[self._time]
 
 
 def _write(folder: Path, name: str, values: np.ndarray) -> None:

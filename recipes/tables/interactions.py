@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import cache
+from .. import cache, files
 from ..errors import UserError
-from . import entities, spec, splitting
-from .encoding import Entities, extracted
-from .rows import RowReader, split_file
-from .settings import SPLITS, Table
-from .source import Stage
-from .store import Store
-from .values import plain, shown, spelled, spelling_of
+from . import entities, source, spec, splitting
+from .clicks import hashing
+from .settings import Table
+from .transforms import Entities
+from .values import SPLITS
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
@@ -86,9 +84,9 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
       "which are the interactions: remove the others from config.columns"
     )
-  with Stage(folder / "stage") as stage:
-    log = _Log(table, by, stage)
-    user, item, split, place = _cleaned(table, by, log)
+  with source.connect(folder / "stage") as con:
+    log = _Log(con, table, by)
+    user, item, split, row = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
     items, item = np.unique(item, return_inverse=True)
@@ -97,8 +95,10 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "user": log.entities("user", users, users[np.unique(user[training])]),
       "item": log.entities("item", items, items[np.unique(item[training])]),
     }
-    log.write_split(folder, place, split)
-    time = log.seconds(place)
+    order = np.argsort(row, kind="stable")
+    splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
+    time = log.seconds(row)
+  files.new_folder(folder / "stage").rmdir()
   table.check_unchanged()
   counts = len(users), len(items), len(user)
   if table.counts and counts != table.counts:
@@ -115,8 +115,8 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
 
 
 def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
-  """Returns user, item, split and place of the interactions left, in the order of time."""
-  rows = log.rows()
+  """Returns user, item, split and row of the interactions left, in the order of time."""
+  rows = log.numbered()
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
     log.notes.append(_about_repeats(table, int(repeats.sum()), len(repeats)))
@@ -127,7 +127,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
     rows, of = [each[kept] for each in rows], f"users and items with {table.core} or more"
     log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
-  user, item, split, place = rows
+  user, item, split, row = rows
   if not len(user):
     also = "".join(f"; {note}" for note in log.notes)
     raise UserError(
@@ -142,7 +142,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     train = np.flatnonzero(split == 0)
     held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
-  rows = [user, item, split, place]
+  rows = [user, item, split, row]
   if not merge:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     if table.exclude_seen:  # what is left out of a ranking cannot be found in it
@@ -179,9 +179,9 @@ def pairs(table: Table) -> Pairs:
   Raises:
     UserError: no user or item is declared, or a row has none.
   """
-  with Stage() as stage:
-    log = _Log(table, "", stage)
-    user, item, *_ = log.rows()
+  with source.connect() as con:
+    log = _Log(con, table, "")
+    user, item, *_ = log.numbered()
     first = splitting.first_of_pairs(user, item)
     return Pairs(user[first], item[first], log.texts["user"], log.texts["item"], log.values("user"))
 
@@ -189,11 +189,11 @@ def pairs(table: Table) -> Pairs:
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
-  def __init__(self, table: Table, by: str, stage: Stage):
-    self._table, self._stage, kinds = table, stage, table.kinds
+  def __init__(self, con: Any, table: Table, by: str):
+    self._table, self._con, kinds = table, con, table.kinds
     user, item = table.name_of(spec.User), table.name_of(spec.Item) or table.name_of(spec.Ordered)
     item = item or table.require(spec.Item, "and recommendations need one")
-    self._is_list = kinds[item].read_as != "text"
+    self._is_list = kinds[item].is_list
     if not self._is_list:
       user = table.require(spec.User, "and recommendations need one")
     self._names, self._time = {"user": user, "item": item}, table.name_of(spec.Time)
@@ -212,51 +212,88 @@ class _Log:
         "rows with several items cannot hold features of an item: use config.item_table"
       )
     by = by if by in ("time", "order", "hash", "column", "files") else ""
+    table.check_split(by)
     required = [name for name in (user, None if self._is_list else item) if name]
-    self._reader = RowReader(table, by, required, holds_out=False, stage=stage)
-    stored = {n: kinds[n] for n in (user, item) if n} | self._kinds["user"] | self._kinds["item"]
-    self._store = Store(stage, stored, {"split": pa.int8(), "file": pa.int32(), "row": pa.int64()})
-    self._files: dict[Path, int] = {}  # by their numbers in the store
+    self.rows = source.read(
+      con, table.rows, table.on_bad_row, required=required, **hashing(table, by)
+    )
+    self.rows.split(by, table.split, holds_out=False)
     self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number
-    self.notes = [
+    self.notes = self.rows.notes + [
       f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
       "here: every user and item has a row of its own, and config.core leaves out rare ones"
       for name in (user, item)
       if name and (options := _differing(kinds[name], (*spec.OF_TABLE, "table")))
     ]
 
-  def rows(self) -> list[np.ndarray]:
-    """Returns user, item, split and place in the store of each interaction, in the order of time.
+  def numbered(self) -> list[np.ndarray]:
+    """Returns user, item, split and row of each interaction, in the order of time.
 
     Users and items are numbered in the order of their first rows, or of their ids if those are
     whole numbers and the table says so.
     """
-    time, rows, positive = [np.empty(0, np.int64)], 0, 0
-    with self._store.writer() as write:
-      for chunk, split, label in self._reader:
-        rows += len(chunk.rows)
-        if label is not None:
-          chunk, split = chunk.take(label == 1), split[label == 1]
-        positive += len(chunk.rows)
-        file = np.full(len(chunk.rows), self._files.setdefault(chunk.file, len(self._files)))
-        ids = {
-          name: self._matched(name, chunk.columns[name]) for name in self._names.values() if name
-        }
-        write(chunk.columns | ids, split=split, file=file, row=chunk.rows)
-        time += [chunk.columns[self._time]] if self._time else []
-    self.notes += self._reader.notes
-    if self._table.name_of(spec.Label):
+    con, columns, label = self._con, self.rows.columns, self._table.name_of(spec.Label)
+    positive = f" WHERE {columns[label]} = 1" if label else ""
+    if label:
+      liked = self._query(f"SELECT count(*) FROM {self.rows.view}{positive}")[0][0].as_py()
       what = "rows are positive by the label, and are the interactions"
-      self.notes.append(f"{positive:,} of {rows:,} {what}")
-    self._times = np.concatenate(time)
-    return self._numbered(self._times, rows)
+      self.notes.append(f"{liked:,} of {len(self.rows):,} {what}")
+    # A row is a user where none is declared.
+    who, what = (columns[name] if name else "(place + 1)::VARCHAR" for name in self._names.values())
+    con.execute(
+      f"CREATE OR REPLACE TEMP TABLE log AS SELECT {who} AS user, "
+      f"{f'unnest({what})' if self._is_list else what} AS item, split, place "
+      f"FROM {self.rows.view}{positive}"
+    )
+    if self._is_list:
+      empty = self._query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
+      if count := empty[0][0].as_py():
+        listed = f"{count:,} of {len(self.rows):,} rows have no item"
+        self.notes.append(f"{listed} in column {self._names['item']!r}")
+    for side in _SIDES:
+      order = "first"
+      if self._table.by_number:
+        order = f"{side}::UBIGINT"
+        wrong = self._query(f"SELECT {side} FROM log WHERE NOT {side} ~ '^\\d+$' LIMIT 1")
+        if len(wrong):
+          text = repr(wrong[0][0].as_py())
+          raise UserError(f"found {text} as the {side} of a row, expected a whole number")
+      first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
+      con.execute(
+        f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
+        f"row_number() OVER (ORDER BY {order}) - 1 AS code FROM ({first})"
+      )
+      self.texts[side] = self._query(f"SELECT {side} FROM {side}s ORDER BY code")[
+        0
+      ].combine_chunks()
+    clock, ordered = "", "log.rowid"
+    if self._time:  # rows of one time stay in the order of the files
+      times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
+      clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
+    (count,) = self._query("SELECT count(*) FROM log")[0].to_pylist()
+    arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
+    at = 0
+    for batch in con.execute(
+      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place FROM log JOIN users USING "
+      f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
+    ).to_arrow_reader(1 << 16):
+      for array, column in zip(arrays, batch.columns, strict=True):
+        array[at : at + len(batch)] = column.to_numpy()
+      at += len(batch)
+    return arrays
 
-  def seconds(self, place: np.ndarray) -> np.ndarray | None:
-    """Returns the time of interactions by their places; see `Interactions`."""
+  def _query(self, sql: str) -> pa.Table:
+    return self._con.execute(sql).to_arrow_table()
+
+  def seconds(self, row: np.ndarray) -> np.ndarray | None:
+    """Returns the time of interactions by their rows; see `Interactions`."""
     if not self._time:
       return None
-    time = self._times[place]
-    seconds = (time - time.min()) // (1_000_000 if self._reader.account.has_dates else 1)
+    column = self.rows.columns[self._time]
+    times = self._query(f"SELECT place, {column} AS time FROM {self.rows.view}")
+    places, stored = times["place"].to_numpy(), times["time"].to_numpy()
+    time = stored[np.searchsorted(places, row)]
+    seconds = (time - time.min()) // (1_000_000 if self.rows.has_dates else 1)
     if seconds.max(initial=0) > np.iinfo(np.int32).max:
       self.notes.append(
         f"column {self._time!r} spans more than 68 years if its numbers are seconds, so that no "
@@ -265,93 +302,16 @@ class _Log:
       return None
     return seconds.astype(np.int32)
 
-  def _matched(self, name: str, texts: pa.Array) -> pa.Array:
-    """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""
-    pattern = getattr(self._table.kinds[name], "pattern", "")
-    if not pattern:
-      return texts
-    flat = texts.flatten() if self._is_list and name == self._names["item"] else texts
-    matched = extracted(flat, pattern)
-    if matched.null_count:
-      text = flat.filter(matched.is_null())[0].as_py()
-      raise UserError(f"column {name!r}: the pattern {pattern!r} does not match {text!r}")
-    return matched if flat is texts else pa.ListArray.from_arrays(texts.offsets, matched)
-
-  def _numbered(self, time: np.ndarray, num_rows: int) -> list[np.ndarray]:
-    store, query, columns = self._store, self._store.query, self._store.columns
-    of_row = "(file_row_number + 1)::VARCHAR"  # is a user where none is declared
-    who, what = (columns[name] if name else of_row for name in self._names.values())
-    query(
-      f"CREATE TEMP TABLE log AS SELECT file_row_number AS place, {who} AS user, "
-      f"{f'unnest({what})' if self._is_list else what} AS item, split FROM {store.scan}"
-    )
-    with_items = "SELECT count(DISTINCT place) FROM log"
-    if self._is_list and (empty := len(store) - query(with_items)[0][0].as_py()):
-      listed = f"{empty:,} of {num_rows:,} rows have no item in column {self._names['item']!r}"
-      self.notes.append(listed)
-    for side in _SIDES:
-      order = "first"
-      if self._table.by_number:
-        order = f"{side}::UBIGINT"
-        wrong = query(f"SELECT {side} FROM log WHERE NOT regexp_full_match({side}, '\\d+') LIMIT 1")
-        if len(wrong):
-          text = shown(wrong[0][0].as_py())
-          raise UserError(f"found {text} as the {side} of a row, expected a whole number")
-      query(
-        f"CREATE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY {order}) - 1 AS code "
-        f"FROM (SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side})"
-      )
-      texts = query(f"SELECT {side} FROM {side}s ORDER BY code")[side].combine_chunks()
-      one = spelled(texts, spelling_of(texts))
-      self.texts[side] = one if len(one.unique()) == len(texts) else texts
-    (count,) = query("SELECT count(*) FROM log")[0].to_pylist()
-    rows = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.uint32)]
-    at = 0
-    for batch in self._stage.engine.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place::UINTEGER "
-      "FROM log JOIN users USING (user) JOIN items USING (item) ORDER BY log.rowid"
-    ).to_arrow_reader(1 << 16):
-      for array, column in zip(rows, batch.columns, strict=True):
-        array[at : at + len(batch)] = column.to_numpy()
-      at += len(batch)
-    if self._time:
-      in_time = np.argsort(time[rows[3]], kind="stable")
-      for number in range(len(rows)):  # one after the other: they may be most of the memory
-        rows[number] = rows[number][in_time]
-    return rows
-
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
-    columns = {n: c for n, c in self._store.columns.items() if n in self._kinds[side]}
+    columns = {n: c for n, c in self.rows.columns.items() if n in self._kinds[side]}
     if not columns:
       return {}
-    found = self._store.query(
-      f"SELECT {', '.join(f's.{column}' for column in columns.values())} FROM {self._store.scan} s "
-      f"JOIN {side}s ON s.file_row_number = {side}s.place ORDER BY code"
+    found = self._query(
+      f"SELECT {', '.join(f's.{column}' for column in columns.values())} FROM {self.rows.view} s "
+      f"JOIN {side}s ON s.place = {side}s.place ORDER BY code"
     )
-    values = {}
-    for name, column in zip(columns, found.columns, strict=True):
-      array = plain(column.combine_chunks())
-      values[name] = (
-        array.to_numpy(zero_copy_only=False) if pa.types.is_floating(array.type) else array
-      )
-    return values
-
-  def write_split(self, folder: Path, place: np.ndarray, split: np.ndarray) -> None:
-    """Writes `split.parquet`; see `rows.split_file`.
-
-    Args:
-      place, split: of each interaction; several in a row of a file are several lines.
-    """
-    order = np.argsort(place, kind="stable")  # files are one after the other in the store
-    stored = lambda name: self._store.query(
-      f"SELECT {name} FROM {self._store.scan} ORDER BY file_row_number"
-    )[name].to_numpy()[place[order]]
-    file, row = stored("file"), stored("row")  # one after the other: they may be large
-    with split_file(folder, self._table.names) as write:
-      for path, number in self._files.items():
-        of_file = slice(*np.searchsorted(file, (number, number + 1)))
-        write(path, row[of_file], split[order[of_file]])
+    return {n: x.combine_chunks() for n, x in zip(columns, found.columns, strict=True)}
 
   def entities(self, side: str, kept: np.ndarray, trained: np.ndarray) -> Entities:
     """Returns users or items with their features.
@@ -364,14 +324,17 @@ class _Log:
     table, texts = self._table, self.texts[side]
     is_trained, base = np.isin(np.arange(len(texts)), trained), None
     if table.base is not None and (table.base / f"{side}s.parquet").exists():
-      base = Entities.load(table.base, f"{side}s").fitted
-    options: dict[str, Any] = {"stage": self._stage, "bucketed": _BUCKETS, "base": base}
+      base = Entities.load(table.base, f"{side}s").transforms
+    options: dict[str, Any] = {"bucketed": _BUCKETS, "base": base}
     listed = texts.to_pylist()
-    made = entities.encoded(listed, self._kinds[side], self.values(side), is_trained, **options)
+    made = entities.of_values(
+      self._con, listed, self._kinds[side], self.values(side), is_trained, **options
+    )
     made = made.numbered([listed[number] for number in kept])
     if side in table.sides:
       ids = texts.take(pa.array(trained))
-      other, notes = entities.read(table.sides[side], side, table.on_bad_row, ids, **options)
+      of_table = table.sides[side]
+      other, notes = entities.read(self._con, of_table, side, table.on_bad_row, ids, **options)
       self.notes += notes
       made = _joined(made, other.numbered(made.texts), side)
     return made
@@ -385,13 +348,12 @@ def _differing(kind: spec.Kind, options: tuple[str, ...]) -> list[str]:
 
 def _joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
-  for name in own.fitted.kinds.keys() & other.fitted.kinds.keys():
+  for name in own.transforms.kinds.keys() & other.transforms.kinds.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
-  spec.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   titles = own.titles if other.titles is None else other.titles
-  fitted, ids = own.fitted.merged(other.fitted), {**own.ids, **other.ids}
+  transforms, ids = own.transforms.merged(other.transforms), {**own.ids, **other.ids}
   dense = np.concatenate([own.dense, other.dense], axis=1)  # vectors: all numbers are bucketed
-  return Entities(own.texts, fitted, ids, dense, titles)
+  return Entities(own.texts, transforms, ids, dense, titles)
 
 
 def _about_repeats(table: Table, repeats: int, rows: int) -> str:

@@ -2,25 +2,26 @@
 
 import dataclasses
 import functools
+import os
+import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError
+from . import source, spec
 from .formats import Format
-from .reading import Ledger, Reader
-from .source import File, Stage, TextFile, batches, open_file, opened
-from .splitting import by_hash
-from .values import as_lists, as_numbers, as_texts, as_times, indices_of, plain, refusal
+from .transforms import indices_of, numbers_of
+from .values import Column as FileColumn
+from .values import typed, value_of
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
-_ROWS = 1 << 16  # that are hashed at once
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
 _FOLDS = 5
 _SEED = 8_675_309  # of folds, and hardly of made data, whose values would be one with the folds
@@ -78,10 +79,11 @@ class Column:
   @functools.cached_property
   def times(self) -> np.ndarray | None:
     """The values as times, int64 or float64 `[V]`; None if one is neither a number nor a date."""
-    if self.stored not in ("text", "number", "time") or as_times(self.texts[:20], {}, "")[1]:
+    if self.stored not in ("text", "number", "time"):
       return None
-    times, problems = as_times(self.texts, {}, "")
-    return None if problems else times
+    if self.numbers is not None:
+      return None if self.placeholders else self.numbers
+    return times_of(self.texts)
 
   @functools.cached_property
   def is_dated(self) -> bool:
@@ -98,7 +100,9 @@ class Column:
 
   def items(self, separator: str) -> tuple[pa.StringArray, np.ndarray, np.ndarray]:
     """Returns the parts of the values, and of each part: how many values have it, how many rows."""
-    lists = as_lists(self.texts, separator, ())[0]
+    lists = pc.split_pattern(self.texts, separator)
+    items = pc.utf8_trim_whitespace(lists.flatten())
+    lists = pa.ListArray.from_arrays(lists.offsets, items)
     parts = lists.flatten().dictionary_encode()
     of_part, lengths = parts.indices.to_numpy(), pc.list_value_length(lists).to_numpy()
     size = len(parts.dictionary)
@@ -179,17 +183,15 @@ class Sample:
     total: rows of the table, an estimate for text files that were not read whole.
     places: in the files that the rows are from.
     skipped: lines about rows that cannot be read.
-    files: of the table, or some of them.
-    limits: rows that were read of each file, at most.
+    relation: of the connection, with the rows.
   """
 
   columns: dict[str, Column]
   total: int
   places: int
   skipped: list[str]
-  files: list[File]
-  stage: Stage
-  limits: dict[Path, int]
+  con: Any
+  relation: str
 
   @property
   def num_rows(self) -> int:
@@ -203,15 +205,13 @@ class Sample:
 
   def split(self, columns: Sequence[str], share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash of columns: 0 train, 1 valid, 2 test."""
-    hashes = [
-      chunk.content
-      for file in self.files
-      for chunk, _ in batches(
-        file, self.stage, columns, _ROWS, seed=seed, limit=self.limits[file.path]
-      )
-      if chunk.content is not None
-    ]
-    return by_hash(np.concatenate(hashes), (share, share))
+    places = {name: f"f{place}" for place, name in enumerate(self.columns)}
+    texts = [f"CAST({places[name]} AS VARCHAR)" for name in sorted(columns)]
+    query = f"SELECT {source.hashed(seed, texts)} AS hash FROM {self.relation}"
+    answer = self.con.execute(query).to_arrow_table()
+    hashes = answer["hash"].to_numpy()
+    bounds = [round(each * 2**32) for each in (2 * share, share)]
+    return sum((hashes < bound).astype(np.int8) for bound in bounds)
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
@@ -220,40 +220,73 @@ class Sample:
     return 1 - rows.group_by(rows.column_names).aggregate([]).num_rows / self.num_rows
 
 
-def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
+def times_of(texts: pa.StringArray) -> np.ndarray | None:
+  """Returns texts as microseconds since 1970, int64 `[V]`; None if one is no date."""
+  with source.connect() as con:
+    con.register("texts", pa.table({"t": texts}))
+    time = "epoch_us(TRY_CAST(t AS TIMESTAMPTZ))"
+    for limit in ("LIMIT 20", ""):
+      answer = con.execute(f"SELECT {time} FROM (FROM texts {limit})").to_arrow_table()[0]
+      if answer.null_count:
+        return None
+  return answer.to_numpy()
+
+
+def dates_of(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+  """Returns year, month, day and so on, `[N]` each, as microseconds; None if one is no date."""
+  names = [f"f{place}" for place in range(len(parts))]
+  with source.connect() as con:
+    con.register("parts", pa.table([*map(pa.array, parts)], names))
+    kind = spec.Time(columns=tuple(names))
+    value = value_of(kind, [FileColumn(name, name, "DOUBLE") for name in names], ())
+    answer = con.execute(typed("parts", {"c0": value})).to_arrow_table()
+  return None if answer["c0"].null_count else answer["c0"].to_numpy()
+
+
+def numbers_in(texts: pa.StringArray) -> np.ndarray:
+  """Returns texts as numbers, float64 `[V]`; NaN for those that are none."""
+  with source.connect() as con:
+    con.register("texts", pa.table({"f0": texts}))
+    value = value_of(spec.Number(), [FileColumn("", "f0", "VARCHAR")], ())
+    answer = con.execute(typed("texts", {"c0": value})).to_arrow_table()
+  return numbers_of(answer["c0"].combine_chunks())
+
+
+def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
   """Reads a sample: the first rows, and of several files or row groups some of each.
 
   Raises:
     DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
     UserError: the format does not fit the files.
   """
-  names, stage, ledger = open_file(paths[0], format).names, Stage(), Ledger("skip")
+  con, counts = source.connect(), dict[str, tuple[int, str]]()
   chosen = [paths[index] for index in _spread(len(paths))]
-  files = Reader(chosen, dict.fromkeys(names, "any"), format=format, stage=stage).files
-  pieces: dict[str, list[pa.Array]] = {name: [] for name in names}  # all files have them
-  limits, places, rows, total = dict[Path, int](), 0, 0, 0
+  files = [source.open_file(con, path, format) for path in chosen]
+  names = list(files[0].columns)
+  places, rows, total = 0, 0, 0
   for index, file in enumerate(files):
-    limit, read = max((num_rows - rows) // (len(files) - index), 1), 0
-    limits[file.path] = limit
-    _, faults, share = file.stored(stage, limit)
-    tables, count = _tables(file, stage, limit)
-    for table in tables:
-      for name, stored in file.stored_names.items():
-        if name in pieces:
-          pieces[name] += table[stored].slice(0, limit - read).chunks
-      read += min(len(table), limit - read)
-    ledger.add(file.path, faults)
-    if len(faults) > _BAD * (read + len(faults)):
-      Ledger("raise").add(file.path, faults)  # says what to write
-    rows, places = rows + read, places + len(tables)
-    total += count if share == 1 else max(int(read / share), read + 1)
+    limit = max((num_rows - rows) // (len(files) - index), 1)
+    relation, parts, count = _some_of(con, file, limit)
+    chosen_columns = ", ".join(f"{file.column(name).raw} AS f{n}" for n, name in enumerate(names))
+    into = "INSERT INTO sample" if index else "CREATE TABLE sample AS"
+    source.asked(con, file.path, f"{into} SELECT {chosen_columns} FROM {relation} LIMIT {limit}")
+    read = source.count(con, "sample") - rows
+    bad = source.rejected(con, file, format, "skip", counts)
+    if len(bad) > _BAD * (read + len(bad)):
+      source.rejected(con, file, format, "raise", {})  # says what to write
+    rows, places = rows + read, places + parts
+    total += count or _estimate(con, file, read, limit, names)
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
   if len(files) < len(paths):
-    sizes = (sum(path.stat().st_size for path in group) for group in (paths, chosen))
+    sizes = (sum(map(os.path.getsize, group)) for group in (paths, chosen))
     total = max(int(total * next(sizes) / next(sizes)), rows + 1)
-  columns = {name: of_arrays(name, parts, format.missing) for name, parts in pieces.items()}
-  return Sample(columns, total, places, ledger.lines(), files, stage, limits)
+  columns = {
+    name: column_of(con, "sample", name, f"f{n}", files[0].column(name).stored, format.missing)
+    for n, name in enumerate(names)
+  }
+  skipped = [f"{n:,} rows: {problem} (first: {first})" for problem, (n, first) in counts.items()]
+  return Sample(columns, total, places, skipped, con, "sample")
 
 
 def _spread(count: int) -> list[int]:
@@ -261,67 +294,75 @@ def _spread(count: int) -> list[int]:
   return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
 
 
-def _tables(file: File, stage: Stage, num_rows: int) -> tuple[list[pa.Table], int]:
-  """Returns all rows of a stored file, or the first ones of some row groups; how many there are."""
-  with opened(file.stored(stage, num_rows).path) as parquet:
-    total, count = parquet.metadata.num_rows, parquet.num_row_groups
-    is_all = total <= num_rows or isinstance(file, TextFile)
-    groups = [list(range(count))] if is_all else [[group] for group in _spread(count)]
-    size = max(total if is_all else num_rows // len(groups), 1)
-    try:
-      batches = (next(parquet.iter_batches(size, row_groups=each), None) for each in groups)
-      return [pa.table(batch) for batch in batches if batch], total
-    except (pa.ArrowException, OSError) as error:
-      raise DamagedFileError(f"{file.path} is damaged ({error}). Copy it again.") from error
+def _some_of(con: Any, file: source.File, limit: int) -> tuple[str, int, int]:
+  """Returns a relation of some rows, of how many places they are, and how many the file has.
+
+  The last is 0 where it is not known.
+  """
+  if not os.path.exists(file.path) or "read_parquet" not in file.relation:
+    return file.relation, 1, 0
+  parquet = pq.ParquetFile(file.path)
+  total, groups = parquet.metadata.num_rows, _spread(parquet.num_row_groups)
+  if total <= limit:
+    return file.relation, 1, total
+  size = max(limit // len(groups), 1)
+  tables = [parquet.read_row_group(group).slice(0, size) for group in groups]
+  table = pa.concat_tables(tables)
+  con.register("groups", table.rename_columns([f"f{n}" for n in range(table.num_columns)]))
+  return "groups", len(groups), total
 
 
-def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> Column:
-  """Returns a column of values as they are stored, "" and `missing` being none."""
-  parts = [_as_text(plain(array), missing).cast(pa.large_string()) for array in arrays]
-  encoded = pa.chunked_array(parts).combine_chunks().dictionary_encode()
+def _estimate(con: Any, file: source.File, read: int, limit: int, names: Sequence[str]) -> int:
+  """Returns about how many rows a text file has, of which `read` are in the sample."""
+  if read < limit:
+    return read
+  if file.path.endswith((".gz", ".zst")) or not os.path.exists(file.path):
+    return max(source.count(con, file.relation), read)
+  widths = " + ".join(f"coalesce(strlen(CAST(f{n} AS VARCHAR)), 0) + 1" for n in range(len(names)))
+  (mean,) = con.execute(f"SELECT avg({widths}) FROM sample").fetchone()
+  return max(int(os.path.getsize(file.path) / mean), read + 1)
+
+
+def column_of(
+  con: Any, relation: str, name: str, column: str, stored: str, missing: Sequence[str]
+) -> Column:
+  """Returns a column of a relation, "" and `missing` being none."""
+  kind = "list" if stored.endswith("]") and "STRUCT" not in stored else _stored(stored)
+  if kind == "nested":
+    sql = "NULL::VARCHAR"
+  else:
+    of = spec.Bag() if kind == "list" else spec.Category()
+    value = value_of(of, [FileColumn(name, column, stored)], missing)
+    sql = typed(relation, {"c": value})
+    joined = "nullif(array_to_string(c, chr(31)), '')" if kind == "list" else "c"
+    sql = f"SELECT {joined} AS text FROM ({sql})"
+  sql = sql if sql.startswith("SELECT") else f"SELECT {sql} AS text FROM {relation}"
+  encoded = con.execute(sql).to_arrow_table()["text"].combine_chunks().dictionary_encode()
   codes = indices_of(encoded).astype(np.int64)
   counts = np.bincount(codes[codes >= 0], minlength=len(encoded.dictionary))
   order = np.argsort(-counts, kind="stable")
   codes, counts = np.append(np.argsort(order), -1)[codes], counts[order]  # -1 takes the last
   texts = encoded.dictionary.take(pa.array(order)).cast(pa.string())
-  stored, numbers, placeholders = _stored(arrays), None, ()
-  if stored in ("text", "number") and len(texts):
-    numbers, problems = as_numbers(texts, ())
-    bad = np.logical_or.reduce([np.zeros(len(texts), bool), *(each.bad for each in problems)])
+  numbers, placeholders = None, ()
+  if kind in ("text", "number") and len(texts):
+    numbers = numbers_in(texts)
+    bad = np.isnan(numbers)
     few = texts.filter(pa.array(bad)).to_pylist() if bad.sum() <= _FEW_TEXTS else []
     are_words = not any(letter.isdigit() for text in few for letter in text)
     is_rare = len(texts) >= 20 + len(few) and counts[bad].sum() < counts.sum() / 2
-    if bad.any() and not (few and stored == "text" and are_words and is_rare):
+    if bad.any() and not (few and kind == "text" and are_words and is_rare):
       numbers = None
     else:
-      numbers, placeholders = np.where(bad, np.nan, numbers), tuple(few)
-  return Column(name, stored, codes, texts, counts, numbers, placeholders)
+      placeholders = tuple(few)
+  return Column(name, kind, codes, texts, counts, numbers, placeholders)
 
 
-def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:
-  """Returns values as text, null where missing, and what no recipe reads as null."""
-  if not pa.types.is_nested(array.type):
-    return as_texts(array, missing)[0].dictionary_decode()
-  if not pa.types.is_list(array.type) or refusal(array.type, ("list", "")) is not None:
-    return pa.nulls(len(array), pa.string())
-  joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)
-  return pc.if_else(pc.equal(joined, ""), pa.scalar(None, pa.string()), joined)
-
-
-def _stored(arrays: Sequence[pa.Array]) -> str:
-  """Returns the type that all arrays with one have; "text" where they differ."""
-  types = {_type(plain(array).type) for array in arrays} - {"null"}
-  return types.pop() if len(types) == 1 else "text"
-
-
-def _type(stored: pa.DataType) -> str:
-  if pa.types.is_list(stored) and not pa.types.is_nested(stored.value_type):
-    return "list"
-  kinds = {
-    "null": (pa.types.is_null,),
-    "nested": (pa.types.is_nested,),
-    "yes/no": (pa.types.is_boolean,),
-    "time": (pa.types.is_timestamp, pa.types.is_date),
-    "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
-  }
-  return next((name for name, tests in kinds.items() if any(t(stored) for t in tests)), "text")
+def _stored(stored: str) -> str:
+  """Returns the type of a column by DuckDB's."""
+  if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("]"):
+    return "nested"
+  if stored == "BOOLEAN":
+    return "yes/no"
+  if re.match("TIMESTAMP|DATE", stored):
+    return "time"
+  return "text" if stored in ("VARCHAR", "JSON", "BLOB") or stored.startswith("ENUM") else "number"

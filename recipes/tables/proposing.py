@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
 from .formats import free
-from .profile import JOIN, Column, Evidence, Sample, evidence
-from .values import NUMBER, as_numbers, as_text, converted
+from .profile import JOIN, Column, Evidence, Sample, dates_of, evidence, numbers_in
+from .spec import as_text
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
@@ -49,6 +48,7 @@ _UNREAD = {  # by what is said of them: texts that would be categories of what h
   "lists in brackets": r"^\[.*\]$",
 }
 _SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 _NONE = re.compile(
   r"(?i)unknown|undefined|unspecified|missing|pending|none|nil|#?n/?a|null|not \w+|tbd|-+|\.|\?+"
 )
@@ -183,9 +183,9 @@ def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal
 def _width_of_vectors(column: Column) -> int:
   """Returns how many numbers all lists of a column have, some with fractions; else 0."""
   lists = pc.split_pattern(column.texts, JOIN)
-  numbers, problems = as_numbers(lists.flatten(), ())
+  numbers = numbers_in(lists.flatten())
   widths = pc.unique(pc.list_value_length(lists)).to_pylist()
-  has_gaps = bool(problems) or len(widths) != 1 or np.isnan(numbers).any()
+  has_gaps = len(widths) != 1 or np.isnan(numbers).any()
   return 0 if has_gaps or widths[0] < 2 or not (numbers % 1).any() else widths[0]
 
 
@@ -382,7 +382,7 @@ class _Planner:
       options, why = {"positive": (positive,)} | options, f"{positive} is a click"
     elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
       clicks = [text for text in texts if text.lower() in spec.CLICKS]
-    elif len(texts) > 1 and all(re.match(NUMBER, text) for text in texts):
+    elif len(texts) > 1 and all(re.fullmatch(_NUMBER, text) for text in texts):
       values = np.array(texts, float)
       median = np.median(np.repeat(values, [counts[text] for text in texts]))
       least = float(median if median > values.min() else values[values > median].min())
@@ -627,9 +627,8 @@ def _date_parts(columns: Mapping[str, Column]) -> tuple[tuple[str, ...], np.ndar
   for parts in found.values():
     names = tuple(parts[part] for part in itertools.takewhile(parts.__contains__, _PARTS))
     if len(names) >= 3:
-      values = [pa.array(columns[name].of_rows) for name in names]
-      times, problems = converted(values, "time", (), {}, names)
-      if not problems:
+      times = dates_of([columns[name].of_rows for name in names])
+      if times is not None:
         return names, times
   return None
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .encoding import Encoder, Entities, Fitted
 from .settings import READING
+from .transforms import Encoder, Entities, Transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +29,17 @@ def read(serve: Path) -> dict[str, RowIds]:
     for side in ("user", "item"):
       entities = Entities.load(serve, f"{side}s")
       tables[side] = RowIds(tuple(entities.texts))
-      tables |= {f"{side}_{name}": ids for name, ids in _of(entities.fitted).items()}
+      tables |= {f"{side}_{name}": ids for name, ids in _of(entities.transforms).items()}
     return tables | {"history": tables["item"]}
   encoder = Encoder.load(serve)
-  return {name: ids for fitted in encoder.all_fitted for name, ids in _of(fitted).items()}
+  return {name: ids for each in encoder.all_transforms for name, ids in _of(each).items()}
 
 
 def inputs(serve: Path) -> list[str]:
   """Returns the names of what a model reads besides users and items, in their order."""
   if (serve / "users.parquet").exists():
     sides = (Entities.load(serve, f"{side}s") for side in ("user", "item"))
-    return [name for side in sides for name in side.fitted.kinds]
+    return [name for side in sides for name in side.transforms.kinds]
   encoder = Encoder.load(serve)
   return [*(feature.name for feature in encoder.features), *encoder.dense_names]
 
@@ -51,12 +51,12 @@ def digest(serve: Path) -> str:
   return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def _of(fitted: Fitted) -> dict[str, RowIds]:
+def _of(transforms: Transforms) -> dict[str, RowIds]:
   return {
     feature.table or feature.name: RowIds(
-      fitted.vocabulary(feature.name), fitted.rest_of_rows(feature.name)
+      transforms.vocabulary(feature.name), transforms.rest_of_rows(feature.name)
     )
-    for feature in fitted.features
+    for feature in transforms.features
   }
 
 

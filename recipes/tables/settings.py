@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..errors import DamagedFileError, UserError
+from . import source as source_lib
 from . import spec
 from .formats import Format, paths
-from .source import open_file
-from .values import time_of
+from .source import Source, first_time
+from .values import SPLITS
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
   from ml_collections import ConfigDict
 
-SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")  # of a `Table`
@@ -139,22 +139,6 @@ def _files(value: Any, place: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-  """Files with rows, and the declared columns of them."""
-
-  files: Mapping[str, tuple[Path, ...]]  # by split; one entry "" where all splits are together
-  format: Format  # of text files
-  kinds: Mapping[str, spec.Kind]  # by declared name
-  stamps: Mapping[Path, list[Any]]  # when the settings were made; see `files.stamp`
-  key: str = ""  # the column with the ids, of the features of users or items
-
-  @property
-  def all_files(self) -> list[Path]:
-    """The files of all splits."""
-    return [path for paths in self.files.values() for path in paths]
-
-
-@dataclasses.dataclass(frozen=True)
 class Table:
   """The parsed settings of a table; those without a comment are as in the config."""
 
@@ -170,27 +154,29 @@ class Table:
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
   counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
   by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
-  hashed: tuple[str, ...] = ()  # further columns that a split by hash covers
 
   @property
-  def _stamps(self) -> dict[Path, list[Any]]:
+  def _stamps(self) -> dict[str, list[Any]]:
     sources = (self.rows, *self.sides.values())
     return {path: stamp for source in sources for path, stamp in source.stamps.items()}
 
   @functools.cached_property
-  def names(self) -> dict[Path, str]:
+  def names(self) -> dict[str, str]:
     """A name of each file of all sources: its path below the folder that all of them are in."""
-    folder = os.path.commonpath([path.parent for path in self._stamps])
-    return {path: os.path.relpath(path, folder) for path in self._stamps}
+    local = [path for path in self._stamps if os.path.exists(path)]
+    folder = os.path.commonpath([os.path.dirname(path) for path in local]) if local else ""
+    name = lambda path: os.path.relpath(path, folder) if path in local else path
+    return {path: name(path) for path in self._stamps}
 
   def digests(self) -> dict[str, str]:
-    """Returns the SHA-256 of every file by its name."""
-    return {name: files.digest(path) for path, name in self.names.items()}
+    """Returns the SHA-256 of every file on this machine by its name."""
+    local = {path: name for path, name in self.names.items() if os.path.exists(path)}
+    return {name: files.digest(Path(path)) for path, name in local.items()}
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
     for path, stamp in self._stamps.items():
-      if files.stamp(path) != stamp:
+      if _stamp(path) != stamp:
         raise DamagedFileError(f"{path} has changed while it was read: run the command again")
 
   @property
@@ -212,6 +198,20 @@ class Table:
       return "column"
     return timed if self.name_of(spec.Time) else untimed
 
+  def check_split(self, by: str) -> None:
+    """Raises UserError where the rows cannot be split so."""
+    if by == "files" and set(self.rows.files) == {""}:
+      raise UserError(
+        'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
+      )
+    needed: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
+    if by in needed:
+      self.require(needed[by], "which the split goes by")
+    on = self.split["on"] if by in ("hash", "files") else ""
+    kind = self.kinds.get(on)
+    if on and (not isinstance(kind, spec.Category) or kind.is_list or spec.is_history(kind)):
+      raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
+
   @property
   def labels(self) -> dict[str, spec.Label]:
     """The labels by name, in the order of the declaration."""
@@ -230,7 +230,9 @@ class Table:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
     if (name := self.name_of(cls)) is not None:
       return name
-    columns = ", ".join(open_file(self.rows.all_files[0], self.rows.format).names)
+    with source_lib.connect() as con:
+      file = source_lib.open_file(con, self.rows.all_files[0], self.rows.format)
+    columns = ", ".join(file.columns)
     raise UserError(
       f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
       f"{columns}"
@@ -242,7 +244,7 @@ def settings(config) -> dict[str, Any]:
   for fault in _faults(config):
     raise UserError(fault)
   about = {
-    "format": 3,
+    "format": 4,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),
@@ -254,14 +256,13 @@ def settings(config) -> dict[str, Any]:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
   table = parsed(about)
-  spec.check_shared(table.kinds, "config.columns")
   if table.engine == "spark" and table.labels and not table.is_one_click:
     raise UserError(
       "config.engine is 'spark', which prepares one label of clicks: write 'duckdb' for several, "
       "for classes and for a regression"
     )
-  for side, source in table.sides.items():
-    spec.check_shared(source.kinds, f"config.{side}_table.columns")
+  sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
+  spec.check_tables({"config": table.kinds} | sides)
   serve = Path(config.init_from).expanduser().resolve() / "serve"
   if config.init_from and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
@@ -280,16 +281,14 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """Returns the `settings` of a data set whose files and columns are known.
 
   Args:
-    table: `(config) -> settings`, as a user's config has them, and perhaps `counts`, `by_number`
-      and `hashed` of a `Table`. What it leaves out is the config's where it has that, and else the
-      default.
+    table: `(config) -> settings`, as a user's config has them, and perhaps `counts` and `by_number`
+      of a `Table`. What it leaves out is the config's where it has that, and else the default.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
-    given = {"counts": (), "by_number": False, "hashed": (), **table(config)}
+    given = {"counts": (), "by_number": False, **table(config)}
     published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
-    published["hashed"] = list(given.pop("hashed"))
     completed = complete({**own, **given}, {"select": config.select, "init_from": ""})
     return settings(completed) | published
 
@@ -311,24 +310,25 @@ def _source(config, place: str) -> dict[str, Any]:
         f"{place}.files has {min(both)} in {first!r} and in {second!r}: give each split its own"
       )
   return {
-    "files": {name: [files.stamp(p) for p in each] for name, each in found.items()},
+    "files": {name: [_stamp(p) for p in each] for name, each in found.items()},
     "format": config.format.to_dict(),
     "columns": {name: kind.to_dict() for name, kind in config.columns.items()},
   }
+
+
+def _stamp(path: str) -> list[Any]:
+  """Returns what tells a changed file without reading it; a URL is taken to stay as it is."""
+  return files.stamp(Path(path)) if os.path.exists(path) else [path, 0, 0]
 
 
 def parsed(settings: Mapping[str, Any]) -> Table:
   """Returns the settings as an object."""
 
   def source(about: Mapping[str, Any], place: str) -> Source:
-    stamps = {name: {Path(each[0]): each for each in of} for name, of in about["files"].items()}
-    return Source(
-      {name: tuple(of) for name, of in stamps.items()},
-      Format(**about["format"]),
-      spec.parse(about["columns"], f"{place}.columns"),
-      {path: stamp for of in stamps.values() for path, stamp in of.items()},
-      about.get("key", ""),
-    )
+    by_split = {name: tuple(stamp[0] for stamp in of) for name, of in about["files"].items()}
+    stamps = {stamp[0]: stamp for of in about["files"].values() for stamp in of}
+    kinds = spec.parse(about["columns"], f"{place}.columns")
+    return Source(by_split, Format(**about["format"]), kinds, stamps, about.get("key", ""))
 
   return Table(
     source(settings["rows"], "config"),
@@ -337,7 +337,6 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     base=Path(settings["base"][0]) if "base" in settings else None,
     counts=tuple(settings.get("counts", ())),
     by_number=settings.get("by_number", False),
-    hashed=tuple(settings.get("hashed", ())),
     **{name: settings[name] for name in _PLAIN},
   )
 
@@ -379,54 +378,3 @@ def _faults(config) -> Iterator[str]:
       yield f"{both}: write both as numbers or both as dates"
     elif not valid[1] < test[1]:
       yield f"{both}: validation must begin before the test"
-
-
-def first_time(text: str, name: str) -> tuple[bool, float]:
-  """Returns whether a setting of a first time is a date, and the time as `Reader` reads times.
-
-  Args:
-    text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
-
-  >>> first_time("1970-01-02", "test_from")
-  (True, 86400000000.0)
-  """
-  time, is_date, is_bad = time_of(text or "0")
-  if is_bad:
-    raise UserError(f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31")
-  return is_date, float(time)
-
-
-def steps_of_data(
-  config, examples: int, devices: int = 1, smallest_batch: int = 64
-) -> "ConfigDict":
-  """Returns the config with what depends on the number of training examples filled in.
-
-  A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
-  chosen: `batch_size` so that an epoch has about 100 steps or more, `steps` as `epochs` say,
-  `eval_every` an epoch, `log_every` a tenth of it; `warmup_steps` of -1 becomes a tenth of the
-  steps, up to 100. `devices` that share a batch, times the parts it is cut into, divide it.
-
-  >>> from ml_collections import ConfigDict
-  >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,
-  ...                          warmup_steps=-1))
-  >>> chosen = steps_of_data(config, 10_000)
-  >>> chosen.batch_size, chosen.steps, chosen.eval_every, chosen.warmup_steps
-  (64, 314, 157, 31)
-  """
-  if "epochs" not in config:
-    return config
-  from ml_collections import ConfigDict
-
-  config = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
-  if not config.batch_size:
-    size = smallest_batch
-    while size < 4096 and size * 200 <= examples:
-      size *= 2
-    config.batch_size = max(-(-size // devices) * devices, devices)
-  epoch = max(-(-examples // config.batch_size), 1)
-  config.steps = config.steps or config.epochs * epoch
-  config.eval_every = config.eval_every or epoch
-  config.log_every = config.log_every or max(epoch // 10, 1)
-  if config.warmup_steps < 0:
-    config.warmup_steps = min(config.steps // 10, 100)
-  return config

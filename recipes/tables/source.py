@@ -1,618 +1,678 @@
-"""Files of rows. DuckDB converts text to Parquet, which is staged."""
+"""Rows of files as typed columns of DuckDB: read once, checked, and split by a view.
 
-import codecs
-import contextlib
-import csv
+    con = connect(folder)
+    rows = read(con, source, on_bad_row="raise")       # one pass over the files
+    rows.split("hash", settings)                       # adds the column `split`
+    con.execute(f"SELECT avg({rows.columns['price']}) FROM {rows.view} WHERE split = 0")
+
+Text, Parquet and JSON Lines differ in where a raw value comes from, and in nothing else: a raw
+value becomes a text, a number, a time or a list by the same expressions, for training and serving.
+A value that has no such meaning makes its row bad.
+"""
+
+import dataclasses
+import datetime
 import functools
 import glob
-import gzip
-import io
 import os
 import re
 import shutil
 import tempfile
 import weakref
-import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from .. import files
+from .. import cache, files
 from ..errors import DamagedFileError, UserError
+from . import spec
 from .formats import (
   Format,
+  fields_of,
   file_format,
   find_delimiter,
   named,
   other_delimiter,
-  quoting,
-  records,
   repeated,
 )
-from .values import plain, shown
+from .values import (
+  SPLIT_NAMES,
+  SPLITS,
+  Column,
+  Value,
+  among,
+  identifier,
+  is_time,
+  literal,
+  outcome,
+  present,
+  trimmed,
+  typed,
+  value_of,
+)
 
+_MEMORY = "400MB"  # of DuckDB, which spills beyond it to its folder
+_HEAD = 200  # lines that show how a file is written
+_LONGEST_LINE = 2 << 20  # bytes
+_CUT = "chr(31)"  # between fields of files that are read line by line: in no text
 _AGAIN = "Copy or download it again."
-_PEEK = 1 << 18  # bytes that show how a file is written
-_MEMORY = "400MB"  # of DuckDB, which spills beyond it to the folder of a `Stage`
-_LONGEST_LINE = 8 << 20  # bytes
-_OPEN = 1000  # lines of a value within quotes, at most, at the end of a sample
-_CELLS = 1 << 22  # of a row group in a staged file, or of a batch, which are held in memory
-_CUT = "\x1f"  # a delimiter for lines that are cut here; a control character
 _MAGIC = {
-  b"PAR1": "is a Parquet file. Name it so: {stem}.parquet",
-  b"\x1f\x8b": "is compressed with gzip. Name it so: {path}.gz",
-  b"PK\x03\x04": "is a zip archive or a spreadsheet. Unpack it, or save the sheet as CSV",
-  b"\x28\xb5\x2f\xfd": "is compressed with zstd. Unpack it first",
-  b"BZh": "is compressed with bzip2. Unpack it first",
-  b"\xfd7zXZ": "is compressed with xz. Unpack it first",
+  b"PAR1": "is a Parquet file: name it so",
+  b"\x1f\x8b": "is compressed with gzip: add .gz to its name",
+  b"\x28\xb5\x2f\xfd": "is compressed with zstd: add .zst to its name",
+  b"PK\x03\x04": "is a zip archive or a spreadsheet: unpack it, or save the sheet as CSV",
 }
-_UTF16 = "is written in UTF-16. Write config.format.encoding='utf-16'"
-_QUOTE = "write config.format.quote='' if quotes have no meaning."
-_DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
 
 
-class Fault(NamedTuple):
-  """A row that cannot be used."""
-
-  row: int  # number in its file; the first row below the header is row 1
-  column: str | None  # where the fault is, or None for the row as a whole
-  kind: str  # the fault as a predicate, such as "is not utf-8"; faults are counted by it
-  value: str  # for the error text, or ""
-  hint: str = ""  # says what to write
-
-
-class Stored(NamedTuple):
-  """The Parquet file with a file's rows, those that are not in it, and the share that was read."""
-
-  path: Path
-  faults: list[Fault]
-  share: float = 1.0
+def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
+  """Returns a connection that spills to a folder, by default to a temporary one."""
+  if folder is None:
+    folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
+  files.new_folder(folder)
+  settings = {"memory_limit": _MEMORY, "temp_directory": str(folder)}
+  con = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+  weakref.finalize(con, shutil.rmtree, folder, ignore_errors=True)
+  # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
+  con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
+  return con
 
 
-class Stage:
-  """Temporary folder and DuckDB connection for reading one table; for `with`.
-
-  Args:
-    folder: an empty or missing one; None creates a temporary folder.
-  """
-
-  def __init__(self, folder: Path | None = None):
-    if folder is None:
-      folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
-      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-    else:
-      folder = files.new_folder(folder)
-    self.folder = folder
-    self.texts: dict[Any, Stored] = {}
-    self._num_paths = 0
-
-  @functools.cached_property
-  def engine(self) -> Any:
-    """A connection to DuckDB."""
-    import duckdb  # not for predictions, which read no files by it
-
-    settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
-    connection = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
-    # It would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
-    connection.execute("PRAGMA disable_progress_bar")
-    return connection
-
-  @functools.cached_property
-  def background(self) -> futures.Executor:
-    """One thread for what is done beside the rows."""
-    return futures.ThreadPoolExecutor(1)
-
-  def __enter__(self) -> "Stage":
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    """Removes the folder."""
-    if "background" in self.__dict__:
-      self.background.shutdown(cancel_futures=True)
-    if "engine" in self.__dict__:
-      self.engine.close()
-    shutil.rmtree(self.folder, ignore_errors=True)
-
-  def path(self, name: str) -> Path:
-    """Returns the path of a new file."""
-    self._num_paths += 1
-    return self.folder / f"{self._num_paths}_{name}"
-
-  def table(self, query: str) -> pa.Table:
-    """Answers a query, in any thread; raises DamagedFileError for a file that cannot be read."""
-    import duckdb
-
-    try:
-      with self.engine.cursor() as cursor:
-        return cursor.execute(query).to_arrow_table()
-    except (duckdb.InvalidInputException, duckdb.IOException) as error:
-      reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"a file cannot be read ({reason}). {_AGAIN}") from error
+# --- files ----------------------------------------------------------------------------------------
 
 
-class ParquetFile:
-  """A Parquet file.
-
-  Raises:
-    DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
-  """
-
-  advice = ""
-
-  def __init__(self, path: Path):
-    self.path = path
-    with opened(path) as file:
-      schema = file.schema_arrow
-    self.names = named(schema.names)
-    if (duplicate := repeated(self.names)) is not None:
-      raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
-    self.types: Mapping[str, pa.DataType] = dict(zip(self.names, schema.types, strict=True))
-    self.stored_names: Mapping[str, str] = dict(zip(self.names, schema.names, strict=True))
-
-  def stored(self, stage: Stage, limit: int = 0) -> Stored:
-    """Returns the file itself."""
-    return Stored(self.path, [])
-
-
-class TextFile:
-  """A text file with a row a line, or several lines where a quoted value has line ends.
-
-  Empty lines are no rows. A column that the header leaves unnamed, such as the index that pandas
-  writes, is called by its place, as `column 1`.
+@dataclasses.dataclass(frozen=True)
+class File:
+  """A file as a relation.
 
   Attributes:
-    names, types: of the columns, in order; all are text.
-    stored_names: of the columns in the staged file: DuckDB's names are equal in any case.
-    delimiter: between two fields.
-    skip: lines before the first row.
+    path: of the file, or a URL.
+    relation: what a query names after FROM.
+    columns: an expression and its type by the name of the column; JSON Lines has any path.
+    bad: a condition of rows that are no rows, and what they are called.
+    advice: what to try where a column is missing, or "".
+  """
+
+  path: str
+  relation: str
+  columns: Mapping[str, tuple[str, str]]
+  bad: tuple[str, str] = ("false", "")
+  advice: str = ""
+
+  def column(self, name: str) -> Column:
+    """Returns a column; raises DamagedFileError where there is none."""
+    if name in self.columns:
+      return Column(name, *self.columns[name])
+    top, *below = name.split(".")
+    if below and self.columns.get(top, ("", ""))[1] == "JSON":
+      path = "$." + ".".join(f'"{part}"' for part in (top, *below))
+      return Column(
+        name, f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END", "VARCHAR"
+      )
+    raise DamagedFileError(
+      f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. "
+      f"{self.advice}".rstrip()
+    )
+
+
+def open_file(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> File:
+  """Returns a file by its suffix: Parquet, JSON Lines, or else text.
 
   Raises:
-    DamagedFileError: the file is empty, no text, or its header cannot be read.
+    DamagedFileError: the file is empty, damaged, or its header cannot be read.
     UserError: the format does not fit the file.
   """
+  kind = file_format(path)
+  if kind == "parquet":
+    return _parquet(con, path)
+  check_magic(path)
+  lines = head(con, path, format)
+  return _json(con, path, format, lines) if kind == "json" else _text(path, format, lines)
 
-  def __init__(self, path: Path, format: Format):
-    self.path, self.format = path, format
-    sample, empty_lines = peek(path, format.encoding)
-    self.delimiter = format.delimiter or find_delimiter(sample, path, format)
-    self.quote = "" if format.rest or len(self.delimiter) > 1 else format.quote
-    try:
-      lines = records(sample, self.delimiter, self.quote, strict=not format.names)
-      header = next(lines)
-    except csv.Error as error:
-      raise DamagedFileError(
-        f"{path}: the header cannot be read ({error}). Close its quotes, or {_QUOTE}"
-      ) from error
-    self.names = self._header([name.strip() for name in header])
-    # A header that spans lines has to end as those do, or DuckDB skips all rows with it.
-    self._has_lines = not format.names and bool(re.search("[\r\n]", "".join(header)))
-    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
-    self.stored_names = {name: f"c{place}" for place, name in enumerate(self.names)}
-    self.skip = 0 if format.names else empty_lines + 1
-    # DuckDB takes delimiters of up to 4 bytes.
-    self._is_cut = format.rest or len(self.delimiter.encode()) > 4
-    self._delimiter = _CUT if self._is_cut else self.delimiter
 
-  def _header(self, first: list[str]) -> tuple[str, ...]:
-    name_them = "name the columns: config.format.names=('…', '…')."
-    if names := self.format.names:
-      if [name.lower() for name in first] == [name.lower() for name in names]:
-        raise UserError(
-          f"{self.path}: the first line is a header. Leave out config.format.names, which is for "
-          "files without one."
-        )
-      return names
-    for place, name in enumerate(first, start=1):
-      if "\0" in name or re.search("[\udc80-\udcff]", name):
-        text = shown(name.encode("utf-8", "surrogateescape"))
-        problem = "has a NUL byte, and is no text" if "\0" in name else "cannot be decoded"
-        raise DamagedFileError(
-          f"{self.path}, header, column {place}: {text} {problem}. Is it in another encoding? "
-          "Write config.format.encoding='latin-1', or 'utf-16'."
-        )
-    if not any(first):
-      raise DamagedFileError(
-        f"{self.path}: the header names no column. Name them, or remove that line and {name_them}"
-      )
-    names = named(first)
-    if (duplicate := repeated(names)) is not None:
-      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
-      raise DamagedFileError(
-        f"{self.path}: the header names columns {places[0]} and {places[1]} {duplicate!r}. Rename "
-        f"one, or if that line is a row, {name_them}"
-      )
+def check_magic(path: str) -> None:
+  """Raises DamagedFileError where a file of text begins as another format does."""
+  if os.path.exists(path) and not path.endswith((".gz", ".zst")):
+    with open(path, "rb") as file:
+      start = file.read(4)
+    for magic, problem in _MAGIC.items():
+      if start.startswith(magic):
+        raise DamagedFileError(f"{path} {problem}.")
+
+
+def _parquet(con: duckdb.DuckDBPyConnection, path: str) -> File:
+  relation = f"read_parquet({literal(glob.escape(path))}, hive_partitioning=false)"
+  described = asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
+  names = named([name for name, *_ in described])
+  chosen = ", ".join(f"{identifier(name)} AS f{n}" for n, (name, *_) in enumerate(described))
+  columns = {
+    name: (f"f{n}", stored)
+    for n, (name, (_, stored, *_)) in enumerate(zip(names, described, strict=True))
+  }
+  return File(path, f"(SELECT {chosen} FROM {relation})", columns)
+
+
+def _lines(path: str, format: Format, **options: Any) -> str:
+  """Returns a relation with the column `line`."""
+  more = "".join(f", {name}={value}" for name, value in options.items())
+  return (
+    f"read_csv({literal(glob.escape(path))}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, "
+    f"quote='', escape='', header=false, auto_detect=false, strict_mode=false, "
+    f"encoding={literal(format.codec)}, "
+    f"max_line_size={_LONGEST_LINE}{more})"
+  )
+
+
+def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]:
+  """Returns the first lines of a text; empty ones before its first one are ""."""
+  limited = f"SELECT line FROM {_lines(path, format, ignore_errors='true')} LIMIT {_HEAD}"
+  lines = [line or "" for (line,) in asked(con, path, limited).fetchall()]
+  if not any(line.strip() for line in lines):
+    raise DamagedFileError(f"{path} is empty, or no {format.encoding} text. {_AGAIN}")
+  return lines
+
+
+def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequence[str]) -> File:
+  keys = con.execute(
+    "SELECT DISTINCT key FROM (SELECT unnest(json_keys(line)) AS key FROM (SELECT unnest(?) AS "
+    "line) WHERE json_valid(line) AND json_type(line) = 'OBJECT') ORDER BY key",
+    [list(lines)],
+  ).fetchall()
+  if not keys:
+    raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
+  value = lambda key: (
+    f"CASE WHEN json_valid(line) THEN line ->> {literal(f'$.{identifier(key)}')} END"
+  )
+  columns = {key: (value(key), "JSON") for (key,) in keys}
+  relation = f"(SELECT line FROM {_lines(path, format)} WHERE line IS NOT NULL)"
+  return File(path, relation, columns, ("NOT json_valid(line)", "is no JSON"))
+
+
+def _text(path: str, format: Format, lines: Sequence[str]) -> File:
+  skip = next(place for place, line in enumerate(lines) if line.strip())
+  lines = lines[skip:]
+  delimiter = format.delimiter or find_delimiter(lines, path, format)
+  quote = "" if format.rest or len(delimiter) > 1 else format.quote
+  first = next(iter(fields_of(lines, delimiter, quote)), [])
+  names = _names(path, format, [name.strip() for name in first])
+  advice = ""
+  if not format.names and len(names) == 1 and (other := other_delimiter(names[0], delimiter)):
+    advice = f"Is the delimiter another? Write config.format.delimiter={other!r}."
+  elif any(re.fullmatch(r"[-+.\d]+", name) for name in names):
+    advice = "If the first line is a row, name the columns: config.format.names=('…', '…')."
+  if format.rest:
+    last = len(names) - 1
+    parts = f"string_split(trim(line, ' '), {literal(delimiter)})"
+    columns = {name: (f"{parts}[{place + 1}]", "VARCHAR") for place, name in enumerate(names[:-1])}
+    rest = f"array_to_string({parts}[{last + 1}:], {literal(delimiter)})"
+    columns[names[-1]] = (rest, "VARCHAR")
+    few = (f"len({parts}) < {last}", "has too few fields")
+    return File(path, f"(FROM {_lines(path, format)} WHERE line IS NOT NULL)", columns, few)
+  declared = ", ".join(f"'f{place}': 'VARCHAR'" for place in range(len(names)))
+  relation = (
+    f"read_csv({literal(glob.escape(path))}, columns={{{declared}}}, skip={skip}, "
+    f"header={'false' if format.names else 'true'}, delim={literal(delimiter)}, "
+    f"quote={literal(quote)}, escape={literal(quote)}, auto_detect=false, strict_mode=true, "
+    f"encoding={literal(format.codec)}, store_rejects=true, max_line_size={_LONGEST_LINE})"
+  )
+  if len(names) == 1:  # an empty line is a row of one column to DuckDB
+    relation = f"(FROM {relation} WHERE f0 IS NOT NULL)"
+  columns = {name: (f"f{place}", "VARCHAR") for place, name in enumerate(names)}
+  return File(path, relation, columns, advice=advice)
+
+
+def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
+  """Returns the names of the columns of a text file, given its first line."""
+  if names := format.names:
+    if [name.lower() for name in first] == [name.lower() for name in names]:
+      raise UserError(f"{path}: the first line is a header: leave out config.format.names")
     return names
-
-  @property
-  def advice(self) -> str:
-    """What to try where a column is missing, or ""."""
-    if self.format.names:
-      return "The names are from config.format.names."
-    if len(self.names) == 1 and (delimiter := other_delimiter(self.names[0], self.delimiter)):
-      return f"The delimiter seems another: write config.format.delimiter={delimiter!r}."
-    if any(re.fullmatch(r"[-+.\d]+", name) for name in self.names):
-      seems = "The first line seems a row, not a header: name the columns, "
-      return f"{seems}config.format.names=('…', '…')."
-    return ""
-
-  @contextlib.contextmanager
-  def open(self) -> Iterator[Any]:
-    """Opens the bytes of the text, unpacked."""
-    stream, raw = _bytes_of(self.path)
-    with raw:
-      yield stream
-
-  def stored(self, stage: Stage, limit: int = 0) -> Stored:
-    """Returns the Parquet file with the rows, or with the first `limit` ones.
-
-    Raises:
-      DamagedFileError: a quote is not closed, or a compressed file is incomplete or damaged.
-    """
-    key = (self.path, self.format, limit)
-    if key not in stage.texts:
-      stage.texts[key] = self._converted(stage, limit)
-    return stage.texts[key]
-
-  def _converted(self, stage: Stage, limit: int) -> Stored:
-    import duckdb
-
-    target, text, share = stage.path("text.parquet"), stage.path("text"), 1.0
-    is_text = _codec(self.format.encoding) == "utf-8" and self.path.suffix.lower() != ".gz"
-    if is_text and not (limit or self._is_cut or self._has_lines or _has_nul(self.path)):
-      text.symlink_to(self.path.absolute())  # whose name has no glob characters
-    else:
-      share = self._rewrite(text, limit, ends=self._has_lines)
-    try:
-      try:
-        self._convert(stage, text, target)
-      except duckdb.InvalidInputException as error:
-        if "invalid state" not in str(error):
-          raise
-        self._rewrite(text, limit, ends=True)  # lines that end in several ways
-        self._convert(stage, text, target)
-    except duckdb.InvalidInputException as error:
-      reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"{self.path} cannot be read ({reason}). {_AGAIN}") from error
-    except duckdb.Error as error:  # no memory, a full disk
-      reason = str(error).partition("\n")[0]
-      raise UserError(f"{self.path} cannot be converted to {target} ({reason})") from error
-    faults = self._faults(stage, text)
-    text.unlink()
-    return Stored(target, faults, share)
-
-  def _rewrite(self, target: Path, limit: int, *, ends: bool = False) -> float:
-    """Writes the text unpacked, in UTF-8, and with one kind of line ends if `ends`.
-
-    Bytes that cannot be decoded stay as they are, and are no UTF-8 then; a NUL byte, which DuckDB
-    would take, comes after one that is none. Returns the share of the text that is written: all,
-    or `limit` rows and what closes their quotes.
-    """
-    count, quotes = 0, 0
-    target.unlink(missing_ok=True)
-    stream, raw = _bytes_of(self.path)
-    newline = None if ends or self._is_cut else ""
-    codec = _codec(self.format.encoding)
-    lines = io.TextIOWrapper(stream, codec, "surrogateescape", newline=newline)
-    last = limit + self.skip if limit else float("inf")
-    with raw, target.open("wb") as file:
-      try:
-        for line in lines:
-          is_open = bool(self.quote) and quotes % 2 > 0
-          if count >= last and not (is_open and count < last + _OPEN):
-            is_ahead = raw is not stream or codec != "utf-8"  # of what is written, by some blocks
-            read = raw.tell() if is_ahead else file.tell()
-            return min(read / max(self.path.stat().st_size, 1), 1.0)
-          quotes += line.count(self.quote) if self.quote else 0
-          count += 1
-          text = self._cut(line) if self._is_cut else line
-          file.write(text.encode("utf-8", "surrogateescape").replace(b"\0", b"\xff\0"))
-        return 1.0
-      except _DECODING_ERRORS as error:
-        row = count - self.skip
-        raise DamagedFileError(
-          f"{self.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
-        ) from error
-
-  def _cut(self, line: str) -> str:
-    """Returns a line with the delimiter of lines that are cut here; `rest` ends the last field."""
-    delimiter, width = self.delimiter, len(self.names)
-    line = line.rstrip("\n").replace(_CUT, " ")
-    line = line.strip(" ") if delimiter == " " else line
-    fields = line.split(delimiter, width - 1 if self.format.rest else -1)
-    # Where the rest of a line is empty, its delimiter is missing too.
-    empty = [""] * (self.format.rest and bool(line) and len(fields) == width - 1)
-    return _CUT.join(fields + empty) + "\n"
-
-  def _convert(self, stage: Stage, text: Path, target: Path) -> None:
-    width, quote = len(self.names), literal(self.quote)
-    for name in ("reject_errors", "reject_scans"):
-      stage.engine.execute(f"DROP TABLE IF EXISTS {name}")
-    columns = ", ".join(f"'c{i}': 'VARCHAR'" for i in range(width))
-    scanned = (
-      f"read_csv({literal(text)}, columns={{{columns}}}, header=false, skip={self.skip}, "
-      f"delim={literal(self._delimiter)}, quote={quote}, escape={quote}, auto_detect=false, "
-      f"strict_mode=true, store_rejects=true, max_line_size={_LONGEST_LINE})"
+  names = named(first)
+  if not any(first) or (duplicate := repeated(names)) is not None:
+    problem = f"two columns {duplicate!r}" if any(first) else "no column"
+    raise DamagedFileError(
+      f"{path}: the header names {problem}. Mend it, or if that line is a row, name the columns: "
+      "config.format.names=('…', '…')"
     )
-    # An empty line is a row of one column to DuckDB.
-    query = f"SELECT * FROM {scanned}" + " WHERE c0 IS NOT NULL" * (width == 1)
-    group = max(2048, min(122_880, _CELLS // width))
-    options = f"(FORMAT parquet, ROW_GROUP_SIZE {group})"
-    stage.engine.execute(f"COPY ({query}) TO {literal(target)} {options}")
-
-  def _faults(self, stage: Stage, text: Path) -> list[Fault]:
-    """Returns the rows that DuckDB has left out, in their order."""
-    faults = dict[int, Fault]()
-    rejected = stage.engine.execute(
-      "SELECT line, column_name, error_type, left(csv_line, 1000), "
-      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, line_byte_position "
-      "FROM reject_errors ORDER BY line"
-    ).fetchall()
-    empty = self._empty_lines(text) if rejected else np.empty(0, np.int64)
-    for line, column, kind, content, has_lines, message, start in rejected:
-      row = line - bool(self.skip) - int(np.searchsorted(empty, line))
-      column = self.names[int(column[1:])] if column else None
-      at = f"{self.path}, row {row}" + (f", column {column!r}" if column else "")
-      if kind == "LINE SIZE OVER MAXIMUM":
-        size = f"{_LONGEST_LINE >> 20} MiB"
-        raise DamagedFileError(f"{self.path}, row {row}: a line of more than {size} is too long.")
-      if kind == "UNQUOTED VALUE" and has_lines:
-        raise DamagedFileError(f"{at}: a quote is not closed. Close it, or {_QUOTE}")
-      if kind in ("MISSING COLUMNS", "TOO MANY COLUMNS"):
-        fault = self._ragged(row, int(re.findall(r"\d+", message)[-1]), content)
-      elif kind == "INVALID ENCODING":
-        fault = self._undecoded(row, column, text, start - 1)
-      else:
-        hint = f"Double a quote within a quoted value, or {_QUOTE}"
-        fault = Fault(row, column, "has an unescaped quote", shown(content.strip()), hint)
-      faults.setdefault(row, fault)
-    return [faults[row] for row in sorted(faults)]
-
-  def _empty_lines(self, text: Path) -> np.ndarray:
-    """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
-    csv.field_size_limit(1 << 30)  # an open quote takes all that follows
-    delimiter = self._delimiter if self.quote else _CUT
-    with text.open(encoding="utf-8", errors="replace", newline="") as file:
-      lines = csv.reader(file, **quoting(delimiter, self.quote))
-      return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
-
-  def _ragged(self, row: int, count: int, text: str) -> Fault:
-    width, hint = len(self.names), ""
-    few = count < width
-    where = f"none for column {self.names[count]!r}" if few else f"more after {self.names[-1]!r}"
-    if count == 1 and (delimiter := other_delimiter(text, self.delimiter)):
-      hint = f"Is the delimiter {delimiter!r}? Write config.format.delimiter={delimiter!r}."
-    elif "\n" in text.strip():
-      hint = f"A quote in it closes lines later: {_QUOTE}"
-    elif not few and self.quote:
-      hint = f"Quote a value that holds {self.delimiter!r}."
-    value = f"{count} instead of {width}, {where}"
-    return Fault(row, None, f"has too {'few' if few else 'many'} fields", value, hint)
-
-  def _undecoded(self, row: int, column: str | None, text: Path, start: int) -> Fault:
-    """Returns the fault of the first field that is no UTF-8 in the line that begins at a byte."""
-    encoding, is_utf8 = self.format.encoding, lambda x: x.decode("utf-8", "replace").encode() == x
-    with text.open("rb") as file:
-      file.seek(start)
-      line = next(line.rstrip(b"\r\n") for line in file if line.strip())  # it may begin at an end
-    fields = line.split(self._delimiter.encode())
-    place = next(i for i, field in enumerate(fields) if not is_utf8(field))
-    value = fields[place].strip(self.quote.encode() or None)
-    column = column or self.names[min(place, len(self.names) - 1)]
-    if b"\0" in value:
-      shown_text = shown(value.replace(b"\xff\0", b"\0").decode("utf-8", "replace"))
-      return Fault(row, column, "has a NUL byte", shown_text, "Remove it: tr -d '\\000'.")
-    another = "='latin-1', or" if _codec(encoding) == "utf-8" else ""
-    hint = f"Write config.format.encoding{another} as the file is written."
-    return Fault(row, column, f"is not {encoding}", shown(value), hint)
+  return names
 
 
-File = ParquetFile | TextFile
-
-
-def open_file(path: Path, format: Format) -> File:
-  """Returns a file by its suffix: Parquet, or else text."""
-  return ParquetFile(path) if file_format(path) == "Parquet" else TextFile(path, format)
-
-
-def _codec(encoding: str) -> str:
-  name = codecs.lookup(encoding).name
-  return "utf-8" if name in ("utf-8-sig", "ascii") else name
-
-
-def _bytes_of(path: Path) -> tuple[Any, Any]:
-  """Opens a file; returns its bytes, unpacked and packed."""
+def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckDBPyConnection:
+  """Answers a query; raises DamagedFileError for a file that cannot be read."""
   try:
-    raw = path.open("rb")
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror}") from error
-  return (gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw), raw
-
-
-def _has_nul(path: Path) -> bool:
-  with path.open("rb") as file:
-    return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def peek(path: Path, encoding: str) -> tuple[str, int]:
-  """Returns the beginning of a text, from its first line on, and the number of empty lines before.
-
-  Raises:
-    DamagedFileError: the file is empty, or no text.
-  """
-  stream, raw = _bytes_of(path)
-  with raw:
     try:
-      sample = stream.read(_PEEK)
-    except _DECODING_ERRORS as error:
-      raise DamagedFileError(
-        f"{path} breaks off or is damaged at its beginning ({error}). {_AGAIN}"
-      ) from error
-  magic = _MAGIC
-  if _codec(encoding) == "utf-8":
-    magic = magic | {codecs.BOM_UTF16_LE: _UTF16, codecs.BOM_UTF16_BE: _UTF16}
-  for first, problem in magic.items():
-    if sample.startswith(first):
-      raise DamagedFileError(f"{path} {problem.format(path=path, stem=path.with_suffix(''))}.")
-  decoder = codecs.getincrementaldecoder(_codec(encoding))(errors="surrogateescape")
-  text = decoder.decode(sample).removeprefix("\ufeff")
-  started = text.lstrip("\r\n")
-  if not started.strip():
-    raise DamagedFileError(f"{path} is empty. {_AGAIN.removesuffix('.')}, or leave it out.")
-  before = text[: len(text) - len(started)]
-  return started, before.count("\n") or before.count("\r")
+      return con.execute(query)
+    except duckdb.InvalidInputException as error:
+      if "invalid state" not in str(error) or "strict_mode=true" not in query:
+        raise
+      return con.execute(query.replace("strict_mode=true", "strict_mode=false"))  # mixed line ends
+  except (duckdb.InvalidInputException, duckdb.IOException, duckdb.HTTPException) as error:
+    reason = str(error).partition("\n")[0]
+    raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
+
+
+def readable(con: duckdb.DuckDBPyConnection, file: File) -> File:
+  """Reads a file to its end, and returns it as it can be read."""
+  query = f"SELECT count(*) FROM {file.relation}"
+  try:
+    con.execute(query)
+  except duckdb.InvalidInputException:
+    asked(con, file.path, query)
+    lenient = file.relation.replace("strict_mode=true", "strict_mode=false")
+    return dataclasses.replace(file, relation=lenient)
+  return file
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
-  """N rows of a file."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Files with rows, and the declared columns of them."""
 
-  file: Path
-  rows: np.ndarray  # int64 [N], their numbers; the first row below the header is row 1
-  columns: dict[str, Any]  # by name, as they are stored or as `Reader` was asked for them
-  content: np.ndarray | None = None  # uint32 [N], hashes of its values, if they were asked for
+  files: Mapping[str, tuple[str, ...]]  # by split; one entry "" where all splits are together
+  format: Format  # of text files
+  kinds: Mapping[str, spec.Kind]  # by declared name
+  stamps: Mapping[str, list[Any]]  # when the settings were made; see `files.stamp`
+  key: str = ""  # the column with the ids, of the features of users or items
 
-  def take(self, kept: np.ndarray) -> "Chunk":
-    """Returns the rows for which a bool [N] holds, or those at integer indices."""
-    indices = np.flatnonzero(kept) if kept.dtype == bool else kept
-    columns = {
-      name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
-      for name, values in self.columns.items()
+  @property
+  def all_files(self) -> list[str]:
+    """The files of all splits."""
+    return [path for paths in self.files.values() for path in paths]
+
+  @functools.cached_property
+  def read_kinds(self) -> dict[str, spec.Kind]:
+    """The kinds that columns of the files have, the key's by the name ""."""
+    kinds = {
+      name: kind
+      for name, kind in self.kinds.items()
+      if not isinstance(kind, spec.Cross) and not spec.is_history(kind)
     }
-    content = None if self.content is None else self.content[indices]
-    return Chunk(self.file, self.rows[indices], columns, content)
+    return kinds | ({"": spec.User(column=self.key)} if self.key else {})
 
 
-def batches(
-  file: File,
-  stage: Stage,
-  columns: Sequence[str],
-  num_rows: int,
-  dictionaries: Sequence[str] = (),
-  *,
-  seed: int | None = None,
-  limit: int = 0,
-) -> Iterator[tuple[Chunk, list[Fault]]]:
-  """Yields the rows of a file in their order, up to `num_rows` at once.
+def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
+  """Returns "date", "whole" or "fraction", as the first times of a file are; "" without a time."""
+  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
+  if name is None:
+    return ""
+  kind: Any = source.kinds[name]
+  _, raw, stored = file.column(kind.sources(name)[0])
+  if kind.format or kind.columns or is_time(stored):
+    return "date"
+  sample = f"(SELECT {trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
+  query = (
+    "SELECT count(t), count(TRY_CAST(t AS DOUBLE)), bool_or(contains(t, '.')) FROM "
+    f"(SELECT {present('t', missing)} AS t FROM {sample})"
+  )
+  count, numbers, has_fractions = asked(con, file.path, query).fetchone() or (0, 0, False)
+  if count and 2 * numbers <= count:
+    return "date"
+  return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
 
-  With them come the rows among and before them that were dropped.
+
+class Relation(NamedTuple):
+  """Rows that can be asked, with the columns `place` and `split`.
+
+  Attributes:
+    con: the connection.
+    view: its name.
+    columns: names in the view by declared name.
+  """
+
+  con: duckdb.DuckDBPyConnection
+  view: str
+  columns: Mapping[str, str]
+
+  def query(self, sql: str) -> pa.Table:
+    """Answers a query."""
+    return self.con.execute(sql).to_arrow_table()
+
+
+class Batch(NamedTuple):
+  """N rows: values by declared name, places in all files, and splits, int8."""
+
+  values: dict[str, pa.Array]
+  place: np.ndarray
+  split: np.ndarray
+
+
+class Rows:
+  """Rows of a source in a table of DuckDB, and a view of the good ones: a `Relation`.
+
+  Attributes:
+    con: the connection.
+    view: its name; the columns are `columns`, `place`, that of a row in all files, and `split`, the
+      index in `SPLITS`.
+    columns: names in the view by declared name.
+    notes: lines about rows that were left out.
+    has_dates: whether times are dates.
+  """
+
+  def __init__(self, con: duckdb.DuckDBPyConnection, source: Source, name: str, has_dates: bool):
+    self.con, self.source, self.has_dates = con, source, has_dates
+    self.table, self.view = f"{name}_stored", name
+    self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
+    self.notes: list[str] = []
+    self.starts: list[int] = []  # the first row of each file
+    self.rejected: list[np.ndarray] = []  # lines of each file that are no rows
+    self.place = "rowid"  # in `table`: where a row is in all files
+
+  def __len__(self) -> int:
+    return self.query(f"SELECT count(*) AS n FROM {self.view}")["n"][0].as_py()
+
+  def define(self, split: str = "0") -> None:
+    """Makes the view; `split` is the SQL of the index in `SPLITS`."""
+    self.con.execute(
+      f"CREATE OR REPLACE VIEW {self.view} AS SELECT {self.values}, rowid AS place, "
+      f"CAST({split} AS TINYINT) AS split FROM {self.table} WHERE bad IS NULL"
+    )
+
+  @property
+  def values(self) -> str:
+    """The SQL of the columns of the view, given those of `table`."""
+    kinds = zip(self.columns.values(), self.source.read_kinds.values(), strict=True)
+    of_label = lambda column, kind: f"{outcome(kind, column)} AS {column}"
+    return ", ".join(of_label(c, k) if isinstance(k, spec.Label) else c for c, k in kinds)
+
+  def query(self, sql: str) -> pa.Table:
+    """Answers a query."""
+    return self.con.execute(sql).to_arrow_table()
+
+  def batches(self, columns: Sequence[str] = ()) -> Iterator[Batch]:
+    """Yields the rows in their order, with all columns or those of these declared names."""
+    names = list(columns or self.columns)
+    chosen = ", ".join([self.columns[name] for name in names] + ["place", "split"])
+    # A cursor of its own: queries between two batches would end the answer.
+    with self.con.cursor() as cursor:
+      for batch in cursor.execute(f"SELECT {chosen} FROM {self.view}").to_arrow_reader(1 << 16):
+        *values, place, split = batch.columns
+        yield Batch(dict(zip(names, values, strict=True)), place.to_numpy(), split.to_numpy())
+
+  def numbers_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.
+
+    Lines that are no rows count, empty ones do not.
+    """
+    file = np.searchsorted(self.starts, place, side="right") - 1
+    number = place - np.array([0, *self.starts])[file + 1] + 1
+    for index, lines in enumerate(self.rejected):
+      of_file = file == index
+      if lines.size and of_file.any():
+        kept = lines - np.arange(lines.size)
+        number[of_file] += np.searchsorted(kept, number[of_file], side="right")
+    return file, number
+
+  def split(self, by: str, settings: Mapping[str, Any], *, holds_out: bool = True) -> None:
+    """Splits the rows: by "hash", "time", "order", "column" or "files"; by "" none is held out.
+
+    Args:
+      settings: `config.split`.
+      holds_out: whether a part of the training files validates where no file does.
+    """
+    valid, test, kinds = settings["valid"], settings["test"], self.source.read_kinds
+    by_hash = lambda shares: " + ".join(
+      f"CAST(hash < {round(share * 2**32)} AS INTEGER)" for share in (sum(shares), shares[1])
+    )
+    split = "0"
+    if by == "hash":
+      split = by_hash((valid, test))
+    elif by == "time":
+      column = self.columns[str(spec.only(kinds, spec.Time))]
+      split = _at_or_after(column, self._first_times(column, settings))
+    elif by == "order":
+      rows = self.query(f"SELECT count(*) AS n FROM {self.table}")["n"][0].as_py()
+      ranges = cache.cut(rows, valid, test)
+      split = _at_or_after(self.place, (ranges["valid"][0], ranges["test"][0]))
+    elif by == "column":
+      column = self.columns[str(spec.only(kinds, spec.Split))]
+      names = " ".join(f"WHEN {literal(n)} THEN {index}" for n, index in SPLIT_NAMES.items())
+      split = f"CASE {column} {names} END"
+    elif by == "files":
+      of_file = [name for name, paths in self.source.files.items() for _ in paths]
+      index = [str(SPLITS.index(name)) for name in of_file]
+      if holds_out and "valid" not in self.source.files:
+        index = [
+          by_hash((valid, 0.0)) if name == "train" else i
+          for name, i in zip(of_file, index, strict=True)
+        ]
+      before = zip(self.starts[1:], index, strict=False)
+      cases = " ".join(f"WHEN {self.place} < {end} THEN {i}" for end, i in before)
+      split = f"CASE WHEN false THEN 0 {cases} ELSE {index[-1]} END"
+    self.define(split)
+
+  def _first_times(self, column: str, settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns the first times of validation and of test: as given, or by the shares of the rows."""
+    given = {}
+    for name in ("valid", "test"):
+      if text := settings[f"{name}_from"]:
+        is_date, given[name] = first_time(text, f"{name}_from")
+        if is_date != self.has_dates:
+          held = "dates" if self.has_dates else "numbers"
+          raise UserError(f"config.split.{name}_from is {text!r}, and the times are {held}")
+    valid, test = settings["valid"], settings["test"]
+
+    def quantile(share: float, where: str = "true", otherwise: float = float("inf")) -> float:
+      """Returns the first time of the last share of the rows."""
+      if not share:
+        return otherwise
+      time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
+      answer = self.query(f"SELECT {time} AS t FROM {self.table} WHERE bad IS NULL AND {where}")
+      found = answer["t"][0].as_py()
+      return otherwise if found is None else found
+
+    if len(given) == 2:
+      return given["valid"], given["test"]
+    if "test" in given:  # valid is the last part of what is before
+      before = f"{column} < {literal(given['test'])}"
+      return quantile(valid / max(1 - test, 1e-9), before, given["test"]), given["test"]
+    if "valid" in given:  # test is the last part of what is after
+      after = f"{column} >= {literal(given['valid'])}"
+      return given["valid"], quantile(test / max(valid + test, 1e-9), after)
+    return quantile(valid + test), quantile(test)
+
+
+def _at_or_after(column: str, bounds: Sequence[float]) -> str:
+  return " + ".join(f"CAST({column} >= {literal(bound)} AS INTEGER)" for bound in bounds)
+
+
+def first_time(text: str, name: str) -> tuple[bool, float]:
+  """Returns whether a setting of a first time is a date, and the time as rows have it.
 
   Args:
-    dictionaries: columns of text that come as such, which saves the work on repeated values.
-    seed: of the hashes of the rows' values in `columns`; None leaves them out.
-    limit: of `TextFile.stored`.
+    text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
+
+  >>> first_time("1970-01-02", "test_from")
+  (True, 86400000000.0)
+  """
+  try:
+    return False, float(text or 0)
+  except ValueError:
+    pass
+  try:
+    time = datetime.datetime.fromisoformat(text)
+  except ValueError:
+    raise UserError(
+      f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31"
+    ) from None
+  return True, time.replace(tzinfo=time.tzinfo or datetime.UTC).timestamp() * 1e6
+
+
+def read(
+  con: duckdb.DuckDBPyConnection,
+  source: Source,
+  on_bad_row: str = "raise",
+  *,
+  name: str = "rows",
+  required: Sequence[str] = (),
+  seed: int | None = None,
+  on: str = "",
+  clock: str | None = None,
+  may_be_empty: bool = False,
+) -> Rows:
+  """Reads the declared columns of files, once.
+
+  Args:
+    on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
+    name: of the view.
+    required: declared names in which every row must have a value.
+    seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
+      of the files in the order of their names, joined by a unit separator; or over a declared name
+      alone. It is the start of their MD5, the same in every version and process. None makes none.
+    clock: as of `clock_of`; None looks at the first file.
+    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Raises:
-    DamagedFileError: the file is damaged; names the row before.
+    DamagedFileError: a file lacks a column, or is damaged, or a row cannot be read; names file,
+      row, column and value.
   """
-  path, faults, _ = file.stored(stage, limit)
-  left_out = np.array([fault.row for fault in faults], np.int64)
-  before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
-  start, passed = 0, 0
-  texts = [file.stored_names[n] for n in dictionaries if pa.types.is_string(file.types[n])]
-  num_rows = min(num_rows, max(2048, _CELLS // len(columns)))
-
-  def read() -> Iterator[dict[str, pa.Array]]:
-    row = 0
-    try:
-      stored = [file.stored_names[name] for name in columns]
-      for batch in parquet.iter_batches(num_rows, columns=stored, use_threads=False):
-        row += len(batch)
-        yield {name: batch.column(file.stored_names[name]) for name in columns}
-    except (pa.ArrowException, OSError) as error:
-      raise DamagedFileError(f"{path} is damaged after row {row} ({error}). {_AGAIN}") from error
-
-  def hashed() -> Iterator[tuple[dict[str, pa.Array], np.ndarray | None]]:
-    for arrays in ahead(read()):
-      yield arrays, None if seed is None else _content(stage, arrays, seed)
-
-  with opened(path, texts) as parquet, contextlib.closing(ahead(hashed())) as read_ahead:
-    for arrays, content in read_ahead:
-      count = len(next(iter(arrays.values())))
-      places = np.arange(start, start := start + count)
-      rows = places + 1 + np.searchsorted(before, places + 1, side="right")
-      stop = int(np.searchsorted(left_out, rows[-1]))
-      yield Chunk(file.path, rows, arrays, content), faults[passed:stop]
-      passed = stop
-  if passed < len(faults):
-    none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    content = None if seed is None else np.empty(0, np.uint32)
-    yield Chunk(file.path, np.empty(0, np.int64), none, content), faults[passed:]
-
-
-def ahead(items: Iterator[Any]) -> Generator[Any, None, None]:
-  """Yields items, none of them None; a thread makes the next one meanwhile."""
-  with futures.ThreadPoolExecutor(1) as thread:
-    task = thread.submit(next, items, None)
-    while (item := task.result()) is not None:
-      task = thread.submit(next, items, None)
-      yield item
-
-
-def _content(stage: Stage, columns: Mapping[str, pa.Array], seed: int) -> np.ndarray:
-  """Returns a hash of each row, uint32 `[N]`: the same wherever it is, and for equal rows.
-
-  The MD5 covers the seed and the values that are not missing, in the order of the column names,
-  joined by a unit separator (0x1F); its first eight hexadecimal digits are the hash. MD5 and not
-  the engine's hash, which its next version may change.
-  """
-  arrays = {f"v{i}": _hashable(columns[name]) for i, name in enumerate(sorted(columns))}
-  texts = [
-    f"hex({name})" if pa.types.is_binary(array.type) else f"CAST({name} AS VARCHAR)"
-    for name, array in arrays.items()
-  ]
-  joined = f"concat_ws(chr(31), {literal(seed)}, {', '.join(texts)})"
-  with stage.engine.cursor() as engine:  # of this thread
-    engine.register("batch", pa.table(arrays))
-    query = f"SELECT CAST('0x' || substr(md5({joined}), 1, 8) AS UINTEGER) AS hash FROM batch"
-    return engine.execute(query).to_arrow_table()["hash"].to_numpy()
-
-
-def _hashable(array: pa.Array) -> pa.Array:
-  """Returns values that DuckDB writes as text in one way; Arrow is faster at floats."""
-  if pa.types.is_dictionary(array.type) and pa.types.is_string(array.type.value_type):
-    return array
-  array = plain(array)
-  if pa.types.is_floating(array.type):
-    is_half = pa.types.is_float16(array.type)
-    return (array.cast(pa.float32()) if is_half else array).cast(pa.string())
-  if pa.types.is_timestamp(array.type):
-    array = array.cast(pa.timestamp("us", array.type.tz), safe=False)
-  if pa.types.is_timestamp(array.type) or pa.types.is_duration(array.type):
-    return array.cast(pa.int64())
-  if pa.types.is_fixed_size_binary(array.type):
-    return array.cast(pa.binary())
-  if re.search("halffloat|decimal256", str(array.type)):  # alone or in lists; DuckDB has none
-    return pa.array([None if each is None else str(each) for each in array.to_pylist()])
-  return array
-
-
-def opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
-  """Opens a Parquet file that is read in pages, not by whole columns of a row group."""
-  options: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False}
-  try:
-    return pq.ParquetFile(
-      path, page_checksum_verification=True, read_dictionary=list(dictionaries), **options
+  kinds = source.read_kinds
+  counts: dict[str, tuple[int, str]] = {}
+  opened = [open_file(con, path, source.format) for path in source.all_files]
+  clock = clock_of(con, opened[0], source) if clock is None else clock
+  rows = Rows(con, source, name, has_dates=clock == "date")
+  labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
+  required = [*required, *labels] if len(labels) == 1 else [*required]
+  con.execute(f"DROP VIEW IF EXISTS {name}; DROP TABLE IF EXISTS {rows.table}")
+  with files.progress("reading", len(opened), "file") as bar:
+    for number, file in enumerate(opened):
+      query, checks = _query(file, source, rows.columns, clock, required, seed, on)
+      for table in ("reject_errors", "reject_scans"):
+        con.execute(f"DROP TABLE IF EXISTS {table}")
+      into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
+      rows.starts.append(count(con, rows.table) if number else 0)
+      asked(con, file.path, f"{into} {query}")
+      rows.rejected.append(rejected(con, file, source.format, on_bad_row, counts))
+      _refuse(con, rows, file, checks, on_bad_row, counts)
+      bar.update()
+  rows.define()
+  if not may_be_empty and not count(con, name):
+    why = "; ".join(f"{first}" for _, first in counts.values())
+    raise DamagedFileError(
+      f"{source.all_files[0]}: every row was left out: {why}"
+      if why
+      else f"{source.all_files[0]} has a header and no rows"
     )
-  except (pa.ArrowException, OSError) as error:
-    raise DamagedFileError(f"{path} is not a complete Parquet file ({error}). {_AGAIN}") from error
+  rows.notes = [
+    f"{count:,} row{'s' * (count > 1)}: {problem} (first: {first})"
+    for problem, (count, first) in counts.items()
+  ]
+  return rows
 
 
-def literal(text: object) -> str:
-  """Returns a text as SQL writes it."""
-  return "'" + str(text).replace("'", "''") + "'"
+def count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
+  return con.execute(f"SELECT count(*) FROM {relation}").fetchone()[0]  # type: ignore[index]
 
 
-def scan(path: Path) -> str:
-  """Returns SQL for the rows of a Parquet file, in order, with their places as `file_row_number`.
+_MISSING, _DROPPED = 10_000, -1  # of `bad`: added to the number of a column without a value
 
-  The engine would expand patterns, and take folders called x=1 for a column.
-  """
-  options = "hive_partitioning=false, file_row_number=true"
-  return f"read_parquet({literal(glob.escape(str(path)))}, {options})"
+
+def _query(
+  file: File,
+  source: Source,
+  columns: Mapping[str, str],
+  clock: str,
+  required: Sequence[str],
+  seed: int | None,
+  on: str,
+) -> tuple[str, dict[int, tuple[str, str]]]:
+  """Returns the query of a file's typed rows; column and problem by what is in `bad`."""
+  checks = {0: ("", file.bad[1]), _DROPPED: ("", "left out by the label's drop")}
+  values, raws, cases = dict[str, Value](), dict[str, str](), [f"WHEN {file.bad[0]} THEN 0"]
+  for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
+    read = [file.column(name) for name in kind.sources(declared or source.key)]
+    raws |= {column.name: column.raw for column in read}
+    value = value_of(kind, read, source.format.missing, clock, place=number)
+    name = columns[declared]
+    values[name], checks[number] = value, (read[0].name, value.problem)
+    if declared in required or not declared:
+      code = number + _MISSING
+      cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
+      checks[code] = read[0].name, "has no value"
+    if isinstance(kind, spec.Label) and kind.drop:
+      cases.insert(1, f"WHEN {among(name, kind.drop)} THEN {_DROPPED}")
+  if seed is None:
+    return typed(file.relation, values, cases), checks
+  texts = [columns[on]] if on else [f"CAST({raws[each]} AS VARCHAR)" for each in sorted(raws)]
+  return typed(file.relation, values, cases, [f"{hashed(seed, texts)} AS hash"]), checks
+
+
+def hashed(seed: int, texts: Sequence[str]) -> str:
+  """Returns the SQL of the hash of rows, given that of their values; see `read`."""
+  digest = f"md5(concat_ws(chr(31), {', '.join([literal(str(seed)), *texts])}))"
+  return f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
+
+
+def _refuse(
+  con: duckdb.DuckDBPyConnection,
+  rows: Rows,
+  file: File,
+  checks: Mapping[int, tuple[str, str]],
+  on_bad_row: str,
+  counts: dict[str, tuple[int, str]],
+) -> None:
+  """Raises for the first bad row of the last file, or counts all of them."""
+  start = rows.starts[-1]
+  found = con.execute(
+    f"SELECT bad, count(*), min(rowid), arg_min(value, rowid) FROM {rows.table} "
+    f"WHERE rowid >= {start} AND bad IS NOT NULL GROUP BY bad ORDER BY min(rowid)"
+  ).fetchall()
+  for number, count, row, value in found:
+    column, problem = checks[number]
+    text = f"{_shown(value)} " * (value is not None)
+    place = int(rows.numbers_of(np.array([row]))[1][0])
+    at = f"{file.path}, row {place}"
+    if number >= 0 and on_bad_row == "raise":
+      of_column = f", column {column!r}:" if column else ""
+      raise DamagedFileError(
+        f"{at}{of_column} {text}{problem}. Repair the row, or write config.on_bad_row='skip' to "
+        "leave such rows out."
+      )
+    said = f"column {column!r} {problem}" if column else problem
+    before, first = counts.get(said, (0, f"{at} {text}".rstrip()))
+    counts[said] = before + count, first
+
+
+def _shown(value: str) -> str:
+  text = repr(value)
+  return text if len(text) <= 60 else f"{text[:56]}…{text[-1]}"
+
+
+def rejected(
+  con: duckdb.DuckDBPyConnection,
+  file: File,
+  format: Format,
+  on_bad_row: str,
+  counts: dict[str, tuple[int, str]],
+) -> np.ndarray:
+  """Raises for the first line that DuckDB has left out, or counts all; returns their numbers."""
+  tables = "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
+  if not con.execute(tables).fetchone()[0]:  # type: ignore[index]
+    return np.empty(0, np.int64)
+  found = con.execute(
+    "SELECT line, any_value(error_type), any_value(left(csv_line, 200)) FROM reject_errors "
+    "GROUP BY line ORDER BY line"
+  ).fetchall()
+  for line, error, content in found:
+    problem = {
+      "MISSING COLUMNS": f"has too few fields for {len(file.columns)} columns",
+      "TOO MANY COLUMNS": f"has too many fields for {len(file.columns)} columns",
+      "UNQUOTED VALUE": "has a quote that is not closed, or not doubled: mend it, or write "
+      "config.format.quote='' if quotes have no meaning",
+      "INVALID ENCODING": f"is not {format.encoding}: write config.format.encoding, as 'latin-1'",
+      "LINE SIZE OVER MAXIMUM": f"is longer than {_LONGEST_LINE >> 20} MiB",
+    }.get(error, error.lower())
+    at = f"{file.path}, line {line}"
+    if on_bad_row == "raise":
+      text = (content or "").strip("\r\n")
+      raise DamagedFileError(
+        f"{at} {problem}: {_shown(text)}. Repair it, or write config.on_bad_row='skip' to leave "
+        "such lines out."
+      )
+    before, first = counts.get(problem, (0, at))
+    counts[problem] = before + 1, first
+  return np.array([line for line, *_ in found], np.int64) - (not format.names)

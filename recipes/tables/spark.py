@@ -1,30 +1,17 @@
-"""Tables that outgrow a machine, as clicks: Spark reads, counts and encodes them.
+"""Tables that outgrow a machine, as clicks: Spark counts, and its tasks read and encode files.
 
-Each file is a task. A task runs the reader and the encoder of one machine on its file, so that
-values are cut, checked and encoded by the same classes, and needs none of Spark's own readers of
-text. The rows that have been read are Parquet files, of which Spark answers the queries of `fit`:
-standard SQL, the same for DuckDB. So the transforms, the splits and the order of the rows are those
-of one machine:
-
-- values are ordered by count, then by their UTF-8, and what depends on an order has a number of the
-  row in all files;
-- the split of a row depends on its content, or on facts of all files that are found first;
-- means are stored with fewer digits than the order of a sum changes.
-
-The columns are written as shards, one a file, in the format of prepared columns. A training process
-opens those with its own rows and no others; see `Shards` and `pipeline.own_rows`.
+Each file is a task, which types its rows as one machine does and writes them as Parquet. Spark
+answers the queries of `clicks.fitted` on these, as `sqlglot` writes them for it. So vocabularies,
+splits and the order of the rows are those of one machine. The columns are written as shards, one a
+file; a training process opens those with its own rows and no others: see `Shards`.
 """
 
 import contextlib
 import dataclasses
 import functools
-import glob
 import os
 import pickle
-import re
-import shutil
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,32 +21,51 @@ import pyarrow as pa
 
 from .. import cache, files
 from ..errors import UserError
-from . import clicks, rows
-from .encoding import Encoder
-from .settings import Table
-from .source import Stage, literal
-from .store import Store
+from . import clicks, source
+from .settings import Table, parsed, serve_folder
+from .splitting import write_splits
+from .transforms import Encoder
+from .values import literal
 
 _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
   "and set JAVA_HOME or PATH"
 )
-_TIMES = "times.npy"
-_SHARDS = "shards"  # in the folder of the prepared data
+_SHARDS, _ROWS = "shards", "rows.parquet"
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Prepares a table as `clicks.build`, on the active Spark session or a new one.
 
+  All executors read the files of the table and the folder, and write to it, at the paths of the
+  driver.
+
   Raises:
     UserError: PySpark or Java is missing; or as `clicks.build`.
   """
-  view = f"rows_{uuid.uuid4().hex}"
-  with _session() as session:
-    try:
-      return clicks.build(settings, folder, functools.partial(Cluster, session, view))
-    finally:
-      session.catalog.dropTempView(view)
+  table, folder = parsed(settings), folder.absolute()
+  by, stage = clicks.check(table), files.new_folder(folder / "stage")
+  with _session() as session, source.connect() as con:
+    opened = source.open_file(con, table.rows.all_files[0], table.rows.format)
+    task = _Task(table, by, source.clock_of(con, opened, table.rows), folder)
+    read = _run(session, task.read, len(table.rows.all_files))
+    rows = _Rows(session, con, table, task, read)
+    rows.split(by, table.split)
+    encoder, notes, sizes = clicks.fitted(table, rows, clicks.base_of(table))
+    encoder.save(serve_folder(settings, folder))
+    for name in ("split.parquet", _SHARDS):
+      files.new_folder(folder / name)
+    write = functools.partial(task.write, split=rows.split_sql, starts=rows.starts, read=read)
+    shards = _run(session, write, len(read))
+  table.check_unchanged()
+  files.new_folder(stage).rmdir()
+  written = [number for number, rows_of in enumerate(shards) if sum(rows_of)]
+  formats = cache.Columns(_shard(folder, written[0]))
+  return clicks.meta(table, encoder, notes, sizes) | {
+    "sha256": table.digests(),
+    "shards": [{"number": number, "sizes": shards[number]} for number in written],
+    "formats": {name: [x.dtype.str, x.shape[1:]] for name, x in formats.items()},
+  }
 
 
 @contextlib.contextmanager
@@ -68,6 +74,7 @@ def _session() -> Iterator[Any]:
   os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the tasks; else any on the PATH
   try:
     import pandas  # noqa: F401  # asked for by Spark where it passes Arrow
+    import sqlglot  # noqa: F401
     from pyspark.sql import SparkSession
 
     active = SparkSession.getActiveSession()
@@ -81,231 +88,152 @@ def _session() -> Iterator[Any]:
       session.stop()
 
 
-@dataclasses.dataclass(frozen=True)
-class _File:
-  """A file of a table, for a task."""
-
-  whole: Table  # with all files
-  number: int  # among the files
-  by: str  # how rows are split
-  stage: Path  # the folder for what is removed at the end, which all tasks and the driver share
-
-  @property
-  def table(self) -> Table:
-    """The table with this file alone."""
-    files = [(split, path) for split, each in self.whole.rows.files.items() for path in each]
-    split, path = files[self.number]
-    rows = dataclasses.replace(self.whole.rows, files={split: (path,)})
-    return dataclasses.replace(self.whole, rows=rows)
-
-  def folder(self, name: str) -> Path:
-    """Where the task of a name has written, in the stage."""
-    return self.stage / f"{name}_{self.number:05d}"
-
-  @property
-  def rows(self) -> Path:
-    """The Parquet file with the rows that have been read."""
-    return self.folder("rows") / f"rows_{self.number:05d}.parquet"
-
-
-class Cluster:
-  """Reads the rows of a table in tasks of Spark, and writes their columns as shards.
-
-  Args:
-    view: a name in the session for the rows that have been read.
-    table, by, folder, stage: as of `clicks.OneMachine`. All executors read the files of the table
-      and the folder, and write to it, at the paths of the driver.
-  """
-
-  def __init__(self, session: Any, view: str, table: Table, by: str, folder: Path, stage: Stage):
-    self._view = view
-    self._session, self._table, self._by, self._folder = session, table, by, folder.absolute()
-    self._stage, self._paths = stage, table.rows.all_files
-    self._files = [
-      _File(table, number, by, stage.folder.absolute()) for number in range(len(self._paths))
-    ]
-    self._sizes: list[np.ndarray] = []  # rows by split, of the files
-    self._digests: dict[Path, str] = {}
-    # Checks the settings, and joins what tasks have left out.
-    self._reader = rows.RowReader(table, by, stage=stage, bounds=rows.Bounds())
-
-  def read(self) -> tuple[Store, list[str]]:
-    """Copies all rows, and writes their splits; see `clicks.OneMachine`."""
-    split = files.new_folder(self._folder / "split.parquet")
-    read = self._run(functools.partial(_read, bounds=self._bounds()))
-    for file, path, (account, sizes, digest) in zip(self._files, self._paths, read, strict=True):
-      self._reader.account.join(account)
-      self._sizes.append(sizes)
-      self._digests[path] = digest
-      (file.folder("rows") / "split.parquet").rename(split / f"{file.number:05d}.parquet")
-    parts = {file.rows: sizes for file, sizes in zip(self._files, self._sizes, strict=True)}
-    store = _Rows(self._session, self._view, self._table, self._stage, parts)
-    return store, self._reader.notes
-
-  def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
-    """Writes a shard for each file with rows; see `clicks.OneMachine`."""
-    del encoder, sizes  # tasks load the encoder; each file has its sizes
-    files.new_folder(self._folder / _SHARDS)
-    self._run(
-      functools.partial(_write, serve=serve.absolute(), target=self._folder, sizes=self._sizes)
-    )
-    written = [number for number, sizes in enumerate(self._sizes) if sizes.sum()]
-    formats = cache.Columns(_shard(self._folder, written[0]))
-    return {
-      "sha256": {
-        name: self._digests.get(path) or files.digest(path)
-        for path, name in self._table.names.items()
-      },
-      "shards": [{"number": number, "sizes": self._sizes[number].tolist()} for number in written],
-      "formats": {name: [x.dtype.str, x.shape[1:]] for name, x in formats.items()},
-    }
-
-  def _run(self, task: Callable[[_File], Any]) -> list[Any]:
-    """Runs a task for each file; returns the results in the order of the files."""
-    numbers = self._session.range(0, len(self._files), 1, len(self._files))
-    call = functools.partial(_call, task, self._files[0])
-    answers = numbers.mapInArrow(call, "number long, result binary").toArrow()
-    results = [pickle.loads(each) for each in answers.sort_by("number")["result"].to_pylist()]
-    if error := next((each for each in results if isinstance(each, UserError)), None):
-      raise error
-    return results
-
-  def _bounds(self) -> rows.Bounds:
-    if self._by == "time":
-      return rows.Bounds(rows.thresholds(self._table, self._times))
-    if self._by == "order":
-      return rows.in_order(dict(zip(self._paths, self._run(_num_rows), strict=True)))
-    return rows.Bounds()
-
-  def _times(self) -> np.ndarray:
-    self._run(_read_times)
-    times = (np.load(file.folder("times") / _TIMES, mmap_mode="r") for file in self._files)
-    return rows.sampled(times)
-
-
-class _Rows(Store):
-  """The rows that tasks have read, of which Spark answers queries.
-
-  `parts` has the number of rows by split, of the Parquet files in their order.
-  """
-
-  EXPLODE, LENGTH, IS_LOCAL = "explode", "size", False
-
-  def __init__(
-    self, session: Any, view: str, table: Table, stage: Stage, parts: dict[Path, np.ndarray]
-  ):
-    self.stage, self._session, self._view = stage, session, view
-    self.columns = clicks.store_of(table, stage).columns
-    sizes = [int(each.sum()) for each in parts.values()]
-    self._len = sum(sizes)
-    firsts = dict(zip((path.name for path in parts), np.cumsum([0, *sizes]).tolist(), strict=False))
-    read = session.read.parquet(*map(_uri, parts)).select(
-      "*", "_metadata.file_name", "_metadata.row_index"
-    )
-    first = session.createDataFrame(list(firsts.items()), "file_name string, first long")
-    joined = read.join(first.hint("broadcast"), "file_name")
-    joined.withColumn("file_row_number", joined["first"] + joined["row_index"]).createTempView(
-      self._view
-    )
-
-  def __len__(self) -> int:
-    return self._len
-
-  @property
-  def scan(self) -> str:
-    return self._view
-
-  def query(self, sql: str) -> pa.Table:
-    answer = self._session.sql(sql).toArrow()
-    plain = lambda stored: pa.string() if pa.types.is_large_string(stored) else stored
-    return answer.cast(pa.schema([(f.name, plain(f.type)) for f in answer.schema]))
-
-  def table(self, name: str, sql: str) -> str:
-    """Has Spark write the answer to a query to the stage; returns SQL for it."""
-    path = self.stage.path(name).absolute()
-    self._session.sql(sql).write.parquet(f"file://{path}")
-    return f"read_parquet({literal(glob.escape(str(path)) + '/*.parquet')})"
-
-
-def _shard(folder: Path, number: int) -> Path:
-  return folder / _SHARDS / f"{number:05d}"
-
-
-def _uri(path: Path) -> str:
-  """Returns a path as Spark reads it, which would expand patterns in the names of folders."""
-  return "file://" + re.sub(r"([\\*?\[\]{}])", r"\\\1", str(path))
-
-
-# --- in the tasks ---------------------------------------------------------------------------------
+def _run(session: Any, task: Callable[[int], Any], count: int) -> list[Any]:
+  """Runs a task for each file; returns the results in the order of the files."""
+  numbers = session.range(0, count, 1, count)
+  answers = numbers.mapInArrow(functools.partial(_call, task), "number long, result binary")
+  results = answers.toArrow().sort_by("number")["result"].to_pylist()
+  found = [pickle.loads(each) for each in results]
+  if error := next((each for each in found if isinstance(each, UserError)), None):
+    raise error
+  return found
 
 
 def _call(
-  task: Callable[[_File], Any], some: _File, batches: Iterable[pa.RecordBatch]
+  task: Callable[[int], Any], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
   """Runs a task for files by number, one column; an error of the user's is a result."""
   for batch in batches:
     for number in batch.column(0).to_pylist():
       try:
-        result = task(dataclasses.replace(some, number=number))
+        result = task(number)
       except UserError as error:
         result = error
       yield pa.RecordBatch.from_pydict({"number": [number], "result": [pickle.dumps(result)]})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Read:
+  """What is known of a file that was read: its rows, lines that are no rows, and notes."""
+
+  rows: int
+  rejected: np.ndarray
+  notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """What tasks do with a file of a table, given by its number."""
+
+  table: Table
+  by: str
+  clock: str
+  folder: Path
+
+  def path(self, number: int) -> Path:
+    """Where the typed rows of a file are."""
+    return self.folder / "stage" / f"{number:05d}" / _ROWS
+
+  def source(self, number: int) -> source.Source:
+    """Returns the source of one file."""
+    by_split = [(split, path) for split, paths in self.table.rows.files.items() for path in paths]
+    split, path = by_split[number]
+    return dataclasses.replace(self.table.rows, files={split: (path,)})
+
+  def read(self, number: int) -> _Read:
+    """Types the rows of a file."""
+    with _written(self.path(number).parent) as folder, source.connect() as con:
+      hashing = clicks.hashing(self.table, self.by)
+      on_bad_row = self.table.on_bad_row
+      rows = source.read(
+        con, self.source(number), on_bad_row, clock=self.clock, may_be_empty=True, **hashing
+      )
+      hashed = ", hash" * (hashing["seed"] is not None)
+      stored = f"SELECT {rows.values}, rowid AS place, bad{hashed} FROM {rows.table}"
+      con.execute(f"COPY ({stored}) TO {literal(folder / _ROWS)} (FORMAT parquet)")
+      return _Read(source.count(con, rows.table), rows.rejected[0], rows.notes)
+
+  def write(
+    self, number: int, *, split: str, starts: Sequence[int], read: Sequence[_Read]
+  ) -> list[int]:
+    """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
+    with source.connect() as con:
+      rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
+      rows.starts, rows.rejected = [0], [read[number].rejected]
+      placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
+      stored = f"({placed} FROM read_parquet({literal(self.path(number))}))"
+      columns = ", ".join([*rows.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
+      con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored} WHERE bad IS NULL")
+      counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
+      sizes = np.bincount(counts, minlength=3)
+      shard = _shard(self.folder, number)
+      if sizes.sum():
+        with _written(shard) as folder:
+          encoder = _encoder(self.folder / "serve")
+          clicks.write_columns(rows, self.table, encoder, folder, sizes)
+        rows.starts = [starts[number]]
+        with _written(self.path(number).parent / "split") as folder:
+          write_splits(rows, folder, self.table.names)
+          (folder / "split.parquet").rename(self.folder / "split.parquet" / f"{number:05d}.parquet")
+      return sizes.tolist()
+
+
+class _Rows(source.Rows):
+  """Rows that tasks have typed, of which Spark answers queries."""
+
+  def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
+    super().__init__(con, table.rows, "rows", task.clock == "date")
+    self._session, self.place, self.split_sql = session, "place", "0"
+    self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
+    self.notes = list(dict.fromkeys(note for each in read for note in each.notes))
+    paths = [str(task.path(number)) for number in range(len(read))]
+    stored = session.read.parquet(*(f"file://{path}" for path in paths))
+    starts = dict(zip((Path(path).parent.name for path in paths), self.starts, strict=True))
+    first = session.createDataFrame(list(starts.items()), "folder string, first long")
+    folder = "element_at(split(_metadata.file_path, '/'), -2) AS folder"
+    joined = stored.selectExpr("*", folder).join(first, "folder")
+    placed = joined.withColumn("place", joined["place"] + joined["first"])
+    placed.createOrReplaceTempView(self.table)
+
+  def define(self, split: str = "0") -> None:
+    """Makes the view in the session."""
+    self.split_sql = split
+    columns = ", ".join(self.columns.values())
+    self._session.sql(
+      self._translated(
+        f"SELECT {columns}, place, CAST({split} AS TINYINT) AS split FROM {self.table} "
+        "WHERE bad IS NULL"
+      )
+    ).createOrReplaceTempView(self.view)
+
+  def query(self, sql: str) -> pa.Table:
+    answer = self._session.sql(self._translated(sql)).toArrow()
+    plain = lambda stored: pa.string() if pa.types.is_large_string(stored) else stored
+    return answer.cast(pa.schema([(f.name, plain(f.type)) for f in answer.schema]))
+
+  @staticmethod
+  def _translated(sql: str) -> str:
+    import sqlglot
+
+    translated = sqlglot.transpile(sql, read="duckdb", write="spark")[0]
+    return translated.replace("PERCENTILE_CONT(", "PERCENTILE(")  # an aggregate over groups there
+
+
 @contextlib.contextmanager
 def _written(target: Path) -> Iterator[Path]:
-  """Yields a new folder that becomes `target`; of two attempts at a task, the first one's does."""
-  partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-  partial.mkdir()
-  try:
+  """Yields a new folder that becomes `target`; of two attempts at a task, the last one's does."""
+  with files.replacing_folder(target) as partial:
     yield partial
-    try:
-      partial.rename(target)
-    except OSError:
-      if not target.exists():
-        raise
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def _num_rows(file: _File) -> int:
-  with Stage() as stage:
-    (opened,) = rows.open_source(file.table.rows, file.table.on_bad_row, stage=stage).files
-    return rows.num_rows(opened, stage)
-
-
-def _read_times(file: _File) -> None:
-  with Stage() as stage, _written(file.folder("times")) as folder:
-    times = rows.times_of(file.table, stage, may_be_empty=True)
-    np.save(folder / _TIMES, np.concatenate([np.empty(0), *times]))
-
-
-def _read(file: _File, *, bounds: rows.Bounds) -> tuple[rows.Account, np.ndarray, str]:
-  """Copies the rows of a file; returns what was left out, the rows by split, and the SHA-256."""
-  table, holds_out = file.table, "valid" not in file.whole.rows.files
-  with Stage() as stage, _written(file.folder("rows")) as folder:
-    reader = rows.RowReader(table, file.by, holds_out=holds_out, stage=stage, bounds=bounds)
-    store = clicks.store_of(table, stage, folder / file.rows.name)
-    clicks.copy_rows(table, reader, store, folder)
-    split = store.query(f"SELECT split FROM {store.scan}")["split"].to_numpy()
-    sizes = np.bincount(split, minlength=3)
-    return reader.account, sizes, files.digest(table.rows.all_files[0])
-
-
-def _write(file: _File, *, serve: Path, target: Path, sizes: Sequence[np.ndarray]) -> None:
-  """Writes the columns of a file's rows."""
-  if not sizes[file.number].sum():
-    return
-  shard = _shard(target, file.number)
-  with Stage() as stage, _written(shard) as folder:
-    store = clicks.store_of(file.table, stage, file.rows)
-    clicks.write_columns(store, file.table, _encoder(serve), folder, sizes[file.number])
 
 
 @functools.lru_cache(1)
 def _encoder(serve: Path) -> Encoder:
   """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
   return Encoder.load(serve)
+
+
+def _shard(folder: Path, number: int) -> Path:
+  return folder / _SHARDS / f"{number:05d}"
 
 
 # --- in training ----------------------------------------------------------------------------------

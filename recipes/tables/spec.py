@@ -1,4 +1,4 @@
-"""Declarations: what the columns of a table are, and how its rows are read and split.
+"""Declarations: what the columns of a table are, and how they are used.
 
 `config.columns` maps each column to its kind, by name or as a dict of the kind and its options:
 
@@ -11,77 +11,36 @@
       "seen": {"kind": "sequence", "of": "movie", "beside": ("genre", "clicked", "when")},
     }
 
-The classes below are the kinds; their attributes are the options, whose fields say what is valid.
-Columns of the files that are not declared are not read.
+The classes below are the kinds; their attributes are the options. Columns of the files that are not
+declared are not read. In JSON Lines a column is a path: `"column": "user.id"`.
 """
 
 import dataclasses
 import difflib
 import itertools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from ..errors import UserError
-from .values import ReadAs, as_text
 
-CLICKS, NO_CLICKS = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")  # in lower case
-
-
-# --- options: a default, a conversion that raises where a value is wrong, and what to write ------
-
-
-def _option(default: Any, convert: Callable[[Any], Any], advice: str) -> Any:
-  return dataclasses.field(default=default, metadata={"convert": convert, "advice": advice})
-
-
-def _require(value: Any, is_valid: bool) -> Any:
-  if not is_valid:
-    raise ValueError(value)
-  return value
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _flag(default: bool) -> Any:
-  return _option(default, lambda value: _require(value, type(value) is bool), "write True or False")
-
-
-def _count(default: int, least: int = 0) -> Any:
-  convert = lambda value: _require(value, type(value) is int and value >= least)
-  return _option(default, convert, f"choose {least} or more")
+CLICKS, NO_CLICKS = ("1", "true", "yes"), ("0", "false", "no")  # in lower case
+WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
 
 
 def _choice(*names: str) -> Any:
-  """The first name is the default."""
-  advice = f"choose {' or '.join(map(repr, names))}"
-  return _option(names[0], lambda value: _require(value, value in names), advice)
+  """Makes an option with these values; the first is the default."""
+  return dataclasses.field(default=names[0], metadata={"choices": names})
 
 
-def _text(default: str = "", is_valid: Callable[[str], bool] = lambda _: True, advice="") -> Any:
-  convert = lambda value: _require(value, isinstance(value, str) and is_valid(value))
-  return _option(default, convert, advice or "write a text")
+def as_text(value: str | int | float) -> str:
+  """Returns a value as the texts of columns are spelled.
 
-
-def _texts(as_it_is: Callable[[Any], str] = str) -> Any:
-  """A tuple of texts, or one."""
-
-  def convert(value: Any) -> tuple[str, ...]:
-    is_many = isinstance(value, Sequence) and not isinstance(value, str)
-    each = value if is_many else (value,)
-    return tuple(as_it_is(_require(x, isinstance(x, str | int | float))) for x in each)
-
-  return _option((), convert, "give texts or numbers")
-
-
-def _boundaries(value: Any) -> int | tuple[float, ...]:
-  if isinstance(value, int):
-    return _require(value, type(value) is int and value >= 0 and value != 1)
-  numbers = tuple(float(_require(x, _is_number(x) and math.isfinite(x))) for x in value)
-  return _require(numbers, all(a < b for a, b in itertools.pairwise(numbers)))
+  >>> as_text("4.0"), as_text(5.0), as_text(True)
+  ('4', '5', 'true')
+  """
+  text = str(value).strip()
+  return text.lower() if text.lower() in ("true", "false") else re.sub(WHOLE, r"\1\2", text)
 
 
 # --- kinds ----------------------------------------------------------------------------------------
@@ -89,11 +48,11 @@ def _boundaries(value: Any) -> int | tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-  """A column and what it is used for."""
+  """A column and its use."""
 
   kind: ClassVar[str] = ""
-  read_as: ClassVar[Any] = "text"  # a `ReadAs`; see `values.converted`
-  column: str = _text()  # of the files; "" reads the one with the name of the declaration
+  is_list: ClassVar[Any] = False  # whether a row has several values
+  column: str = ""  # of the files; "" reads the one with the name of the declaration
 
   def sources(self, name: str) -> tuple[str, ...]:
     """Returns the columns of the files that a declaration of this name reads."""
@@ -110,18 +69,18 @@ class Label(Kind):
   """
 
   kind: ClassVar[str] = "label"
-  positive: tuple[str, ...] = _texts(as_text)  # the values that are clicks; all others are none
-  at_least: float | None = _option(  # the smallest number that is a click
-    None, lambda x: None if x is None else float(_require(x, _is_number(x))), "give a number"
-  )
-  drop: tuple[str, ...] = _texts(as_text)  # values whose rows are left out
+  positive: tuple[str, ...] = ()  # the values that are clicks; all others are none
+  at_least: float | None = None  # the smallest number that is a click
+  drop: tuple[str, ...] = ()  # values whose rows are left out
   # Cross-entropy of a click, or of one of several classes, or the squared error of log(1 + value).
   loss: str = _choice("binary", "softmax", "squared_log")
-  classes: tuple[str, ...] = _texts(as_text)  # the values of softmax
-  mask: str = _text()  # a label of clicks: this one counts where that one is a click
-  weight: float = _option(  # of the loss in the sum over labels
-    1.0, lambda x: float(_require(x, _is_number(x) and 0 < x < math.inf)), "give a number above 0"
-  )
+  classes: tuple[str, ...] = ()  # the values of softmax
+  mask: str = ""  # a label of clicks: this one counts where that one is a click
+  weight: float = 1.0  # of the loss in the sum over labels
+
+  def __post_init__(self):
+    for name in ("positive", "drop", "classes"):
+      object.__setattr__(self, name, tuple(map(as_text, getattr(self, name))))
 
   @property
   def num_outputs(self) -> int:
@@ -145,8 +104,8 @@ class Side(Kind):
 class Embedded(Side):
   """A feature with a vector for each of its values."""
 
-  dim: int = _count(0)  # the width of its table; 0 takes `config.dim`
-  optimizer: str = _text()  # of its table, by name; "" takes `config.table.optimizer`
+  dim: int = 0  # the width of its table; 0 takes `config.dim`
+  optimizer: str = ""  # of its table, by name; "" takes `config.table.optimizer`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,14 +113,12 @@ class Number(Embedded):
   """A number; a missing one is the mean of the training rows."""
 
   kind: ClassVar[str] = "number"
-  read_as: ClassVar[Any] = "number"
-  log: bool = _flag(False)  # take `sign(x) * log(1 + |x|)` first
-  standardize: bool = _flag(True)  # by mean and deviation of the training rows
+  log: bool = False  # take `sign(x) * log(1 + |x|)` first
+  standardize: bool = True  # by mean and deviation of the training rows
   missing: str = _choice("mean", "indicator")  # which adds a feature that is 1 where it is missing
   # Intervals with equally many training rows, or their boundaries, with a vector each; 0: none.
-  buckets: int | tuple[float, ...] = _option(
-    0, _boundaries, "choose 2 or more, 0 for none, or give boundaries as numbers that increase"
-  )
+  buckets: int | tuple[float, ...] = 0
+  decimal: str = _choice(".", ",")  # the mark before the fraction in texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,20 +133,17 @@ class Category(Embedded):
   """
 
   kind: ClassVar[str] = "category"
-  min_count: int = _count(2, least=1)  # training rows that a value of the vocabulary has
-  oov: int = _count(1)  # rows of the table for other values; 0 gives them no vector
-  hash: int = _count(0)  # rows of the table if values are hashed instead of counted
-  size: int = _count(0)  # rows of the table if values are ids themselves, from 0 to `size - 1`
+  min_count: int = 2  # training rows that a value of the vocabulary has
+  oov: int = 1  # rows of the table for other values; 0 gives them no vector
+  hash: int = 0  # rows of the table if values are hashed instead of counted
+  size: int = 0  # rows of the table if values are ids themselves, from 0 to `size - 1`
   vocabulary: str = _choice("counted", "dynamic")  # rankings count their users and items
-  capacity: int = _count(0)  # rows of a dynamic vocabulary; a value without one has no vector
+  capacity: int = 0  # rows of a dynamic vocabulary; a value without one has no vector
   # Which value loses its row: "lfu", the one used least often, or "lru", the one used longest ago.
   eviction: str = _choice("lfu", "lru")
-  half_life: int = _count(1000)  # batches after which the counts of "lfu" halve; 0 never forgets
-  table: str = _text()  # the name of a table and vocabulary that several columns share
-  pattern: str = _text(  # its group is the value; "" takes all of the text
-    is_valid=lambda text: not text or re.compile(text).groups == 1,
-    advice="write a regular expression with one group, which is the value",
-  )
+  half_life: int = 1000  # batches after which the counts of "lfu" halve; 0 never forgets
+  table: str = ""  # the name of a table and vocabulary that several columns share
+  pattern: str = ""  # a regular expression, whose group is the value; "" takes all of the text
 
   @property
   def is_dynamic(self) -> bool:
@@ -199,18 +153,15 @@ class Category(Embedded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bag(Category):
-  """Several categories in one field: a list column, or text that is cut at a separator."""
+  """Several categories in one field: a list column, a JSON list, or text cut at a separator."""
 
   kind: ClassVar[str] = "bag"
+  is_list: ClassVar[Any] = True
   last: ClassVar[bool] = False  # whether the last values are used of a longer row
-  separator: str = _text("|", bool, "give the text between two values")
-  max_length: int = _count(0)  # values used of a row; 0: as many as a training row has, up to 64
+  separator: str = "|"
+  max_length: int = 0  # values used of a row; 0: as many as a training row has, up to 64
   combiner: str = _choice("mean", "sum", "sqrtn")  # of the vectors
-  columns: tuple[str, ...] = _texts()  # of flags: the values are the names of those that are not 0
-
-  @property
-  def read_as(self) -> ReadAs:
-    return ("list", self.separator)
+  columns: tuple[str, ...] = ()  # of flags: the values are the names of those that are not 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,11 +175,11 @@ class Ordered(Bag):
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
-  of: str = _text()  # a declared category, such as the item
+  of: str = ""  # a declared category, such as the item
   # Declared columns whose values in the same earlier rows go along: categories, of the row or in a
   # table of the users or items, the label, or the time, which tells how long ago the row was.
-  beside: tuple[str, ...] = _texts()
-  where: str = _text()  # the label: only rows where it is 1 are in the history; "" takes all
+  beside: tuple[str, ...] = ()
+  where: str = ""  # the label: only rows where it is 1 are in the history; "" takes all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,14 +190,10 @@ class Vector(Side):
   """
 
   kind: ClassVar[str] = "vector"
-  width: int = _count(0)  # how many numbers
-  separator: str = _text("|", bool, "give the text between two values")
+  width: int = 0  # how many numbers
+  separator: str = "|"
   # Whether a learned linear layer takes them to `config.dim`; else they are numbers like others.
-  project: bool = _flag(True)
-
-  @property
-  def read_as(self) -> ReadAs:
-    return ("vector", self.separator, str(self.width))
+  project: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,20 +201,20 @@ class Cross(Embedded):
   """Combinations of several declared columns, by hash."""
 
   kind: ClassVar[str] = "cross"
-  columns: tuple[str, ...] = _texts()  # declared names of categories, ids, numbers with buckets
-  buckets: int = _count(100_000, least=2)  # rows of the table
+  columns: tuple[str, ...] = ()  # declared names of categories, ids, numbers with buckets
+  buckets: int = 100_000  # rows of the table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Id(Category):
   """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about."""
 
-  min_count: int = _count(1, least=1)
-  separator: str = _text()  # of ids in a field that holds several; "" for one
+  min_count: int = 1
+  separator: str = ""  # of ids in a field that holds several; "" for one
 
   @property
-  def read_as(self) -> ReadAs:
-    return ("list", self.separator) if self.separator else "text"
+  def is_list(self) -> bool:
+    return bool(self.separator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,10 +236,8 @@ class Time(Kind):
   """When a row happened: a number that grows, or a date or time as ISO 8601 writes it."""
 
   kind: ClassVar[str] = "time"
-  read_as: ClassVar[Any] = "time"
-  columns: tuple[str, ...] = (
-    _texts()
-  )  # of a date in several: year, month, day, hour, minute, second
+  columns: tuple[str, ...] = ()  # of a date in several: year, month, day, hour, minute, second
+  format: str = ""  # of other texts, as `strptime` takes it: "%d.%m.%Y %H:%M"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,7 +245,6 @@ class Weight(Kind):
   """The weight of a row in the loss and the metrics of dlrm: a number, at least 0."""
 
   kind: ClassVar[str] = "weight"
-  read_as: ClassVar[Any] = "number"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,8 +264,7 @@ class Title(Kind):
 KINDS: dict[str, type[Kind]] = {
   cls.kind: cls
   for cls in (
-    Label, Number, Category, Bag, Ordered, Vector, Cross, User, Item, Time, Weight, Split,
-    Title,
+    Label, Number, Category, Bag, Ordered, Vector, Cross, User, Item, Time, Weight, Split, Title,
   )
 }  # fmt: skip
 SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
@@ -329,62 +272,56 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
-# Options that contradict each other: of which kinds, when, and what to write.
-_CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
+# What makes no sense: of which kinds, when, and what to write.
+_FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
   (
     Label,
     lambda k: k.loss != "binary" and (k.positive or k.at_least is not None),
-    "positive and at_least tell clicks: remove them, or loss={loss!r}",
+    "positive and at_least tell clicks: remove them, or loss",
   ),
   (
     Label,
     lambda k: len(set(k.classes)) < 2 if k.loss == "softmax" else k.classes,
     "classes are the values of loss='softmax', two or more: give both or none",
   ),
-  (Category, lambda k: k.hash and k.size, "give hash or size, not both"),
+  (Label, lambda k: not k.weight > 0, "weight must be above 0"),
+  (
+    Number,
+    lambda k: (
+      k.buckets == 1 if isinstance(k.buckets, int) else sorted(set(k.buckets)) != [*k.buckets]
+    ),
+    "buckets: give 2 or more, 0 for none, or boundaries that increase",
+  ),
+  (Category, lambda k: k.min_count < 1, "min_count must be 1 or more"),
   (
     Category,
-    lambda k: k.is_dynamic and (k.capacity < 16 or k.capacity % 16),
-    "capacity is {capacity}: give the number of rows, a multiple of 16, such as 65536",
+    lambda k: bool(k.hash) + bool(k.size) + k.is_dynamic > 1,
+    "give one of hash, size and vocabulary='dynamic'",
   ),
   (
     Category,
-    lambda k: k.is_dynamic and (k.hash or k.size),
-    "vocabulary is dynamic: remove hash and size, its rows are its capacity",
+    lambda k: k.is_dynamic != bool(k.capacity) or k.capacity % 16,
+    "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both or none",
   ),
-  (Category, lambda k: k.capacity and not k.is_dynamic, "capacity is for vocabulary='dynamic'"),
   (
-    Bag,
-    lambda k: k.columns and (k.column or len(k.columns) < 2),
-    "columns is {columns}: name two or more columns of flags, and no column",
+    Category,
+    lambda k: k.pattern and re.compile(k.pattern).groups != 1,
+    "pattern must have one group, which is the value",
   ),
-  (Vector, lambda k: not k.width, "width is 0: give the number of values in each vector"),
+  (Bag, lambda k: not k.separator, "separator is the text between two values, and not empty"),
+  (Vector, lambda k: not k.width, "width is the number of values in each vector: give it"),
   (
     Ordered,
     lambda k: not k.of and (k.beside or k.where),
     "beside and where are for a history: name its column with of",
   ),
-  (
-    Ordered,
-    lambda k: (
-      k.of and dataclasses.replace(k, **{name: getattr(Ordered, name) for name in _OF_COLUMN}) != k
-    ),
-    "of is {of!r}, whose values in earlier rows these are, in its table: remove all options but "
-    "beside, where, max_length, combiner and separator",
-  ),
-  (
-    Cross,
-    lambda k: k.column or len(k.columns) < 2,
-    "columns is {columns}: name two or more declared columns, and no column",
-  ),
+  (Cross, lambda k: len(k.columns) < 2, "columns must name two or more declared columns"),
   (User, lambda k: k.separator, "a row has one user: remove separator"),
   (
     Time,
-    lambda k: k.columns and (k.column or not 3 <= len(k.columns) <= 6),
-    "columns is {columns}: name those of year, month, day, and perhaps hour, minute and second, "
-    "and no column",
+    lambda k: k.columns and not 3 <= len(k.columns) <= 6,
+    "columns are those of year, month, day, and perhaps hour, minute and second",
   ),
 )
 
@@ -400,14 +337,6 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
   """
   if not hasattr(columns, "items"):
     raise UserError(f"{setting} is {columns!r}: give a dict of the columns and their kinds")
-  for name in columns:
-    if not isinstance(name, str):
-      raise UserError(f"{setting} declares {name!r}: give the name of a column, as a text")
-    if hasattr(object, name):
-      raise UserError(
-        f"{setting} declares {name!r}, a name that Python reserves. Declare it under another name: "
-        f"{name + '_'!r}: {{'kind': ..., 'column': {name!r}}}"
-      )
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
   if setting.endswith("_table.columns"):  # all of them are of that side
     kinds = {
@@ -419,14 +348,14 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
   for name, kind in kinds.items():
-    mask = getattr(kind, "mask", "")
-    of = kinds.get(mask)
-    if mask and not (mask != name and isinstance(of, Label) and of.loss == "binary"):
-      raise UserError(f"{setting}[{name!r}]: mask is {mask!r}: name another label, of clicks")
-  for name, kind in kinds.items():
-    for part in kind.columns if isinstance(kind, Cross) else ():
-      if fault := _fault_of_part(kinds.get(part), kind.side):  # type: ignore[attr-defined]
-        raise UserError(f"{setting}[{name!r}] crosses {part!r}, {fault}")
+    if isinstance(kind, Label) and kind.mask:
+      masking = kinds.get(kind.mask)
+      if kind.mask == name or not isinstance(masking, Label) or masking.loss != "binary":
+        raise UserError(f"{setting}[{name!r}]: mask must name another label, of clicks")
+    if isinstance(kind, Cross):
+      for part in kind.columns:
+        if fault := _fault_of_part(kinds.get(part), kind.side):
+          raise UserError(f"{setting}[{name!r}] crosses {part!r}, {fault}")
   return kinds
 
 
@@ -434,38 +363,47 @@ def _parse_one(value: Any, place: str) -> Kind:
   if not isinstance(value, str) and not hasattr(value, "keys"):
     raise UserError(f"{place} is {value!r}: give a kind, or a dict of the kind and its options")
   given = {"kind": value} if isinstance(value, str) else dict(value)
-  name = given.pop("kind", None)
-  if not isinstance(name, str) or name not in KINDS:
-    raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
+  name = str(given.pop("kind", None))
+  if name not in KINDS:
+    raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(name, list(KINDS))}")
   fields = {field.name: field for field in dataclasses.fields(KINDS[name])}
   for option, each in given.items():
     if option not in fields:
       hint = nearest(str(option), list(fields))
       raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
-    about = fields[option].metadata
-    try:
-      given[option] = about["convert"](each)
-    except (ValueError, TypeError, re.error):
-      raise UserError(f"{place}: {option} is {each!r}: {about['advice']}") from None
+    given[option] = _typed(each, fields[option], f"{place}: {option} is {each!r}")
   kind = KINDS[name](**given)
-  for cls, is_contradiction, advice in _CONTRADICTIONS:
-    if isinstance(kind, cls) and is_contradiction(kind):
-      raise UserError(f"{place}: {advice.format(**dataclasses.asdict(kind))}")
+  for cls, is_fault, advice in _FAULTS:
+    if isinstance(kind, cls) and is_fault(kind):
+      raise UserError(f"{place}: {advice}")
   return kind
+
+
+def _typed(value: Any, field: Any, place: str) -> Any:
+  """Returns the value of an option as the type of its default; raises UserError for another one."""
+  choices, default = field.metadata.get("choices"), field.default
+  if choices and value not in choices:
+    raise UserError(f"{place}: choose {' or '.join(map(repr, choices))}")
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  is_many = isinstance(value, Sequence) and not isinstance(value, str)
+  if field.name == "buckets" and is_many:
+    return tuple(map(float, value))
+  if isinstance(default, tuple):
+    return tuple(value) if is_many else (value,)
+  if field.name in ("at_least", "weight") and is_number:
+    return float(value)
+  if type(value) is not type(default) or (is_number and value < 0):
+    raise UserError(f"{place}: give a value like {default!r}")
+  return value
 
 
 def _fault_of_part(part: Kind | None, side: str) -> str:
   """Returns why a cross of that side cannot have a column, or ""."""
-  is_one = isinstance(part, Category) and not isinstance(part, Bag)
-  is_bucketed = isinstance(part, Number) and bool(part.buckets)
-  if not isinstance(part, Side) or not (is_one or is_bucketed):
-    return "which must be declared as a category, a user, an item, or a number with buckets"
-  if part.read_as not in ("text", "number"):
-    return "of which a row has several: an item with a separator cannot be crossed"
-  own = part.kind if isinstance(part, Id) else part.side
-  if side and own != side:
-    return f"which has side={own!r}, and has side={side!r} itself: declare both with the same side"
-  return ""
+  is_one = isinstance(part, Category) and not part.is_list
+  if not is_one and not (isinstance(part, Number) and part.buckets):
+    return "which must be a category, a user, an item of one value, or a number with buckets"
+  own = part.kind if isinstance(part, Id) else part.side  # type: ignore[union-attr]
+  return "which is of another side: declare both with the same one" if side not in ("", own) else ""
 
 
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
@@ -482,15 +420,6 @@ def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
   return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
 
 
-def ways(kinds: Mapping[str, Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
-  """Returns the columns and the way of reading of each declared name that is in the files."""
-  return {
-    name: (kind.sources(name), kind.read_as)
-    for name, kind in kinds.items()
-    if not isinstance(kind, Cross) and not is_history(kind)
-  }
-
-
 def is_one_click(labels: Mapping[str, Label]) -> bool:
   """Whether there is one label, a click or none: then it and a model's output are `[B]`."""
   return [label.loss for label in labels.values()] == ["binary"]
@@ -501,7 +430,7 @@ def is_history(kind: Kind) -> TypeGuard[Ordered]:
   return isinstance(kind, Ordered) and bool(kind.of)
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
   """Returns a hint at the known name that is most like one that is not known."""
   close = difflib.get_close_matches(name, known, 1)
   return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
@@ -522,37 +451,34 @@ def table_of(name: str, kind: Kind) -> str:
   return getattr(kind, "table", "") or name
 
 
-def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
-  """Raises UserError where columns that share a table declare it in different ways."""
-  first: dict[tuple[str, str], tuple[str, Category]] = {}
-  named = {kind.table for kind in kinds.values() if isinstance(kind, Category)} - {""}
-  for name, kind in kinds.items():
-    if not has_table(kind) or is_history(kind) or table_of(name, kind) not in named:
-      continue
-    if not isinstance(kind, Category):
-      raise UserError(
-        f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
-        "its own: choose another name"
-      )
-    # A single value has no combiner: any bag's gives its vector.
-    options = (*OF_TABLE, "combiner") if isinstance(kind, Bag) else OF_TABLE
-    # The table of a column's own name is filled as that column says.
-    for option in options if kind.table else options[1:]:
-      other, known = first.setdefault((table_of(name, kind), option), (name, kind))
-      if getattr(known, option) != getattr(kind, option):
-        raise UserError(
-          f"{setting}: {other!r} and {name!r} share the table {table_of(name, kind)!r}, but differ "
-          f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
-        )
+def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
+  """Raises UserError where columns of one table differ, or are of different files.
 
-
-def check_between(settings: Mapping[str, Mapping[str, Kind]]) -> None:
-  """Raises UserError where columns of different files share a table, and not the vocabulary."""
-  for first, second in itertools.permutations(settings, 2):
-    named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
-    for name, kind in settings[second].items():
-      if has_table(kind) and table_of(name, kind) in named:
-        raise UserError(
-          f"{second}.columns[{name!r}] has the table {table_of(name, kind)!r} of columns in "
-          f"{first}.columns: only columns of the same files can share one, so choose another name"
-        )
+  Args:
+    declared: the kinds by their setting, as "config" and "config.user_table".
+  """
+  for setting, kinds in declared.items():
+    by_table: dict[str, list[tuple[str, Kind]]] = {}
+    for name, kind in kinds.items():
+      if has_table(kind) and not is_history(kind):
+        by_table.setdefault(table_of(name, kind), []).append((name, kind))
+    for table, columns in by_table.items():
+      for (one, first), (other, second) in itertools.pairwise(columns):
+        # The table of a column's own name is filled as that column says.
+        own = all(isinstance(k, Category) and k.table for k in (first, second))
+        options = [*(OF_TABLE if own else OF_TABLE[1:])]
+        options += ["combiner"] * (isinstance(first, Bag) and isinstance(second, Bag))
+        differing = [o for o in options if getattr(first, o, None) != getattr(second, o, None)]
+        if differing:
+          raise UserError(
+            f"{setting}.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
+            f"{', '.join(differing)}"
+          )
+    for other_setting, others in declared.items():
+      for name, kind in others.items():
+        named = getattr(kind, "table", "")
+        if other_setting != setting and named and named in by_table:
+          raise UserError(
+            f"{other_setting}.columns[{name!r}] has the table {named!r} of columns in {setting}: "
+            "only columns of the same files can share one, so choose another name"
+          )

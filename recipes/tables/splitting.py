@@ -1,33 +1,47 @@
-"""The protocols that split rows, and users' items, into train, valid and test."""
+"""The splits of rows as a file, and the protocols that split users' items."""
 
-import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from .values import indices_of
+from .source import Batch, Rows
+from .values import SPLITS
 
 
-def by_hash(hashes: np.ndarray, shares: tuple[float, float]) -> np.ndarray:
-  """Returns the split of each hash, uint32 `[N]`, as int8 `[N]`.
+def write_splits(
+  rows: Rows,
+  folder: Path,
+  names: Mapping[str, str],
+  place: np.ndarray | None = None,
+  split: np.ndarray | None = None,
+) -> None:
+  """Writes the split of every row to `split.parquet`, so that other models can be fitted to them.
 
-  A row keeps its split wherever it is, in a file of another name or beside other rows and columns,
-  and rows of equal values have one: by `hashes`, or `content` of a `Chunk`.
+  The columns are `file`, its name, `row`, the number of the row in its file, and `part`, "train",
+  "valid" or "test"; rows that were left out are not there.
 
   Args:
-    hashes: of which the lowest ones are test, then valid, then train.
-    shares: of the rows in valid and in test.
+    names: of the files.
+    place, split: of rows, both `[N]`; None takes all rows as they are split.
   """
-  valid, test = (round(share * 2**32) for share in (sum(shares), shares[1]))
-  return (hashes < valid).astype(np.int8) + (hashes < test)
-
-
-def hashes(texts: pa.Array, seed: int) -> np.ndarray:
-  """Returns a hash of each text, uint32 `[N]`: that of a row with this value alone."""
-  encoded = texts.dictionary_encode()
-  contents = (f"{seed}\x1f{text or ''}" for text in [*encoded.dictionary.to_pylist(), None])
-  digits = [int(hashlib.md5(content.encode()).hexdigest()[:8], 16) for content in contents]
-  return np.array(digits, np.uint32)[indices_of(encoded)]
+  files = [names[path] for path in rows.source.all_files]
+  schema = pa.schema(
+    {"file": pa.dictionary(pa.int32(), pa.string()), "row": pa.int64(),
+     "part": pa.dictionary(pa.int8(), pa.string())}
+  )  # fmt: skip
+  columns = [next(iter(rows.columns))]
+  given: Any = Batch({}, place, split)  # type: ignore[arg-type]
+  batches = rows.batches(columns) if place is None else [given]
+  with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
+    for batch in batches:
+      file, number = rows.numbers_of(batch.place)
+      of_file = pa.DictionaryArray.from_arrays(file.astype(np.int32), files)
+      part = pa.DictionaryArray.from_arrays(batch.split.astype(np.int8), [*SPLITS])
+      writer.write_table(pa.table([of_file, number, part], schema=schema))
 
 
 def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:

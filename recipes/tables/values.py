@@ -1,510 +1,309 @@
-"""Columns as Arrow stores them, converted to text, numbers, times or lists of text.
+"""What a raw value of a file means, as SQL: texts, numbers, times, lists, vectors and labels."""
 
-The same code reads the rows of training and those that are predicted for.
-"""
-
-import contextlib
-import datetime
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-# How a column is read: "text", "number", "time", "any", or ("list", separator); of lists whose
-# items belong to those of other lists, ("aligned", separator), which keeps missing items; of
-# numbers that another model has computed ("vector", separator, width).
-ReadAs = str | tuple[str, ...]
+from ..errors import DamagedFileError
+from . import spec
 
-INTEGER = r"^[+-]?\d+$"
-NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
-FLAGS = ("true", "false")
-_LIMIT, _LARGEST = float(1 << 63), float(np.finfo(np.float32).max)
-_NO_NUMBERS = (  # what is wrong with the text of a bad number, and what to do
-  (r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", "has a comma", "Remove it, or write a decimal point."),
-  (r"^[+-]?[\d.]*\d,\d+$", "has a decimal comma", "Write a decimal point."),
-  (r"(?i)^[+-]?(nan|inf(inity)?)$", "is not finite", ""),
-  (INTEGER, "is an integer beyond 64 bits", "An id of so many digits is a category, not a number."),
-  (NUMBER, "is beyond float32", ""),
-  ("", "is not a number", ""),
-)
-_NO_TIMES = (
-  (NUMBER, "is a time beyond 64 bits", ""),
-  ("", "is not a time", "Write a number or a date such as 2024-12-31 or 2024-12-31T23:59:59."),
-)
-_DATE = r"^\d{4}-\d\d-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_CLOCKS = ("a number", "a date")
+_SPACES = ("' '", "chr(9)", "chr(10)", "chr(13)")
+_LARGEST = "3.4028234663852886e38"  # float32
+_TEXTS = ("VARCHAR", "JSON", "BLOB")
+SPLITS = ("train", "valid", "test")
+SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def shown(value: object) -> str:
-  """Returns a value for an error text, cut to 60 characters.
-
-  >>> shown("abc"), shown(2.5)
-  ("'abc'", '2.5')
-  """
-  text = repr(value)
-  return text if len(text) <= 60 else f"{text[:56]}…{text[-1]}"
-
-
-class Problem(NamedTuple):
-  """Values of one column that cannot be used."""
-
-  bad: np.ndarray  # bool [N], the rows
-  kind: str  # the fault as a predicate, such as "is not UTF-8"; faults are counted by it
-  value: Callable[[int], str]  # of a row's index, for the error text
-  hint: str = ""  # says what to write
-
-  def at(self, places: np.ndarray) -> "Problem":
-    """Returns the problem of values of which each is one of these, by place; -1 is of none."""
-    bad = np.append(self.bad, False)[places]
-    return self._replace(bad=bad, value=lambda row: self.value(int(places[row])))
+def literal(value: object) -> str:
+  """Returns a value as SQL writes it."""
+  if isinstance(value, list | tuple):
+    return f"[{', '.join(map(literal, value))}]"
+  if isinstance(value, int | float):
+    return repr(value) if np.isfinite(value) else "CAST('infinity' AS DOUBLE)"
+  return "'" + str(value).replace("'", "''") + "'"
 
 
-def _problems(values: pa.Array, bad: np.ndarray, table: Sequence[tuple[str, str, str]]):
-  """Returns a problem for each line of a table whose pattern is the first to match a bad value."""
-  rows: dict[tuple[str, str], list[int]] = {}
-  for index in np.flatnonzero(bad).tolist():
-    text = str(values[index].as_py())
-    kind = next(line[1:] for line in table if re.search(line[0], text))
-    rows.setdefault(kind, []).append(index)
-  value = lambda index: shown(values[index].as_py())
-  return [
-    Problem(np.isin(np.arange(len(values)), each), kind, value, hint)
-    for (kind, hint), each in rows.items()
-  ]
+def identifier(name: str) -> str:
+  """Returns the name of a column as SQL writes it."""
+  return '"' + name.replace('"', '""') + '"'
 
 
-def _is_list(stored: pa.DataType) -> bool:
-  return hasattr(stored, "value_type") and not pa.types.is_dictionary(stored)
+def among(text: str, values: Sequence[str | float]) -> str:
+  """Returns the SQL of a value among others; DuckDB would make a join of `IN`, with its memory."""
+  return f"list_contains({literal(list(values))}, {text})"
 
 
-def _is_text(stored: pa.DataType) -> bool:
-  return any(name in str(stored) for name in ("string", "binary")) and not pa.types.is_nested(
-    stored
+def is_time(stored: str) -> bool:
+  """Whether a type of DuckDB is a date or a time."""
+  return stored.startswith("TIMESTAMP") or stored == "DATE"
+
+
+def trimmed(raw: str, stored: str) -> str:
+  """Returns the SQL of a value as a text without spaces around."""
+  if stored in ("FLOAT", "DOUBLE"):
+    raw = f"CASE WHEN NOT isnan({raw}) THEN CAST({raw} AS VARCHAR) END"
+  elif is_time(stored):
+    kind = "VARCHAR" if stored == "DATE" else "TIMESTAMP"
+    raw = f"replace(CAST(CAST({raw} AS {kind}) AS VARCHAR), ' ', 'T')"
+  elif stored == "BLOB":
+    raw = f"TRY(decode({raw}))"
+  elif stored not in _TEXTS:
+    raw = f"CAST({raw} AS VARCHAR)"
+  ends = " OR ".join(f"suffix({raw}, {space})" for space in _SPACES)
+  # `trim` takes as long as all else, and values hardly ever begin or end in spaces.
+  return f"CASE WHEN {raw} < '!' OR {ends} THEN trim({raw}, {' || '.join(_SPACES)}) ELSE {raw} END"
+
+
+def present(text: str, missing: Sequence[str]) -> str:
+  """Returns the SQL of a text that is null where it means no value."""
+  absent = sorted({"", *missing, *map(spec.as_text, missing)})
+  longest = max(map(len, absent))
+  return f"CASE WHEN length({text}) > {longest} OR NOT {among(text, absent)} THEN {text} END"
+
+
+def _spelled(text: str) -> str:
+  """Returns the SQL of a text in one spelling: 12 for 12.0, true for True."""
+  whole = rf"regexp_replace({text}, {literal(spec.WHOLE)}, '\1\2')"
+  is_flag = among(f"lower({text})", ("true", "false"))
+  return (
+    f"CASE WHEN contains({text}, '.0') THEN {whole} "
+    f"WHEN length({text}) < 6 AND {is_flag} THEN lower({text}) ELSE {text} END"
   )
 
 
-def refusal(stored: pa.DataType, read_as: ReadAs) -> str | None:
-  """Returns what is wrong with reading a stored column so, or None.
+def _matched(text: str, pattern: str) -> str:
+  return f"nullif(regexp_extract({text}, {literal(pattern)}, 1), '')" if pattern else text
 
-  >>> refusal(pa.list_(pa.string()), "text")
-  'holds lists: declare it as a bag, a sequence or an item with a separator'
+
+def _each(items: str, expression: str) -> str:
+  """Returns the SQL of a list with an expression of `x`, an item, in place of each."""
+  return f"list_transform({items}, lambda x: {expression})"
+
+
+class Column(NamedTuple):
+  """A column of a file: its name, an expression, and its type."""
+
+  name: str
+  raw: str
+  stored: str
+
+
+class Value(NamedTuple):
+  """A declared column of a query.
+
+  Attributes:
+    steps: expressions by name, each of those in the step before: texts, texts that are null where
+      missing, and what the value is converted to. DuckDB would compute nested ones again and again.
+    sql: the value, null where there is none.
+    bad: a condition of rows whose value has no meaning.
+    problem: what is wrong with such a value, and what to write.
+    raw: the value as it is, for the error text.
   """
-  if pa.types.is_dictionary(stored):
-    stored = stored.value_type
-  if read_as == "any" or pa.types.is_null(stored):
-    return None
-  if _is_list(stored) and isinstance(read_as, tuple):
-    is_nested = pa.types.is_nested(stored.value_type)
-    return f"holds {stored}: store lists of numbers or texts" if is_nested else None
-  if _is_list(stored):
-    return "holds lists: declare it as a bag, a sequence or an item with a separator"
-  if pa.types.is_nested(stored):
-    return f"holds {stored}: store its fields as columns"
-  if isinstance(read_as, tuple) and not (_is_text(stored) and read_as[1]):
-    return f"holds single values ({stored}), not lists: declare a separator, or another kind"
-  is_time = pa.types.is_timestamp(stored) or pa.types.is_date(stored)
-  if read_as == "number" and pa.types.is_temporal(stored):
-    return f"holds times ({stored}), not numbers: declare it as time"
-  is_number = pa.types.is_integer(stored) or pa.types.is_floating(stored)
-  if read_as == "time" and not (_is_text(stored) or is_number or is_time):
-    return f"holds {stored}, not times: store numbers, dates or timestamps"
-  return None
+
+  steps: tuple[Mapping[str, str], Mapping[str, str], Mapping[str, str]]
+  sql: str
+  bad: str = "false"
+  problem: str = ""
+  raw: str = "NULL"
 
 
-def plain(array: pa.Array) -> pa.Array:
-  """Returns an array without dictionaries, views, extensions and 64-bit offsets."""
-  if isinstance(array, pa.ExtensionArray):
-    array = array.storage
-  if isinstance(array, pa.DictionaryArray):
-    array = array.dictionary_decode()
-  if _is_text(array.type):
-    return array.cast(pa.binary() if "binary" in str(array.type) else pa.string())
-  return array.cast(pa.list_(array.type.value_type)) if _is_list(array.type) else array
-
-
-def bits(array: pa.Array) -> np.ndarray:
-  """Returns booleans as bool [N], False where null."""
-  return pc.fill_null(array, False).to_numpy(zero_copy_only=False)
-
-
-def indices_of(array: pa.DictionaryArray) -> np.ndarray:
-  """Returns the place of each value in the dictionary, `[N]`; -1 where null."""
-  indices = pc.fill_null(array.indices, -1) if array.indices.null_count else array.indices
-  return indices.to_numpy(zero_copy_only=False)
-
-
-def lengths_of(lists: pa.Array) -> np.ndarray:
-  """Returns how many items each list has, `[N]`; 0 where null."""
-  return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-
-
-def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.DictionaryArray, list[Problem]]:
-  """Converts N values to a dictionary of trimmed texts, null where missing.
-
-  Texts stay as they are; 12.0 becomes "12", True "true", and times ISO 8601. Values that cannot be
-  read are null, too.
-
-  Args:
-    array: of values of any type but lists.
-    missing: texts that mean no value, besides "".
-  """
-  if not isinstance(array, pa.DictionaryArray):
-    array = plain(array)
-    half = pa.types.is_float16(array.type) or pa.types.is_null(array.type)
-    array = (array.cast(pa.float32()) if half else array).dictionary_encode()
-  texts, problems = _trimmed(plain(array.dictionary), {"", *missing, *map(as_text, missing)})
-  if not texts.null_count:
-    return pa.DictionaryArray.from_arrays(array.indices, texts), []
-  places = indices_of(array)
-  codes = np.append(np.where(bits(texts.is_valid()), np.arange(len(texts)), -1), -1)[places]
-  indices = pa.array(codes.astype(np.int32), mask=codes < 0)
-  texts = pc.fill_null(texts, "")  # which no index is of; Parquet takes no null among them
-  return pa.DictionaryArray.from_arrays(indices, texts), [each.at(places) for each in problems]
-
-
-def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[Problem]]:
-  """Converts plain values to trimmed texts, null where they mean no value."""
-  problems = []
-  if pa.types.is_binary(array.type):
-    stored = array
-    try:
-      array = stored.cast(pa.string())
-    except pa.ArrowInvalid:
-      values = stored.to_pylist()
-      is_text = lambda value: value is None or value.decode("utf-8", "replace").encode() == value
-      bad = np.array([not is_text(value) for value in values], bool)
-      array = pa.array(
-        [b"" if b else v for v, b in zip(values, bad, strict=True)], pa.string(), mask=bad
-      )
-      problems = _problems(stored, bad, [("", "is not UTF-8", "Store text as UTF-8.")])
-  texts = pc.utf8_trim_whitespace(array) if pa.types.is_string(array.type) else _written(array)
-  absent = pc.is_in(texts, value_set=pa.array(sorted(missing), pa.string()))
-  texts = pc.if_else(absent, pa.scalar(None, pa.string()), texts) if absent.true_count else texts
-  return texts, problems
-
-
-def _written(array: pa.Array) -> pa.StringArray:
-  """Writes values as text: 12.0 as "12", True as "true", times in ISO 8601."""
-  if pa.types.is_timestamp(array.type):
-    # One text for one time, whether a file stores seconds or nanoseconds.
-    zone = None if array.type.tz is None else "UTC"
-    array = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.string())
-    array = pc.replace_substring_regex(array, r"\.0+(Z?)$", r"\1")
-    return pc.replace_substring(array, " ", "T")
-  if not pa.types.is_floating(array.type):
-    texts = array.cast(pa.string())
-    return spelled(texts, "whole") if pa.types.is_decimal(array.type) else texts
-  numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
-  whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
-  integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
-  texts = pc.if_else(pa.array(whole), integers, array.cast(pa.string()))
-  return pc.if_else(pa.array(np.isnan(numbers)), pa.scalar(None, pa.string()), texts)
-
-
-def spelling(has_whole: bool, has_others: bool, are_flags: bool) -> str:
-  """Returns how the values of a column are spelled, for `spelled`.
-
-  If all values end in ".0", as files write integers with gaps, or none do, two spellings of a
-  number are one value; true and false are read in any case in a column that holds only these.
-  Otherwise different spellings are different values.
-
-  Args:
-    has_whole, has_others: whether a value ends in ".0", and whether one does not.
-    are_flags: whether all values are true or false.
-  """
-  if are_flags and has_others:
-    return "flag"
-  return "" if has_whole and has_others else "whole"
-
-
-def spelling_of(texts: pa.Array) -> str:
-  """Returns the `spelling` of all values of a column."""
-  present = texts.drop_null()
-  whole = pc.match_substring_regex(present, WHOLE).true_count
-  are_flags = bool(pc.all(pc.is_in(pc.ascii_lower(present), pa.array(FLAGS))).as_py())
-  return spelling(whole > 0, whole < len(present), are_flags)
-
-
-def spelled(texts: pa.Array, name: str) -> pa.Array:
-  """Returns texts in one spelling: without ".0" if "whole", in lower case if "flag"."""
-  if isinstance(texts, pa.DictionaryArray) and name:
-    return pa.DictionaryArray.from_arrays(texts.indices, spelled(texts.dictionary, name))
-  if name == "flag":
-    return pc.ascii_lower(texts)
-  if not name or not pc.any(pc.match_substring(texts, ".0")).as_py():  # much faster
-    return texts
-  return pc.replace_substring_regex(texts, WHOLE, r"\1\2")
-
-
-def same_value(texts: pa.Array) -> pa.Array:
-  """Returns texts so that two are equal if they spell one number or truth value: of labels."""
-  if isinstance(texts, pa.DictionaryArray):
-    return pa.DictionaryArray.from_arrays(texts.indices, same_value(texts.dictionary))
-  flags = pc.is_in(pc.ascii_lower(texts), pa.array(FLAGS))
-  return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
-
-
-def as_text(value: str | int | float) -> str:
-  """Returns a value of a setting as `same_value` writes the values of files.
-
-  >>> as_text("4.0"), as_text(5.0), as_text(True)
-  ('4', '5', 'true')
-  """
-  text = str(value).strip()
-  return text.lower() if text.lower() in FLAGS else re.sub(WHOLE, r"\1\2", text)
-
-
-def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N plain values to float64 [N], nan where missing; true and false are 1 and 0."""
-  problems: list[Problem] = []
-  if _is_text(array.type):
-    array, problems = _trimmed(array, {"", *missing})
-    try:
-      numbers, bad = array.cast(pa.float64()).to_numpy(zero_copy_only=False), np.array(False)
-    except pa.ArrowInvalid:
-      texts = array.dictionary_encode()
-      parsed = [_number(text) for text in texts.dictionary.to_pylist()]
-      numbers = np.array([*parsed, None], float)[indices_of(texts)]
-      bad = np.isnan(numbers) & bits(array.is_valid())
-  else:
-    numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    bad = np.array(False)
-  absent = np.isin(numbers, _numbers_among(missing))
-  size = np.where(absent, 0, np.abs(numbers))
-  bad = bad | (size > _LARGEST)
-  for index in np.flatnonzero((size >= _LIMIT) & ~bad).tolist():
-    bad[index] = bool(re.match(INTEGER, str(array[index].as_py())))
-  numbers = np.where(absent, np.nan, numbers)
-  return numbers, problems + _problems(array, bad, _NO_NUMBERS)
-
-
-def _numbers_among(texts: Sequence[str]) -> list[float]:
-  return [float(text) for text in texts if re.match(NUMBER, text)]
-
-
-def _number(text: str | None) -> float | None:
-  """Returns the number of a text, true and false being 1 and 0; None if it is none."""
-  if text is not None and re.match(NUMBER, text):
-    return float(text)
-  return {"true": 1.0, "false": 0.0}.get((text or "").lower())
-
-
-def as_lists(
-  array: pa.Array, separator: str, missing: Sequence[str], *, keeps_missing: bool = False
-) -> tuple[pa.ListArray, list[Problem]]:
-  """Converts N plain lists, or texts that a separator cuts, to lists of text, no item missing.
-
-  A missing list is empty.
-
-  Args:
-    array, missing: of `as_texts`.
-    separator: of the items of a text; "" leaves it in one piece.
-    keeps_missing: leaves a missing item where it is, as null.
-  """
-  array, row_of_item, problems = _lists(array, separator, missing)
-  items, bad_items = as_texts(array.flatten(), missing)
-  problems += of_rows(bad_items, row_of_item, len(array))
-  texts = items.dictionary_decode()
-  if not keeps_missing:
-    row_of_item, texts = row_of_item[bits(items.is_valid())], texts.drop_null()
-  return _list_array(np.bincount(row_of_item, minlength=len(array)), texts), problems
-
-
-def _lists(
-  array: pa.Array, separator: str, missing: Sequence[str]
-) -> tuple[pa.Array, np.ndarray, list[Problem]]:
-  """Returns lists, those of texts cut at the separator, and the row of each item."""
-  problems: list[Problem] = []
-  if _is_text(array.type) or pa.types.is_null(array.type):
-    texts, problems = _trimmed(array.cast(pa.binary()), {"", *missing})
-    whole = np.arange(len(texts) + 1, dtype=np.int32)
-    array = (
-      pc.split_pattern(texts, separator) if separator else pa.ListArray.from_arrays(whole, texts)
-    )
-  return array, np.repeat(np.arange(len(array)), lengths_of(array)), problems
-
-
-def of_rows(problems: Sequence[Problem], row_of_item: np.ndarray, rows: int) -> list[Problem]:
-  """Returns the problems of items as those of their rows: a row has that of its first bad item."""
-  found = []
-  for problem in problems:
-    bad_rows, first = np.unique(row_of_item[problem.bad], return_index=True)
-    item_of_row = np.full(rows, -1)
-    item_of_row[bad_rows] = np.flatnonzero(problem.bad)[first]
-    found.append(problem.at(item_of_row))
-  return found
-
-
-def _list_array(lengths: np.ndarray, items: pa.Array) -> pa.ListArray:
-  offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  return pa.ListArray.from_arrays(offsets, items)
-
-
-def as_vectors(
-  array: pa.Array, separator: str, width: int, missing: Sequence[str]
-) -> tuple[pa.ListArray, list[Problem]]:
-  """Converts N plain lists of numbers, or texts that a separator cuts, to lists of float32.
-
-  A missing vector, of which no number is given, is empty; the others have `width` numbers.
-  """
-  lists, row_of_item, problems = _lists(array, separator, missing)
-  numbers, bad_items = as_numbers(lists.flatten(), missing)
-  problems += of_rows(bad_items, row_of_item, len(array))
-  lengths, is_given = np.bincount(row_of_item, minlength=len(array)), ~np.isnan(numbers)
-  given = np.bincount(row_of_item[is_given], minlength=len(array))
-  is_whole = (given == width) & (lengths == width)
-  wrong = (given > 0) & ~is_whole
-  for problem in problems:
-    wrong &= ~problem.bad
-  value = lambda row: shown(array[row].as_py())
-  problems += [Problem(wrong, f"is not {width} numbers", value)] * bool(wrong.any())
-  items = pa.array(numbers[is_whole[row_of_item]], pa.float32())
-  return _list_array(np.where(is_whole, width, 0), items), problems
-
-
-def as_times(
-  array: pa.Array, clocks: dict[str, int], column: str, missing: Sequence[str] = ()
-) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N plain values to int64, or to float64 where numbers have fractions.
-
-  Dates and timestamps become microseconds since 1970, in UTC where they name no zone. Numbers are
-  taken as they are, whether they count seconds or days.
-
-  Args:
-    array: texts, numbers, dates or timestamps.
-    clocks: by column, whether its first value is a number (0) or a date (1); updated. The two have
-      no common order, so that values of the other kind are refused.
-    missing: texts that mean no value; numbers are compared with those that are such.
-  """
-  problems: list[Problem] = []
-  bad, dated = np.zeros(len(array), bool), np.full(len(array), pa.types.is_temporal(array.type))
-  if _is_text(array.type):
-    array, problems = _trimmed(array, {"", *missing})
-    times, dated, bad = _times_of(array)
-    absent = ~bits(array.is_valid())
-  elif pa.types.is_temporal(array.type):
-    stored = array.cast(pa.timestamp("us", getattr(array.type, "tz", None)), safe=False)
-    times, absent = pc.fill_null(stored.cast(pa.int64()), 0).to_numpy(), ~bits(array.is_valid())
-  else:
-    numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    absent = np.isnan(numbers)
-    bad = ~absent & ~((numbers >= -_LIMIT) & (numbers < _LIMIT))
-    times = np.where(absent | bad, 0, numbers)
-    if pa.types.is_integer(array.type):  # not by way of float64, which rounds beyond 2**53
-      times = pc.fill_null(array.cast(pa.int64(), safe=False), 0).to_numpy()
-    elif (np.floor(times) == times).all():
-      times = times.astype(np.int64)
-    absent |= np.isin(times, _numbers_among(missing))
-  usable = ~absent & ~bad
-  if usable.any():
-    clocks.setdefault(column, int(dated[usable][0]))
-  clock = clocks.get(column, 0)
-  other = f"is {_CLOCKS[1 - clock]}, while the first time is {_CLOCKS[clock]}"
-  value = lambda index: "" if absent[index] else shown(array[index].as_py())
-  problems += _problems(array, ~absent & bad, _NO_TIMES)
-  if absent.any():
-    problems.append(Problem(absent, "is missing", value, "Every row needs its time."))
-  if (mixed := usable & (dated != bool(clock))).any():
-    problems.append(Problem(mixed, other, value, "Write all times in one way."))
-  return times, problems
-
-
-def _times_of(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns times, whether they are dates, and which are no times, `[N]` each."""
-  none = np.zeros(len(texts), bool)
-  for stored in (pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.int64()):
-    with contextlib.suppress(pa.ArrowInvalid):
-      times = pc.fill_null(texts.cast(stored).cast(pa.int64()), 0).to_numpy()
-      return times, none | pa.types.is_timestamp(stored), none
-  encoded = texts.dictionary_encode()
-  places = indices_of(encoded)
-  parsed = [*map(time_of, encoded.dictionary.to_pylist()), (0, False, False)]
-  times, dated, bad = (np.array(each)[places] for each in zip(*parsed, strict=True))
-  return times, dated, bad
-
-
-def time_of(text: str | None) -> tuple[int | float, bool, bool]:
-  """Returns the time of a text, whether it is a date, and whether it is none; see `as_times`."""
-  if text is None:
-    return 0, False, False
-  if re.match(NUMBER, text):
-    number = int(text) if re.match(INTEGER, text) else float(text)
-    if not -_LIMIT <= number < _LIMIT:
-      return 0, False, True
-    return int(number) if number == int(number) else number, False, False
-  text = re.sub(r" ?UTC$", "Z", re.sub(r"^(\d{4})/(\d\d)/", r"\1-\2-", text))
-  with contextlib.suppress(ValueError):
-    if re.match(_DATE, text):
-      time = datetime.datetime.fromisoformat(text)
-      since = time.replace(tzinfo=time.tzinfo or datetime.UTC) - _EPOCH
-      return since // datetime.timedelta(microseconds=1), True, False
-  return 0, False, True
-
-
-def converted(
-  arrays: Sequence[pa.Array],
-  read_as: ReadAs,
+def value_of(
+  kind: spec.Kind,
+  columns: Sequence[Column],
   missing: Sequence[str],
-  clocks: dict[str, int],
-  names: Sequence[str],
-) -> tuple[Any, list[Problem]]:
-  """Returns N values of a stored column, or of several, and what cannot be read.
+  clock: str = "",
+  *,
+  place: int = 0,
+  aligned: bool = False,
+) -> Value:
+  """Returns how a declared column is read.
 
   Args:
-    arrays: N values each: one column, or for "time" year, month, day and so on, and for lists
-      columns of flags, whose names are the items of a row that are set.
-    read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
-      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator)
-      and ("aligned", separator), a `pa.ListArray`, see `as_lists`; ("vector", separator, width),
-      see `as_vectors`; or "any", the array as stored.
+    columns: of the files, that it reads.
+    missing: texts that mean no value.
+    clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
+    place: a number for the names of the steps.
+    aligned: whether a list keeps its missing items, which are null.
+
+  Raises:
+    DamagedFileError: the column is stored in a way that cannot be read so.
   """
-  if len(arrays) > 1:
-    numbers, problems = zip(*(as_numbers(plain(array), missing) for array in arrays), strict=True)
-    if read_as == "time":
-      clocks.setdefault(names[0], 1)
-    values, more = (_dates if read_as == "time" else _flagged)(numbers, names)
-    return values, [*(problem for each in problems for problem in each), *more]
-  (array,) = arrays
-  if read_as == "any":
-    return array, []
-  if isinstance(read_as, tuple):
-    kind, separator, *width = read_as
-    if kind == "vector":
-      return as_vectors(plain(array), separator, int(width[0]), missing)
-    return as_lists(plain(array), separator, missing, keeps_missing=kind == "aligned")
-  if read_as == "time":
-    return as_times(plain(array), clocks, names[0], missing)
-  return as_texts(array, missing) if read_as == "text" else as_numbers(plain(array), missing)
+  (name, raw, stored), *_ = columns
+  is_flags = isinstance(kind, spec.Bag) and bool(kind.columns)
+  takes_lists = (kind.is_list or isinstance(kind, spec.Vector)) and not is_flags
+  is_list = stored.endswith("]")
+  if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
+    raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
+  if is_list and not takes_lists:
+    raise DamagedFileError(f"column {name!r} holds lists: declare it as a bag or a sequence")
+  if is_time(stored) and isinstance(kind, spec.Number | spec.Weight):
+    raise DamagedFileError(f"column {name!r} holds times: declare it as time")
+  texts = {f"t{place}_{n}": trimmed(*column[1:]) for n, column in enumerate(columns) if not is_list}
+  filled = {f"m{t[1:]}": present(t, missing) for t in texts}
+  typed, text = f"x{place}", f"m{place}_0"
+  pattern = getattr(kind, "pattern", "")
+
+  def value(converted: str, sql: str = typed, bad: str = "false", problem: str = "") -> Value:
+    steps = (texts, filled, {typed: converted})
+    return Value(steps, sql, bad, problem, f"CAST({raw} AS VARCHAR)")
+
+  if isinstance(kind, spec.Time):
+    time, problem = _time(kind, columns, [*filled], clock)
+    return value(time, bad=f"{typed} IS NULL", problem=problem)
+  if isinstance(kind, spec.Number | spec.Weight):
+    texts, filled = {}, {}
+    within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
+    is_text = f"({_text(columns[0], missing)}) IS NOT NULL"
+    # DuckDB would compute both sides of an AND for all rows.
+    bad, problem = f"CASE WHEN {within} IS NULL THEN {is_text} ELSE false END", "is no number"
+    if isinstance(kind, spec.Weight):
+      bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
+      problem = "is no weight, a number of 0 or more"
+    elif kind.decimal != ",":
+      problem += " within float32. With decimal commas, declare decimal=','"
+    return value(_number(columns[0], missing, getattr(kind, "decimal", ".")), within, bad, problem)
+  if is_flags:
+    texts, filled = {}, {}
+    is_set = lambda column: f"CASE WHEN {_number(column, missing)} <> 0"
+    flags = [f"{is_set(column)} THEN {literal(column.name)} END" for column in columns]
+    return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
+  if takes_lists:
+    cut = _items(columns[0], text, getattr(kind, "separator", ""))
+    items = _each(cut, present("x", missing))
+    if isinstance(kind, spec.Vector):
+      floats, width = _each(typed, "TRY_CAST(x AS FLOAT)"), kind.width
+      is_whole = f"list_count({floats}) = {width} AND len({typed}) = {width}"
+      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
+      vector = f"CASE WHEN {is_whole} THEN {floats} END"
+      return value(items, vector, bad, f"is not {width} numbers")
+    spelled = _each(typed, _matched(_spelled("x"), pattern))
+    return value(items, spelled if aligned else f"list_filter({spelled}, lambda x: x IS NOT NULL)")
+  if isinstance(kind, spec.Label):
+    return value(_spelled(text), typed, *_bad_label(name, kind, typed))
+  if isinstance(kind, spec.Split):
+    is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
+    return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
+  is_damaged = f"{raw} IS NOT NULL AND TRY(decode({raw})) IS NULL"
+  bad = is_damaged if stored == "BLOB" else "false"
+  return value(_spelled(text), _matched(typed, pattern), bad, "is not UTF-8")
 
 
-def _dates(numbers: Sequence[np.ndarray], names: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
-  """Returns dates in columns of year, month, day, hour, minute and second as microseconds."""
-  filled = [np.nan_to_num(part).astype(np.int64) for part in numbers]
-  year, month, day, *clock = filled
-  year = np.clip(year, -9999, 9999)
-  months = ((year - 1970) * 12 + month - 1).astype("datetime64[M]")
-  days = months.astype("datetime64[D]") + (day - 1)
-  times = days.astype("datetime64[us]").astype(np.int64)
-  bad = np.any(np.isnan(numbers) | (np.trunc(numbers) != numbers), axis=0) | (year != filled[0])
-  bad |= (days.astype("datetime64[M]") != months) | (day < 1) | (month < 1) | (month > 12)
-  for part, seconds, limit in zip(clock, (3600, 60, 1), (24, 60, 61), strict=False):
-    times = times + part * seconds * 1_000_000
-    bad |= (part < 0) | (part >= limit)
-  value = lambda row: ", ".join(
-    f"{n} {part[row]:g}" for n, part in zip(names, numbers, strict=True)
+def _text(column: Column, missing: Sequence[str]) -> str:
+  """Returns the SQL of a text, null where missing, in one expression: for few rows."""
+  return present(f"({trimmed(column.raw, column.stored)})", missing)
+
+
+def _number(column: Column, missing: Sequence[str], decimal: str = ".") -> str:
+  """Returns the SQL of a number, null where it is missing or none."""
+  number = f"CAST({column.raw} AS DOUBLE)"
+  if column.stored in _TEXTS:
+    text = f"({_text(column, missing)})"
+    if decimal == ",":
+      text = f"replace(replace({text}, '.', ''), ',', '.')"
+    flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
+    # Most texts are numbers, and only the others are trimmed and compared.
+    fast = f"TRY_CAST({column.raw} AS DOUBLE), " * (decimal == ".")
+    number = f"coalesce({fast}TRY_CAST({text} AS DOUBLE), {flag})"
+  absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
+  return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
+
+
+def _items(column: Column, text: str, separator: str) -> str:
+  """Returns the SQL of a list of texts: a list, a list as JSON or Python writes it, or cut text."""
+  if column.stored.endswith("]"):
+    return _each(column.raw, trimmed("x", column.stored.rpartition("[")[0]))
+  cut = f"string_split({text}, {literal(separator)})" if separator else f"[{text}]"
+  python = _each(f"string_split(trim({text}, '[]'), ',')", "trim(x, ' ''\"')")
+  listed = f"coalesce(TRY(from_json({text}, '[\"VARCHAR\"]')), {python})"
+  is_listed = f"prefix({text}, '[') AND suffix({text}, ']')"
+  items = f"CASE WHEN {is_listed} THEN {listed} WHEN {text} IS NOT NULL THEN {cut} END"
+  return _each(items, trimmed("x", "VARCHAR"))
+
+
+def _time(
+  kind: spec.Time, columns: Sequence[Column], texts: Sequence[str], clock: str
+) -> tuple[str, str]:
+  """Returns the SQL of times, and what is wrong with one that is null.
+
+  Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
+  """
+  (name, raw, stored), *_ = columns
+  if kind.columns:
+    parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
+    whole = (f"CASE WHEN {part} = trunc({part}) THEN CAST({part} AS BIGINT) END" for part in parts)
+    return f"epoch_us(TRY(make_timestamp({', '.join(whole)})))", "is no date"
+  if is_time(stored):
+    zoned = "TIMESTAMPTZ" if "TIME ZONE" in stored else "TIMESTAMP"
+    return f"epoch_us(CAST({raw} AS {zoned}))", "is missing"
+  if kind.format:
+    time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
+    return time, f"is no time of the format {kind.format!r}"
+  if clock == "date":
+    return f"epoch_us(TRY_CAST({texts[0]} AS TIMESTAMPTZ))", (
+      "is no date, as the first time is. Write 2024-12-31 or 2024-12-31T23:59:59, or declare the "
+      f"format of {name!r}, as format='%d.%m.%Y'"
+    )
+  number = f"TRY_CAST({texts[0]} AS {'BIGINT' if clock == 'whole' else 'DOUBLE'})"
+  finite = f"CASE WHEN isfinite({number}) THEN {number} END"
+  return number if clock == "whole" else finite, "is no number, as the first time is"
+
+
+def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:
+  """Returns the condition of a label's text that says nothing, and what to write."""
+  column = f"config.columns[{name!r}]"
+  problem = (
+    "is neither 0 nor 1. Give the values that are clicks as "
+    f"{column}['positive'], or the smallest as {column}['at_least']"
   )
-  return times, [Problem(bad, "is no date", value)] * bool(bad.any())
+  if kind.at_least is not None or kind.loss == "squared_log":
+    problem = "is no number" + " of 0 or more" * (kind.loss == "squared_log")
+  elif kind.loss == "softmax":
+    problem = f"is none of {column}['classes']"
+  is_kept = f" AND NOT {among(text, kind.drop)}" * bool(kind.drop)
+  return f"{text} IS NOT NULL{is_kept} AND ({outcome(kind, text)}) IS NULL", problem
 
 
-def _flagged(
-  numbers: Sequence[np.ndarray], names: Sequence[str]
-) -> tuple[pa.ListArray, list[Problem]]:
-  """Returns the names of the columns that are not 0 in each row."""
-  rows, items = np.nonzero(np.nan_to_num(np.stack(numbers, axis=1)))
-  offsets = np.searchsorted(rows, np.arange(len(numbers[0]) + 1)).astype(np.int32)
-  return pa.ListArray.from_arrays(offsets, pa.array(names, pa.string()).take(pa.array(items))), []
+def outcome(kind: spec.Label, text: str) -> str:
+  """Returns the SQL of what a model is trained on, given that of a label's text.
+
+  1 for a click and 0 for none, the number of the class, or the number itself of `squared_log`.
+  """
+  if kind.loss == "softmax":
+    return f"list_position({literal(kind.classes)}, {text}) - 1"
+  if kind.loss == "squared_log" or kind.at_least is not None:
+    number = f"TRY_CAST({text} AS DOUBLE)"
+    least = f" AND {number} >= 0" * (kind.at_least is None)
+    what = number if kind.at_least is None else f"CAST({number} >= {kind.at_least!r} AS INTEGER)"
+    return f"CASE WHEN isfinite({number}){least} THEN {what} END"
+  if kind.positive:
+    return f"CAST({among(text, kind.positive)} AS INTEGER)"
+  clicks, others = (among(f"lower({text})", each) for each in (spec.CLICKS, spec.NO_CLICKS))
+  return f"CASE WHEN {clicks} THEN 1 WHEN {others} THEN 0 END"
+
+
+def typed(
+  relation: str, values: Mapping[str, Value], cases: Sequence[str] = (), more: Sequence[str] = ()
+) -> str:
+  """Returns the query of typed columns by name, of `bad` and of `value`.
+
+  `bad` is the number of the first value that is bad, from 1, or null; `value` is the raw one.
+
+  Args:
+    values: by the name of the column.
+    cases: branches of a CASE before those of the values.
+    more: further columns.
+  """
+  for step in range(3):
+    made = (f", {x} AS {name}" for v in values.values() for name, x in v.steps[step].items())
+    relation = f"(SELECT *{''.join(made)} FROM {relation})"
+  finished = ", ".join(f"{value.sql} AS {name}" for name, value in values.items())
+  numbered = [*enumerate(values.values(), start=1)]
+  bad = [*cases, *(f"WHEN {v.bad} THEN {n}" for n, v in numbered if v.bad != "false")]
+  code = f"CAST(CASE {' '.join(bad)} END AS SMALLINT)" if bad else "CAST(NULL AS SMALLINT)"
+  raw = " ".join(f"WHEN {n} THEN {v.raw}" for n, v in numbered)
+  relation = f"(SELECT *, {code} AS bad FROM (SELECT *, {finished} FROM {relation}))"
+  return (
+    f"SELECT {', '.join([*values, 'bad', f'CASE bad {raw} END AS value', *more])} FROM {relation}"
+  )

@@ -94,7 +94,6 @@ def movielens100k(config) -> dict[str, Any]:
       },
     },
     "split": {"by": "hash", "valid": 0.08, "test": 0.2, "seed": config.split_seed},
-    "hashed": ("rating", "timestamp"),
     "counts": config.counts,
   }
 

@@ -16,7 +16,7 @@ from recipes import config as config_lib
 from recipes import describe, export, predict
 from recipes import mesh as mesh_lib
 from recipes.dlrm import train
-from recipes.tables import profile, proposing, settings
+from recipes.tables import profile, proposing, source, settings
 from recipes.tables.formats import Format
 from recipes.tables.proposing import Roles
 
@@ -24,11 +24,18 @@ RNG = np.random.default_rng(0)
 ROWS = 600
 
 
+def column_of(array, name="x"):
+  with source.connect() as con:
+    con.register("rows", pa.table({"f0": array}))
+    stored = con.execute("DESCRIBE SELECT * FROM rows").fetchall()[0][1]
+    return profile.column_of(con, "rows", name, "f0", stored, Format().missing)
+
+
 def kind(values, total=0, name="x"):
   array = pa.array([str(v) if v is not None else "" for v in values])
   if isinstance(values[0], list):
     array = pa.array(values)
-  column = profile.of_arrays(name, [array], Format().missing)
+  column = column_of(array, name)
   return proposing.feature(column, total or len(values))[:2]
 
 
@@ -195,7 +202,7 @@ def test_the_time_is_when_a_row_happened(tmp_path):
   released = {item: f"1999-01-{1 + int(item[1:]) % 28:02d}" for item in columns["product"]}
   columns = {"date_of_birth": ["2001-02-03", "1980-04-05"] * 1500, **columns}
   columns = {"published": [released[item] for item in columns["product"]], **columns}
-  read = profile.read([write(tmp_path / "log.csv", columns)], Format(), 5000)
+  read = profile.read([str(write(tmp_path / "log.csv", columns))], Format(), 5000)
   plan = proposing.propose(read, Roles())
   assert plan.columns["seen_at"].kind == "time"
   assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
@@ -208,7 +215,7 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path, capsys):
   assert "5 rows: has too few fields" in printed
   assert runpy.run_path(str(out))["get_config"]()["on_bad_row"] == "skip"
   path.write_text(path.read_text() + "too,many\n" * 500)
-  assert "2 instead of 6" in refusal(capsys, path, "--label=clicked")
+  assert "too few fields for 6 columns" in refusal(capsys, path, "--label=clicked")
 
 
 def test_a_config_is_not_overwritten(tmp_path, capsys):
@@ -232,8 +239,8 @@ MISTAKES = [
   (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
   (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
   (["--rows=0"], "read one row or more"),
-  (["--delimiter=;", "--quote=;"], "--delimiter"),
-  (["--encoding=utf-99"], "--encoding='utf-99' is unknown"),
+  (["--delimiter=;", "--quote=;"], "and they differ"),
+  (["--encoding=utf-99"], "write utf-8, utf-16 or latin-1"),
   (["--label=y", "--out=my.py"], "No column is left to learn from"),
 ]
 
@@ -256,7 +263,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
 
 
 def evidence(values, y):
-  column = profile.of_arrays("x", [pa.array(list(map(str, values)))], Format().missing)
+  column = column_of(pa.array(list(map(str, values))))
   return profile.evidence(column, np.asarray(y, float))
 
 

@@ -121,7 +121,7 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path, ca
   (tmp_path / "rows.dat").write_text("history\n5|8\n")
   predict.main([str(out), str(tmp_path / "rows.dat"), "--top=1"])
   shown = capfd.readouterr().out.splitlines()
-  assert shown[1].startswith(f"5|8::{answers.items[1, 0]}::")
+  assert shown[1].startswith(f"5|8,{answers.items[1, 0]},")
 
 
 @pytest.mark.ci

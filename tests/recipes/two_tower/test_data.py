@@ -12,8 +12,8 @@ from recipe_runs import lists_of, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
 from recipes.sequence.data import EvalBatches, SequenceData
-from recipes.tables.encoding import Entities
-from recipes.tables.settings import SPLITS
+from recipes.tables.transforms import Entities
+from recipes.tables.values import SPLITS
 from recipes.two_tower import data, table
 
 
@@ -47,7 +47,7 @@ def test_movielens1m_by_hand(tmp_path):
 
   def values_of(side, name, row):
     entities = users if side == "user" else items
-    known, ids = entities.fitted.vocabulary(name), found.columns[f"{side}_{name}"][row]
+    known, ids = entities.transforms.vocabulary(name), found.columns[f"{side}_{name}"][row]
     return [known[id] if id < len(known) else "rare" for id in np.ravel(ids) if id >= 0]
 
   about_users = {
@@ -131,7 +131,7 @@ def test_movielens100k_is_eighty_twenty(tmp_path):
   (genres,) = [feature for feature in found.item_features if feature.name == "genres"]
   assert 6 <= genres.valency <= 7  # of every third column
   first = items.texts.index("1")
-  names = np.array(items.fitted.vocabularies["genres"])[found.columns["item_genres"][first]]
+  names = np.array(items.transforms.vocabularies["genres"])[found.columns["item_genres"][first]]
   assert set(names.tolist()) == {
     "unknown",
     "Animation",

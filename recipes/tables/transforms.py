@@ -1,10 +1,9 @@
-"""Raw rows to ids and numbers by fitted transforms: all that predictions need of a table."""
+"""Typed rows to ids and numbers by fitted transforms: the same in training and serving."""
 
 import dataclasses
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from .. import files
 from ..training.features import Feature
 from . import spec
 from .histories import History, Log, Part, taken
-from .values import bits, indices_of, lengths_of, spelled, spelling_of
 
-Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
+Values = Mapping[str, Any]  # by declared name: Arrow arrays of texts, lists and numbers, `[N]`
 _FEW_KNOWN = 16  # known values for each one that is looked up
 
 
@@ -32,27 +30,29 @@ def logarithm(numbers: np.ndarray) -> np.ndarray:
   return np.sign(numbers) * np.log1p(np.abs(numbers))
 
 
-def flat_texts(values: Any, kind: spec.Kind) -> pa.Array:
-  """Returns the texts of a category or bag, one after the other, as its pattern cuts them."""
-  flat = values.flatten() if isinstance(kind, spec.Bag) else values
-  return extracted(flat, getattr(kind, "pattern", ""))
+def numbers_of(values: Any) -> np.ndarray:
+  """Returns numbers as float64 `[N]`, NaN where null."""
+  if isinstance(values, np.ndarray):
+    return values
+  return values.cast(pa.float64()).to_numpy(zero_copy_only=False)
 
 
-def extracted(texts: pa.Array, pattern: str) -> pa.Array:
-  """Returns the group of a pattern in each text, null where it does not match."""
-  if not pattern:
-    return texts
-  search, encoded = re.compile(pattern).search, texts.dictionary_encode()
-  matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
-  groups = [match.group(1) or None if match else None for match in matches]
-  return pa.array(groups, pa.string()).take(encoded.indices)
+def lengths_of(lists: pa.Array) -> np.ndarray:
+  """Returns how many items each list has, `[N]`; 0 where null."""
+  return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+
+
+def indices_of(array: pa.DictionaryArray) -> np.ndarray:
+  """Returns the place of each value in the dictionary, `[N]`; -1 where null."""
+  return pc.fill_null(array.indices, -1).to_numpy(zero_copy_only=False)
 
 
 def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
   """Returns lists as float32 `[N, width]`, zeros for missing ones."""
   rows = np.zeros((len(vectors), width), np.float32)
-  is_given = bits(pc.greater(pc.list_value_length(vectors), 0))
-  rows[is_given] = vectors.flatten().to_numpy().reshape(-1, width)
+  rows[lengths_of(vectors) > 0] = (
+    vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+  )
   return rows
 
 
@@ -63,7 +63,7 @@ def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
   return spec.table_of(name, kind)
 
 
-class Fitted:
+class Transforms:
   """The transforms of declared columns: values to ids and numbers, the same in every process.
 
   Args:
@@ -71,7 +71,6 @@ class Fitted:
     vocabularies: the values of each table that has a vocabulary, the first being id 0.
     numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
     widths: the most values used of each bag by name.
-    spellings: of categories by name; see `values.spelling`.
   """
 
   def __init__(
@@ -80,13 +79,11 @@ class Fitted:
     vocabularies: Mapping[str, tuple[str, ...]],
     numbers: Mapping[str, Mapping[str, Any]],
     widths: Mapping[str, int],
-    spellings: Mapping[str, str],
   ):
     self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
     self.numbers = {name: dict(each) for name, each in numbers.items()}
-    self.widths, self.spellings = dict(widths), dict(spellings)
+    self.widths = dict(widths)
     self._values = {table: pa.array(each, pa.string()) for table, each in vocabularies.items()}
-    self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
     columns = {name: self._column(name, kind) for name, kind in self.kinds.items()}
     self._columns = {name: column for name, column in columns.items() if column is not None}
 
@@ -176,7 +173,7 @@ class Fitted:
     """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
     dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
     for name, kind in self._dense:
-      numbers, about = values[name], self.numbers[name]
+      numbers, about = numbers_of(values[name]), self.numbers[name]
       numbers = logarithm(numbers) if kind.log else numbers
       missing = np.isnan(numbers)
       filled = np.where(missing, about["fill"], numbers)
@@ -197,37 +194,24 @@ class Fitted:
     """
     kind, column = self.kinds[name], self._columns[name]
     if isinstance(kind, spec.Number):
-      return column.ids(values[name])
+      return column.ids(numbers_of(values[name]))
     if isinstance(kind, spec.Cross):
       return self._crossed(kind, column, values)
-    ids = self._of_texts(name, flat_texts(values[name], kind))
+    is_bag = isinstance(kind, spec.Bag)
+    ids = self._of_texts(name, values[name].flatten() if is_bag else values[name])
     if not isinstance(kind, spec.Bag):
       return ids
     lengths = lengths_of(values[name])
     stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, self.widths[name])
     return taken(ids, stops - (kept if kind.last else lengths), kept, self.widths[name])
 
-  def same(self, name: str, texts: pa.DictionaryArray) -> pa.DictionaryArray:
-    """Returns a category's texts with one text in the dictionary for all spellings of a value."""
-    pattern = getattr(self.kinds[name], "pattern", "")
-    values = spelled(extracted(texts.dictionary, pattern), self.spellings[name]).dictionary_encode()
-    codes = np.append(indices_of(values), -1)[indices_of(texts)]
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), values.dictionary)
-
   def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
     encoded = texts.dictionary_encode()
-    distinct, ids = self._last.get(name, (None, None))
-    # Neighbouring batches of a file have one dictionary.
-    if distinct is None or not encoded.dictionary.equals(distinct):
-      distinct = encoded.dictionary
-      ids = self._of_distinct(name, spelled(distinct, self.spellings[name]))
-      self._last[name] = (distinct, ids)
-    assert ids is not None
-    return _with_none(ids)[indices_of(encoded)]
+    return _with_none(self._of_distinct(name, encoded.dictionary))[indices_of(encoded)]
 
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of texts that are in one spelling, int32 `[N]`, or halves `[N, 2]`."""
+    """Returns the ids of texts, int32 `[N]`, or halves of raw ids `[N, 2]`."""
     kind: Any = self.kinds[name]
     column, known = self._columns[name], self._values.get(vocabulary_of(name, kind) or "")
     if kind.size:
@@ -254,16 +238,15 @@ class Fitted:
         ids = self.ids(values, name)
         texts = pa.array(ids, mask=ids < 0).cast(pa.string())
       else:
-        texts = spelled(flat_texts(values[name], self.kinds[name]), self.spellings[name])
-        texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
+        texts = values[name].cast(pa.string())
       parts.append(texts)
     encoded = pc.binary_join_element_wise(*parts, "\x1f").dictionary_encode()  # null if a part is
     return _with_none(_looked_up(column, encoded.dictionary))[indices_of(encoded)]
 
-  def merged(self, other: "Fitted") -> "Fitted":
+  def merged(self, other: "Transforms") -> "Transforms":
     """Returns the transforms of both; no name is in both."""
-    names = ("kinds", "vocabularies", "numbers", "widths", "spellings")
-    return Fitted(*(getattr(self, name) | getattr(other, name) for name in names))
+    names = ("kinds", "vocabularies", "numbers", "widths")
+    return Transforms(*(getattr(self, name) | getattr(other, name) for name in names))
 
   def save(self, folder: Path, name: str) -> None:
     """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
@@ -272,11 +255,11 @@ class Fitted:
     columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     about = {"kinds": spec.as_dicts(self.kinds), "tables": list(self.vocabularies)}
-    about |= {"numbers": self.numbers, "widths": self.widths, "spellings": self.spellings}
+    about |= {"numbers": self.numbers, "widths": self.widths}
     files.write_json(folder / f"{name}.json", about)
 
   @classmethod
-  def load(cls, folder: Path, name: str) -> "Fitted":
+  def load(cls, folder: Path, name: str) -> "Transforms":
     """Returns what `save` has written."""
     about = json.loads((folder / f"{name}.json").read_text())
     table = pq.read_table(folder / f"{name}.parquet")
@@ -284,8 +267,7 @@ class Fitted:
       key: tuple(table.filter(pc.equal(table["table"], key))["value"].to_pylist())
       for key in about["tables"]
     }
-    fitted = (about[each] for each in ("numbers", "widths", "spellings"))
-    return cls(spec.parse(about["kinds"]), vocabularies, *fitted)
+    return cls(spec.parse(about["kinds"]), vocabularies, about["numbers"], about["widths"])
 
 
 def _looked_up(column: Any, texts: pa.Array) -> np.ndarray:
@@ -309,14 +291,10 @@ class Codes:
   def __init__(self, texts: Iterable[str]):
     self.texts = list(texts)
     self._codes = {text: code for code, text in enumerate(self.texts)}
-    self._spelling = "whole" if spelling_of(pa.array(self.texts, pa.string())) else ""
 
   def find(self, texts: pa.Array) -> np.ndarray:
-    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones.
-
-    An id with ".0" is the one without where no text has the ending.
-    """
-    encoded = spelled(texts.dictionary_encode(), self._spelling)
+    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones."""
+    encoded = texts.dictionary_encode()
     codes = [self._codes.get(text, -1) for text in encoded.dictionary.to_pylist()]
     return np.array([*codes, -1], np.int32)[indices_of(encoded)]
 
@@ -327,14 +305,14 @@ class Entities:
 
   Attributes:
     texts: raw ids.
-    fitted: the transforms of the features.
+    transforms: the transforms of the features.
     ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
     dense: the numbers, float32 `[entities, K]`.
     titles: texts to show, None where no title is declared.
   """
 
   texts: list[str]
-  fitted: Fitted
+  transforms: Transforms
   ids: Mapping[str, np.ndarray]
   dense: np.ndarray
   titles: list[str | None] | None = None
@@ -342,12 +320,12 @@ class Entities:
   @property
   def features(self) -> tuple[Feature, ...]:
     """The categorical features."""
-    return self.fitted.features
+    return self.transforms.features
 
   @property
   def vectors(self) -> dict[str, np.ndarray]:
     """The vectors by name, float32 `[entities, width]`."""
-    return {name: self.dense[:, a:b] for name, (a, b) in self.fitted.vectors.items()}
+    return {name: self.dense[:, a:b] for name, (a, b) in self.transforms.vectors.items()}
 
   @functools.cached_property
   def codes(self) -> Codes:
@@ -358,16 +336,16 @@ class Entities:
     """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
     known = at >= 0
     pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
-    none = dict.fromkeys(self.fitted.kinds, pa.nulls(1, pa.list_(pa.float32())))
-    none |= {name: np.array([np.nan]) for name in self.fitted.numbers}
-    dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
+    none = dict.fromkeys(self.transforms.kinds, pa.nulls(1, pa.list_(pa.float32())))
+    none |= {name: np.array([np.nan]) for name in self.transforms.numbers}
+    dense = np.where(known[:, None], self.dense[at], self.transforms.dense(none, 1))
     return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
 
   def numbered(self, texts: list[str]) -> "Entities":
     """Returns the entities of these raw ids in their order; unknown ones have no features."""
     at = self.codes.find(pa.array(texts, pa.string()))
     titles = self.titles and [self.titles[i] if i >= 0 else None for i in at]
-    return Entities(texts, self.fitted, *self.of_rows(at), titles)
+    return Entities(texts, self.transforms, *self.of_rows(at), titles)
 
   def save(self, folder: Path, name: str) -> None:
     """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
@@ -375,7 +353,7 @@ class Entities:
     if self.titles is not None:
       columns["title"] = pa.array(self.titles, pa.large_string())
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    self.fitted.save(folder, f"{name}_features")
+    self.transforms.save(folder, f"{name}_features")
     with files.replacing(folder / f"{name}_features.npz") as file:
       stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
       np.savez(file, dense=self.dense, **stored)
@@ -387,36 +365,37 @@ class Entities:
     with np.load(folder / f"{name}_features.npz") as stored:
       ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
       dense = stored["dense"]
-    fitted = Fitted.load(folder, f"{name}_features")
-    return cls(columns["id"], fitted, ids, dense, columns.get("title"))
+    return cls(
+      columns["id"], Transforms.load(folder, f"{name}_features"), ids, dense, columns.get("title")
+    )
 
 
 class Encoder:
   """Turns rows into `dense` and `ids`: their own features, and those of their user and item.
 
   Args:
-    fitted: the transforms of the rows' columns.
+    transforms: the transforms of the rows' columns.
     sides: users and items of tables of their own by the name of the column with their ids.
     histories: that are built of earlier rows.
   """
 
   def __init__(
-    self, fitted: Fitted, sides: Mapping[str, Entities], histories: Sequence[History] = ()
+    self, transforms: Transforms, sides: Mapping[str, Entities], histories: Sequence[History] = ()
   ):
-    self.fitted, self.sides, self.histories = fitted, dict(sides), tuple(histories)
+    self.transforms, self.sides, self.histories = transforms, dict(sides), tuple(histories)
 
   @property
   def own_features(self) -> tuple[Feature, ...]:
     """The features of the row itself, in the order of their columns in what `encode` returns."""
-    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
+    return tuple(feature for each in self.all_transforms for feature in each.features)
 
   @property
   def vectors(self) -> dict[str, tuple[int, int]]:
     """The columns of `dense` of each vector that is projected, from the first to past the last."""
     places, start = dict[str, tuple[int, int]](), 0
-    for fitted in self.all_fitted:
-      places |= {name: (start + a, start + b) for name, (a, b) in fitted.vectors.items()}
-      start += len(fitted.dense_names)
+    for each in self.all_transforms:
+      places |= {name: (start + a, start + b) for name, (a, b) in each.vectors.items()}
+      start += len(each.dense_names)
     return places
 
   @property
@@ -436,17 +415,17 @@ class Encoder:
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
-    return tuple(name for fitted in self.all_fitted for name in fitted.dense_names)
+    return tuple(name for each in self.all_transforms for name in each.dense_names)
 
   @property
-  def all_fitted(self) -> tuple[Fitted, ...]:
+  def all_transforms(self) -> tuple[Transforms, ...]:
     """The transforms of the rows' columns, of users and of items."""
-    return (self.fitted, *(side.fitted for side in self.sides.values()))
+    return (self.transforms, *(side.transforms for side in self.sides.values()))
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
-    ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
-    dense = [self.fitted.dense(values, rows)]
+    ids = [self.transforms.ids(values, feature.name) for feature in self.transforms.features]
+    dense = [self.transforms.dense(values, rows)]
     for name, side in self.sides.items():
       of_side, numbers = side.of_rows(side.codes.find(values[name]))
       ids += [of_side[feature.name] for feature in side.features]
@@ -458,7 +437,7 @@ class Encoder:
   def log(self, history: History, values: Values, times: np.ndarray | None) -> Log:
     """Returns the log of M values of each part of a history by the part's name; labels are int."""
     ids_of: dict[str, Callable[[Part], np.ndarray]] = {
-      "row": lambda part: self.fitted.ids({part.of: values[part.name]}, part.of),
+      "row": lambda part: self.transforms.ids({part.of: values[part.name]}, part.of),
       "table": lambda part: self._of_table(history, values)[part.of],
       "label": lambda part: values[part.name],
     }
@@ -471,7 +450,7 @@ class Encoder:
 
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
-    self.fitted.save(folder, "columns")
+    self.transforms.save(folder, "columns")
     for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
     files.write_json(folder / "sides.json", list(self.sides))
@@ -482,6 +461,5 @@ class Encoder:
     """Returns what `save` has written."""
     names = files.read_json(folder / "sides.json")
     sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
-    path = folder / "histories.json"  # runs before there were histories have none
-    histories = [History.loaded(each) for each in files.read_json(path)] if path.exists() else []
-    return cls(Fitted.load(folder, "columns"), sides, histories)
+    histories = map(History.loaded, files.read_json(folder / "histories.json"))
+    return cls(Transforms.load(folder, "columns"), sides, [*histories])
