@@ -143,8 +143,13 @@ def check_magic(path: str) -> None:
         raise DamagedFileError(f"{path} {problem}.")
 
 
+def _pattern(path: str) -> str:
+  """Returns the SQL of a pattern that fits one path; DuckDB expands none in a URL."""
+  return literal(glob.escape(path) if os.path.exists(path) else path)
+
+
 def _parquet(con: duckdb.DuckDBPyConnection, path: str) -> File:
-  relation = f"read_parquet({literal(glob.escape(path))}, hive_partitioning=false)"
+  relation = f"read_parquet({_pattern(path)}, hive_partitioning=false)"
   described = asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
   names = named([name for name, *_ in described])
   chosen = ", ".join(f"{identifier(name)} AS f{n}" for n, (name, *_) in enumerate(described))
@@ -159,7 +164,7 @@ def _lines(path: str, format: Format, **options: Any) -> str:
   """Returns a relation with the column `line`."""
   more = "".join(f", {name}={value}" for name, value in options.items())
   return (
-    f"read_csv({literal(glob.escape(path))}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, "
+    f"read_csv({_pattern(path)}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, "
     f"quote='', escape='', header=false, auto_detect=false, strict_mode=false, "
     f"encoding={literal(format.codec)}, "
     f"max_line_size={_LONGEST_LINE}{more})"
@@ -213,7 +218,7 @@ def _text(path: str, format: Format, lines: Sequence[str]) -> File:
     return File(path, f"(FROM {_lines(path, format)} WHERE line IS NOT NULL)", columns, few)
   declared = ", ".join(f"'f{place}': 'VARCHAR'" for place in range(len(names)))
   relation = (
-    f"read_csv({literal(glob.escape(path))}, columns={{{declared}}}, skip={skip}, "
+    f"read_csv({_pattern(path)}, columns={{{declared}}}, skip={skip}, "
     f"header={'false' if format.names else 'true'}, delim={literal(delimiter)}, "
     f"quote={literal(quote)}, escape={literal(quote)}, auto_detect=false, strict_mode=true, "
     f"encoding={literal(format.codec)}, store_rejects=true, max_line_size={_LONGEST_LINE})"
