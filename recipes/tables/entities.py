@@ -90,12 +90,10 @@ def read(
     number = rows.numbers_of(np.array([again[0][0]]))[1][0]
     problem = f"{file}, row {number}, column {table.key!r}: {again[0][1]!r} is in an earlier row"
     if on_bad_row == "raise":
-      raise DamagedFileError(
-        f"{problem}, and a {side} has one row. Repair it, or write config.on_bad_row='skip'"
-      )
+      raise DamagedFileError(f"{problem}. Repair it, or write config.on_bad_row='skip'")
     places = ", ".join(str(row) for row, _ in again)
     con.execute(f"UPDATE {stored} SET bad = 0 WHERE rowid IN ({places})")
-    notes = [*notes, f"{len(again):,} rows: a {side} is in an earlier row (first: {problem})"]
+    notes = [*notes, f"left out, since their {side}s are in earlier rows: {len(again):,} (first: {problem})"]
   if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")
   texts = con.execute(f"SELECT {key} FROM {rows.view}").to_arrow_table()[0].to_pylist()

@@ -40,6 +40,7 @@ from .formats import (
   repeated,
 )
 from .values import (
+  MISSING,
   SPLIT_NAMES,
   SPLITS,
   Column,
@@ -573,7 +574,7 @@ def count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
   return con.execute(f"SELECT count(*) FROM {relation}").fetchone()[0]  # type: ignore[index]
 
 
-_MISSING, _DROPPED = 10_000, -1  # of `bad`: added to the number of a column without a value
+_DROPPED = -1  # of `bad`: a row that `drop` of a label leaves out
 
 
 def _query(
@@ -595,9 +596,10 @@ def _query(
     name = columns[declared]
     values[name], checks[number] = value, (read[0].name, value.problem)
     if declared in required or not declared:
-      code = number + _MISSING
+      code = number + MISSING
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
-      checks[code] = read[0].name, "has no value"
+      fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
+      checks[code] = read[0].name, f"has no value{fits}"
     if isinstance(kind, spec.Label) and kind.drop:
       cases.insert(1, f"WHEN {among(name, kind.drop)} THEN {_DROPPED}")
   if seed is None:
@@ -628,11 +630,11 @@ def _refuse(
   ).fetchall()
   for number, count, row, value in found:
     column, problem = checks[number]
-    text = f"{_shown(value)} " * (value is not None)
+    text = "" if value is None else f"{_shown(value)} "
     place = int(rows.numbers_of(np.array([row]))[1][0])
     at = f"{file.path}, row {place}"
     if number >= 0 and on_bad_row == "raise":
-      of_column = f", column {column!r}:" if column else ""
+      of_column = f", column {column!r}" + ":" * bool(text) if column else ""
       raise DamagedFileError(
         f"{at}{of_column} {text}{problem}. Repair the row, or write config.on_bad_row='skip' to "
         "leave such rows out."

@@ -33,6 +33,13 @@ def _choice(*names: str) -> Any:
   return dataclasses.field(default=names[0], metadata={"choices": names})
 
 
+def _groups(pattern: str) -> int:
+  try:
+    return re.compile(pattern).groups
+  except re.error:
+    return -1
+
+
 def as_text(value: str | int | float) -> str:
   """Returns a value as the texts of columns are spelled.
 
@@ -306,8 +313,8 @@ _FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   ),
   (
     Category,
-    lambda k: k.pattern and re.compile(k.pattern).groups != 1,
-    "pattern must have one group, which is the value",
+    lambda k: k.pattern and _groups(k.pattern) != 1,
+    "pattern must be a regular expression with one group, which is the value",
   ),
   (Bag, lambda k: not k.separator, "separator is the text between two values, and not empty"),
   (Vector, lambda k: not k.width, "width is the number of values in each vector: give it"),
@@ -386,15 +393,19 @@ def _typed(value: Any, field: Any, place: str) -> Any:
     raise UserError(f"{place}: choose {' or '.join(map(repr, choices))}")
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   is_many = isinstance(value, Sequence) and not isinstance(value, str)
-  if field.name == "buckets" and is_many:
+  if field.name == "buckets" and is_many and all(isinstance(x, int | float) for x in value):
     return tuple(map(float, value))
-  if isinstance(default, tuple):
+  if isinstance(default, tuple) and all(map(_is_scalar, value if is_many else (value,))):
     return tuple(value) if is_many else (value,)
   if field.name in ("at_least", "weight") and is_number:
     return float(value)
   if type(value) is not type(default) or (is_number and value < 0):
     raise UserError(f"{place}: give a value like {default!r}")
   return value
+
+
+def _is_scalar(value: Any) -> bool:
+  return isinstance(value, str | int | float)
 
 
 def _fault_of_part(part: Kind | None, side: str) -> str:

@@ -12,6 +12,7 @@ from . import spec
 _SPACES = ("' '", "chr(9)", "chr(10)", "chr(13)")
 _LARGEST = "3.4028234663852886e38"  # float32
 _TEXTS = ("VARCHAR", "JSON", "BLOB")
+MISSING = 10_000  # added to `bad` of a value that is missing where it must not be
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -304,6 +305,5 @@ def typed(
   code = f"CAST(CASE {' '.join(bad)} END AS SMALLINT)" if bad else "CAST(NULL AS SMALLINT)"
   raw = " ".join(f"WHEN {n} THEN {v.raw}" for n, v in numbered)
   relation = f"(SELECT *, {code} AS bad FROM (SELECT *, {finished} FROM {relation}))"
-  return (
-    f"SELECT {', '.join([*values, 'bad', f'CASE bad {raw} END AS value', *more])} FROM {relation}"
-  )
+  columns = [*values, "bad", f"CASE bad % {MISSING} {raw} END AS value", *more]
+  return f"SELECT {', '.join(columns)} FROM {relation}"

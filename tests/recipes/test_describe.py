@@ -16,7 +16,7 @@ from recipes import config as config_lib
 from recipes import describe, export, predict
 from recipes import mesh as mesh_lib
 from recipes.dlrm import train
-from recipes.tables import profile, proposing, source, settings
+from recipes.tables import profile, proposing, settings, source
 from recipes.tables.formats import Format
 from recipes.tables.proposing import Roles
 

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from small_data import write_criteo
 
 from recipes.dlrm import criteo1tb, data
-from recipes.tables.encoding import logarithm
 from recipes.tables.source import Stage
+from recipes.tables.transforms import logarithm
 
 
 def line(label="0", integers=(), categories=()):

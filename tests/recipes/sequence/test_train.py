@@ -148,7 +148,6 @@ def test_settings_that_make_no_sense(tmp_path):
   refused(cases, check, ValueError)
 
 
-
 @pytest.mark.weekly
 @pytest.mark.parametrize("model", ["sasrec", "hstu"])
 def test_the_default_run_approaches_the_best_possible(model, tmp_path):

@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases import each, refused
+from recipes.tables.rows import label_of
 from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
 from recipes.tables import spec
-from recipes.tables.encoding import Encoder
-from recipes.tables.rows import label_of
+from recipes.tables.transforms import Encoder
 
 HEADER = ("clicked", "city", "price", "tags", "part")
 ROWS = [
@@ -310,7 +310,7 @@ def test_names_of_files_and_folders_mean_nothing(tmp_path):
     write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
   path = str(tmp_path / "city=L" / "g[12]*.csv")
   loaded = data.load(completed("dlrm", tmp_path / "cache", files=path, columns=CITIES))
-  assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("a0", "a1", "a2")
+  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("a0", "a1", "a2")
 
 
 @pytest.mark.ci
@@ -353,11 +353,11 @@ def test_ids_are_not_merged_by_their_spelling(tmp_path):
   rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
   loaded = load(tmp_path, rows=rows, **given)
   encoder = Encoder.load(loaded.serve)
-  assert sorted(encoder.fitted.vocabularies["city"]) == sorted(names)
+  assert sorted(encoder.transforms.vocabularies["city"]) == sorted(names)
   rows = [(i % 2, f"{i % 10}.0", i, "", "") for i in range(2000)]  # integers with gaps
   loaded = load(tmp_path, rows=rows, **given)
   encoder = Encoder.load(loaded.serve)
-  assert sorted(encoder.fitted.vocabularies["city"]) == [str(i) for i in range(10)]
+  assert sorted(encoder.transforms.vocabularies["city"]) == [str(i) for i in range(10)]
   ids = [encoder.encode({"city": pa.array([text])}, 1)["ids"][0, 0] for text in ("3", "3.0")]
   assert ids[0] == ids[1]
 
@@ -386,7 +386,7 @@ def test_crosses_and_flags_of_an_item_table_are_read_back(tmp_path):
   encoder = Encoder.load(loaded.serve)
   assert encoder.features == loaded.features
   side = encoder.sides["city"]
-  flags = np.array([*side.fitted.vocabularies["flags"], None], object)[side.ids["flags"]]
+  flags = np.array([*side.transforms.vocabularies["flags"], None], object)[side.ids["flags"]]
   by_id = dict(zip(side.texts, flags.tolist(), strict=True))
   assert by_id == {"Oslo": ["year", None], "Rome": ["month", "day"], "Bonn": ["day", None]}
 
@@ -431,7 +431,7 @@ def test_categories_of_parquet_may_be_stored_as_dictionaries(tmp_path):
   columns = {"clicked": "label", "city": "category"}
   given = {"files": str(tmp_path), "columns": columns, "split": {"by": "order"}}
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("Oslo", "Rome")
+  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("Oslo", "Rome")
   assert np.bincount(loaded.columns["ids"][:, 0] + 1).tolist() == [60, 120, 60]
 
 
@@ -461,7 +461,7 @@ def test_values_are_counted_on_the_rows_that_train(tmp_path):
     if "columns" in given:
       files["2.csv"] = [("none", "y", "train")]
     loaded, encoder = several(tmp_path, files, **given)
-    assert sorted(encoder.fitted.vocabularies["city"]) == ["a", "b", "c"]
+    assert sorted(encoder.transforms.vocabularies["city"]) == ["a", "b", "c"]
     assert loaded.splits["train"] == (0, 4)
 
   each(cases, check)

@@ -5,13 +5,13 @@ import pyarrow as pa
 import pytest
 import xxhash
 from cases import each
+from recipes.tables.fitting import fit
+from recipes.tables.store import Store
 
 from recipes.errors import UserError
 from recipes.tables import spec
-from recipes.tables.encoding import Fitted
-from recipes.tables.fitting import fit
 from recipes.tables.source import Stage
-from recipes.tables.store import Store
+from recipes.tables.transforms import Transforms
 
 
 def fitted(columns, values, parts=1, base=None):
@@ -209,7 +209,7 @@ def test_what_is_saved_is_loaded(tmp_path):
   }
   made = fitted(columns, values)
   made.save(tmp_path, "columns")
-  loaded = Fitted.load(tmp_path, "columns")
+  loaded = Transforms.load(tmp_path, "columns")
   assert loaded.features == made.features
   assert loaded.dense_names == made.dense_names
   np.testing.assert_array_equal(loaded.dense(values, 4), made.dense(values, 4))

@@ -9,7 +9,7 @@ from small_tables import completed, write_csv
 
 from recipes.errors import UserError
 from recipes.sequence import data as sequence
-from recipes.tables.encoding import Entities
+from recipes.tables.transforms import Entities
 from recipes.two_tower import data as two_tower
 
 HEADER = ("who", "what", "when", "stars", "age", "genres", "name")
@@ -210,7 +210,7 @@ def test_sequences_hold_out_the_last_items_only(tmp_path):
 def test_features_are_fitted_on_what_training_has(tmp_path):
   rows = [(*row[:5], "new" if row[1] in ("heat", "tron") else row[5], row[6]) for row in ROWS]
   items = Entities.load(load("two_tower", tmp_path, rows=rows).serve, "items")
-  assert items.fitted.vocabularies["genres"] == ("drama", "scifi")
+  assert items.transforms.vocabularies["genres"] == ("drama", "scifi")
 
 
 @pytest.mark.ci
@@ -275,7 +275,7 @@ def test_users_of_skipped_rows_alone_are_not_there(tmp_path):
   users = Entities.load(loaded.serve, "users")
   assert users.texts == ["ann", "bob"]
   assert users.ids["age"].tolist() == [0, 1]
-  with pytest.raises(UserError, match="column 'who' has no value"):
+  with pytest.raises(UserError, match="column 'who': 'NA' has no value"):
     load(recipe, tmp_path, rows[1:])
 
 
@@ -284,7 +284,7 @@ def test_an_id_that_comes_twice_in_a_table_of_items_is_named_or_counted(tmp_path
   path = write_csv(tmp_path / "items.csv", ("id", "kind"), [("a", 1), ("a", 2), ("cube", 4)])
   table = {"files": str(path), "key": "id", "columns": {"kind": {"kind": "category", "hash": 9}}}
   given = {"columns": {"who": "user", "what": "item"}, "item_table": table}
-  with pytest.raises(UserError, match=r"items.csv, row 2, column 'id': 'a' is that of an earlier"):
+  with pytest.raises(UserError, match=r"items.csv, row 2, column 'id': 'a' is in an earlier"):
     load("two_tower", tmp_path, **given)
   load("two_tower", tmp_path, on_bad_row="skip", **given)
-  assert "1 row: column 'id' is that of an earlier row" in capsys.readouterr().err
+  assert "left out, since their items are in earlier rows: 1" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from cases import each, refused
 from ml_collections import ConfigDict
 from small_tables import completed
 
+from recipes import config as config_lib
 from recipes.errors import UserError
 from recipes.tables import settings
 
@@ -107,16 +108,15 @@ def test_a_side_table_needs_its_key(tmp_path):
 
 
 def test_steps_follow_from_the_rows(tmp_path):
-  cases = [(100, 1, 64, 20), (100, 6, 66, 20), (1_000_000, 1, 4096, 2450), (50_000, 8, 256, 1960)]
+  given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
+  cases = [(100, 64, 20), (1_000_000, 4096, 2450), (50_000, 256, 1960)]
 
-  def check(rows, devices, batch, steps):
+  def check(rows, batch, steps):
     config = completed("dlrm", tmp_path)
-    chosen = settings.steps_of_data(config, rows, devices)
-    assert (chosen.batch_size, chosen.steps) == (batch, steps)
-    assert chosen.eval_every == steps // 10
+    chosen = config_lib.with_schedule(config, rows, None)
+    assert (chosen.batch_size, chosen.steps, chosen.eval_every) == (batch, steps, steps // 10)
     assert config.steps == 0
-    given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
-    chosen = settings.steps_of_data(completed("dlrm", tmp_path, **given), rows, devices)
+    chosen = config_lib.with_schedule(completed("dlrm", tmp_path, **given), rows, None)
     assert {name: chosen[name] for name in given} == given
 
   each(cases, check)

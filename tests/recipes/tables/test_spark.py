@@ -16,7 +16,7 @@ import recipes
 from recipes import files
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables.encoding import Encoder
+from recipes.tables.transforms import Encoder
 from recipes.two_tower import data as two_tower
 
 _MISSING = [
@@ -108,7 +108,7 @@ def test_both_engines_give_the_same(session, tmp_path):
   for column in expected.columns:
     assert actual.columns[column].dtype == expected.columns[column].dtype
     np.testing.assert_array_equal(actual.columns[column][:], expected.columns[column])
-  both = [Encoder.load(loaded.serve).all_fitted for loaded in (actual, expected)]
+  both = [Encoder.load(loaded.serve).all_transforms for loaded in (actual, expected)]
   for one, other in zip(*both, strict=True):
     assert one.vocabularies == other.vocabularies
     assert one.numbers == other.numbers
