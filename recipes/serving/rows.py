@@ -58,7 +58,11 @@ def as_table(rows: Any) -> pa.Table:
   columns = named(table.column_names)
   if (name := repeated(columns)) is not None:
     raise UserError(f"the rows have two columns {name!r}: rename one")
-  return table.rename_columns(list(columns))
+  # DuckDB knows no half floats of Arrow.
+  plain = [
+    pa.chunked_array([x.to_pylist()]) if "halffloat" in str(x.type) else x for x in table.columns
+  ]
+  return pa.table(plain, list(columns))
 
 
 class Reader:

@@ -93,7 +93,10 @@ def read(
       raise DamagedFileError(f"{problem}. Repair it, or write config.on_bad_row='skip'")
     places = ", ".join(str(row) for row, _ in again)
     con.execute(f"UPDATE {stored} SET bad = 0 WHERE rowid IN ({places})")
-    notes = [*notes, f"left out, since their {side}s are in earlier rows: {len(again):,} (first: {problem})"]
+    notes = [
+      *notes,
+      f"rows whose {side} is in an earlier one: {len(again):,} (first: {problem})",
+    ]
   if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")
   texts = con.execute(f"SELECT {key} FROM {rows.view}").to_arrow_table()[0].to_pylist()

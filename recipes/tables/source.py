@@ -312,11 +312,11 @@ def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
     return "date"
   sample = f"(SELECT {trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
   query = (
-    "SELECT count(t), count(TRY_CAST(t AS DOUBLE)), bool_or(contains(t, '.')) FROM "
-    f"(SELECT {present('t', missing)} AS t FROM {sample})"
+    "SELECT first(TRY_CAST(t AS DOUBLE) IS NOT NULL), bool_or(contains(t, '.')) FROM "
+    f"(SELECT {present('t', missing)} AS t FROM {sample}) WHERE t IS NOT NULL"
   )
-  count, numbers, has_fractions = asked(con, file.path, query).fetchone() or (0, 0, False)
-  if count and 2 * numbers <= count:
+  is_number, has_fractions = asked(con, file.path, query).fetchone() or (True, False)
+  if is_number is False:
     return "date"
   return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
 
@@ -630,7 +630,7 @@ def _refuse(
   ).fetchall()
   for number, count, row, value in found:
     column, problem = checks[number]
-    text = "" if value is None else f"{_shown(value)} "
+    text = f"{_shown(value)} " if value else ""
     place = int(rows.numbers_of(np.array([row]))[1][0])
     at = f"{file.path}, row {place}"
     if number >= 0 and on_bad_row == "raise":

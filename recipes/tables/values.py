@@ -147,8 +147,10 @@ def value_of(
   pattern = getattr(kind, "pattern", "")
 
   def value(converted: str, sql: str = typed, bad: str = "false", problem: str = "") -> Value:
-    steps = (texts, filled, {typed: converted})
-    return Value(steps, sql, bad, problem, f"CAST({raw} AS VARCHAR)")
+    shown = ", ".join(f"CAST({column.raw} AS VARCHAR)" for column in columns)
+    return Value(
+      (texts, filled, {typed: converted}), sql, bad, problem, f"concat_ws(', ', {shown})"
+    )
 
   if isinstance(kind, spec.Time):
     time, problem = _time(kind, columns, [*filled], clock)
@@ -174,13 +176,15 @@ def value_of(
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
     if isinstance(kind, spec.Vector):
-      floats, width = _each(typed, "TRY_CAST(x AS FLOAT)"), kind.width
+      finite = f"CASE WHEN abs(TRY_CAST(x AS DOUBLE)) <= {_LARGEST} THEN TRY_CAST(x AS FLOAT) END"
+      floats, width = _each(typed, finite), kind.width
       is_whole = f"list_count({floats}) = {width} AND len({typed}) = {width}"
       bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
       vector = f"CASE WHEN {is_whole} THEN {floats} END"
       return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
-    return value(items, spelled if aligned else f"list_filter({spelled}, lambda x: x IS NOT NULL)")
+    known = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
+    return value(items, spelled if aligned else known)
   if isinstance(kind, spec.Label):
     return value(_spelled(text), typed, *_bad_label(name, kind, typed))
   if isinstance(kind, spec.Split):

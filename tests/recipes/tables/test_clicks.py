@@ -7,12 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases import each, refused
-from recipes.tables.rows import label_of
 from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables import spec
 from recipes.tables.transforms import Encoder
 
 HEADER = ("clicked", "city", "price", "tags", "part")
@@ -39,11 +37,6 @@ def load(tmp_path, rows=ROWS, columns=COLUMNS, header=HEADER, **given):
   path = write_csv(tmp_path / "clicks.csv", header, rows)
   config = completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given)
   return data.load(config)
-
-
-def test_a_missing_label_is_no_click_and_no_other_value():
-  found = label_of(pa.array([None, "5", "3"]), spec.Label(positive=("5",)))
-  np.testing.assert_array_equal(found, [np.nan, 1, 0])
 
 
 def test_columns_by_hand(tmp_path):
@@ -147,17 +140,6 @@ def test_weights(tmp_path):
 
 
 @pytest.mark.ci
-def test_labels_that_nobody_has_named_are_told(tmp_path, capsys):
-  names = ["<=50K", ">50K", ">50K."]
-  rows = [(names[i % 3], *row[1:]) for i, row in enumerate(ROWS * 3)]
-  label = {"kind": "label", "positive": (" >50K", "more")}
-  load(tmp_path, rows=rows, columns=COLUMNS | {"clicked": label})
-  said = capsys.readouterr().err
-  assert "these labels count as no click: '<=50K' (8), '>50K.' (8)" in said
-  assert "no row has 'more', which config.columns['clicked'] names" in said
-
-
-@pytest.mark.ci
 def test_a_column_that_tells_nothing_is_named(tmp_path, capsys):
   rows = [(*row[:2], 7, *row[3:]) for row in ROWS]
   load(tmp_path, rows=rows)
@@ -170,14 +152,14 @@ def test_a_column_that_tells_nothing_is_named(tmp_path, capsys):
 @pytest.mark.ci
 def test_a_split_needs_weight_on_both_outcomes(tmp_path):
   cases = [
-    ([1, 1, 1, 1, 0, 0, 1, 1], "all rows of the valid split"),
-    ([1, 1, 1, 1, 1, 1, 1, 0], "all clicks of the test split"),
-    ([1, 0, 1, 0, 1, 1, 1, 1], "all rows without a click of the train split"),
+    ([1, 1, 1, 1, 0, 0, 1, 1], "valid"),
+    ([1, 1, 1, 1, 1, 1, 1, 0], "test"),
+    ([1, 0, 1, 0, 1, 1, 1, 1], "train"),
   ]
 
-  def check(weights, which):
+  def check(weights, split):
     rows = [(*row[:2], weight, *row[3:]) for row, weight in zip(ROWS, weights, strict=True)]
-    with pytest.raises(UserError, match=f"{which} have weight 0 in column 'price'"):
+    with pytest.raises(UserError, match=f"of the {split} split .* weights above 0"):
       load(tmp_path, rows=rows, columns=COLUMNS | {"price": "weight"})
 
   each(cases, check)
@@ -222,7 +204,7 @@ def problem(tmp_path, row, **columns):
     (
       ("x", "x", 1, "a", "test"),
       {"clicked": {"kind": "label", "at_least": 1}},
-      r"row 5, column 'clicked': 'x' is no number to compare with .*'at_least'\]=1\.",
+      r"row 5, column 'clicked': 'x' is no number",
     ),
     (("", "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*no value"),
     ((1, "x", 1, "a", "tset"), {}, r"row 5, column 'part'.*'tset'.*train, valid or test"),
@@ -241,8 +223,7 @@ def test_skipped_rows_are_counted_once(tmp_path, capsys):
   for name in ("label", "ids", "dense"):
     np.testing.assert_array_equal(loaded.columns[name], whole.columns[name])
   said = capsys.readouterr().err
-  assert "1 row: column 'price'" in said
-  assert "1 row: column 'clicked'" in said
+  assert "2 rows: column 'clicked' is neither 0 nor 1" in said
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
@@ -347,19 +328,13 @@ def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
 
 
 @pytest.mark.ci
-def test_ids_are_not_merged_by_their_spelling(tmp_path):
+def test_a_value_has_one_spelling(tmp_path):
   given = {"columns": {"clicked": "label", "city": "item"}, "split": {"by": "order"}}
-  names = ["1", "1.0", "1.00", "TRUE", "true", "True", "x", "y", "z", "w"]
+  names = ["1", "1.0", "1.00", "-7.0", "TRUE", "true", "x.0", "1.5", "01", "Truest"]
   rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
-  loaded = load(tmp_path, rows=rows, **given)
-  encoder = Encoder.load(loaded.serve)
-  assert sorted(encoder.transforms.vocabularies["city"]) == sorted(names)
-  rows = [(i % 2, f"{i % 10}.0", i, "", "") for i in range(2000)]  # integers with gaps
-  loaded = load(tmp_path, rows=rows, **given)
-  encoder = Encoder.load(loaded.serve)
-  assert sorted(encoder.transforms.vocabularies["city"]) == [str(i) for i in range(10)]
-  ids = [encoder.encode({"city": pa.array([text])}, 1)["ids"][0, 0] for text in ("3", "3.0")]
-  assert ids[0] == ids[1]
+  encoder = Encoder.load(load(tmp_path, rows=rows, **given).serve)
+  vocabulary = encoder.transforms.vocabularies["city"]
+  assert vocabulary == ("1", "true", "-7", "01", "1.5", "Truest", "x.0")
 
 
 @pytest.mark.ci
@@ -403,7 +378,7 @@ def test_a_date_in_several_columns_splits_by_time(tmp_path):
   loaded = load(tmp_path, rows=rows, columns=columns, header=header, split=split)
   assert loaded.splits == {"train": (0, 36), "valid": (36, 42), "test": (42, 48)}
   rows[30] = (*rows[30][:2], 2024, 2, 30)
-  with pytest.raises(UserError, match=r"row 31, column 'y': y 2024, m 2, d 30 is no date"):
+  with pytest.raises(UserError, match=r"row 31, column 'y': '2024, 2, 30' is no date"):
     load(tmp_path, rows=rows, columns=columns, header=header, split=split)
 
 

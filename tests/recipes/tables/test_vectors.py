@@ -15,7 +15,8 @@ import embed
 from recipes import export, serving
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables import values
+from recipes.serving.rows import Reader, as_table
+from recipes.tables import spec
 from recipes.training import layers
 from recipes.two_tower import data as tower_data
 
@@ -63,14 +64,15 @@ def tables(folder, queries=None):
 
 def test_a_vector_is_a_list_or_a_text():
   cases = [
-    (pa.array([[1, 2], None, [], [np.nan, np.nan]]), [[1, 2], [], [], []]),
+    (pa.array([[1, 2], None, [], [np.nan, np.nan]]), [[1, 2], None, None, None]),
     (pa.array([[1, 2], [3, 4]], pa.list_(pa.float16(), 2)), [[1, 2], [3, 4]]),
-    (pa.array(["1|2.5", "", None, "NA|NA"]), [[1, 2.5], [], [], []]),
+    (pa.array(["1|2.5", "", None, "NA|NA"]), [[1, 2.5], None, None, None]),
   ]
 
   def check(stored, expected):
-    read, problems = values.converted([stored], ("vector", "|", "2"), ("NA",), {}, ["v"])
-    assert (read.to_pylist(), problems) == (expected, [])
+    reader = Reader({"v": spec.Vector(width=2)}, ("NA",))
+    read, bad = reader.read(as_table({"v": stored}), "raise")
+    assert (read["v"].to_pylist(), bad.tolist()) == (expected, [False] * len(stored))
 
   each(cases, check)
 
@@ -78,10 +80,10 @@ def test_a_vector_is_a_list_or_a_text():
 @pytest.mark.ci
 def test_a_row_whose_vector_is_not_one_is_bad(tmp_path):
   cases = [
-    ([1.0], "[1.0] is not 2 numbers"),
-    ([1.0, None], "[1.0, None] is not 2 numbers"),
-    ([1.0, 2.0, None], "[1.0, 2.0, None] is not 2 numbers"),
-    ([1.0, np.inf], "inf is not finite"),
+    ([1.0], "'[1.0]' is not 2 numbers"),
+    ([1.0, None], "'[1.0, NULL]' is not 2 numbers"),
+    ([1.0, 2.0, None], "'[1.0, 2.0, NULL]' is not 2 numbers"),
+    ([1.0, np.inf], "'[1.0, inf]' is not 2 numbers"),
   ]
 
   def check(stored, problem):
