@@ -170,6 +170,7 @@ def read(path: Path, con: Any) -> Iterator[Rows]:
     DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
   """
   format, row = Format(**FORMAT), 0
+  source.check_whole(str(path))
   file = source.open_file(con, str(path), format)
   texts = [file.column(name).raw for name in format.names]
   first = 1 + NUM_INTEGERS

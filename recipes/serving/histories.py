@@ -83,7 +83,9 @@ class Lists:
       return texts, wrong
     reader = self._flat[part.name]
     found, bad_items = reader.read(pa.table({"value": texts}), "skip")
-    wrong[row[bad_items & texts.is_valid().to_numpy(zero_copy_only=False)]] = True
+    if part.by == "label":  # a missing one says nothing
+      bad_items &= texts.is_valid().to_numpy(zero_copy_only=False)
+    wrong[row[bad_items]] = True
     number = numbers_of(found["value"]) if part.by == "time" else _labels(found["value"], reader)
     return np.nan_to_num(number, nan=-1), wrong
 

@@ -14,11 +14,13 @@ import dataclasses
 import datetime
 import functools
 import glob
+import gzip
 import os
 import re
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +146,17 @@ def check_magic(path: str) -> None:
         raise DamagedFileError(f"{path} {problem}.")
 
 
+def check_whole(path: str) -> None:
+  """Raises DamagedFileError where a gzip file breaks off, which DuckDB takes for its end."""
+  if path.endswith(".gz") and os.path.exists(path):
+    try:
+      with gzip.open(path) as file:
+        while file.read(1 << 20):
+          pass
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+      raise DamagedFileError(f"{path} breaks off or is damaged ({error}). {_AGAIN}") from error
+
+
 def _pattern(path: str) -> str:
   """Returns the SQL of a pattern that fits one path; DuckDB expands none in a URL."""
   return literal(glob.escape(path) if os.path.exists(path) else path)
@@ -237,6 +250,10 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
       raise UserError(f"{path}: the first line is a header: leave out config.format.names")
     return names
   names = named(first)
+  if any("\0" in name for name in names):
+    raise DamagedFileError(
+      f"{path} has NUL bytes: in UTF-16, write config.format.encoding='utf-16'"
+    )
   if not any(first) or (duplicate := repeated(names)) is not None:
     problem = f"two columns {duplicate!r}" if any(first) else "no column"
     raise DamagedFileError(
@@ -262,11 +279,15 @@ def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckD
 
 def readable(con: duckdb.DuckDBPyConnection, file: File) -> File:
   """Reads a file to its end, and returns it as it can be read."""
-  query = f"SELECT count(*) FROM {file.relation}"
+  columns = ", ".join(f"count({sql})" for sql, _ in file.columns.values())
+  query = (
+    f"SELECT {columns} FROM {file.relation}"  # of a column that is not read, no text is checked
+  )
+  check_whole(file.path)
   try:
-    con.execute(query)
+    con.execute(query).fetchall()
   except duckdb.InvalidInputException:
-    asked(con, file.path, query)
+    asked(con, file.path, query).fetchall()
     lenient = file.relation.replace("strict_mode=true", "strict_mode=false")
     return dataclasses.replace(file, relation=lenient)
   return file
@@ -546,6 +567,7 @@ def read(
   con.execute(f"DROP VIEW IF EXISTS {name}; DROP TABLE IF EXISTS {rows.table}")
   with files.progress("reading", len(opened), "file") as bar:
     for number, file in enumerate(opened):
+      check_whole(file.path)
       query, checks = _query(file, source, rows.columns, clock, required, seed, on)
       for table in ("reject_errors", "reject_scans"):
         con.execute(f"DROP TABLE IF EXISTS {table}")

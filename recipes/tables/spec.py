@@ -279,6 +279,7 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
+_OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
 # What makes no sense: of which kinds, when, and what to write.
 _FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
@@ -322,6 +323,11 @@ _FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     Ordered,
     lambda k: not k.of and (k.beside or k.where),
     "beside and where are for a history: name its column with of",
+  ),
+  (
+    Ordered,
+    lambda k: k.of and any(getattr(k, name) != getattr(Ordered, name) for name in _OF_COLUMN),
+    "of names values of earlier rows, in the table of their column: leave out its options",
   ),
   (Cross, lambda k: len(k.columns) < 2, "columns must name two or more declared columns"),
   (User, lambda k: k.separator, "a row has one user: remove separator"),

@@ -9,7 +9,7 @@ from small_data import write_criteo_days
 
 import embed
 from recipes.dlrm import criteo1tb, data
-from recipes.tables.source import Stage
+from recipes.tables import source
 
 
 def config(folder, cache_dir, **changes):
@@ -29,7 +29,7 @@ def test_days_follow_one_another_and_the_last_is_halved(days, tmp_path):
   settings = config(days, tmp_path)
   loaded = data.load(settings)
   assert loaded.splits == {"train": (0, 253), "valid": (253, 260), "test": (260, 266)}
-  stage = Stage()
+  stage = source.connect()
   blocks = [block for i in range(24) for block in criteo1tb.read(days / f"day_{i}", stage)]
   np.testing.assert_array_equal(loaded.columns["label"], np.concatenate([b.label for b in blocks]))
   integers = np.concatenate([b.integers for b in blocks])
@@ -96,7 +96,7 @@ def test_damage_and_missing_days_are_named(days, tmp_path):
     (broken / f"day_{i}").write_bytes((days / f"day_{i}").read_bytes())
   lines = (broken / "day_3").read_text().splitlines()
   (broken / "day_3").write_text("\n".join([*lines[:4], "1\t2", *lines[5:]]) + "\n")
-  with pytest.raises(ValueError, match="day_3, row 5 has too few fields: 2 instead of 40"):
+  with pytest.raises(ValueError, match="day_3, line 5 has too few fields for 40"):
     data.load(config(broken, tmp_path / "cache"))
   (broken / "day_3").write_text("\n\n".join(lines) + "\n")
   with pytest.raises(ValueError, match="day_3 has empty lines, or has changed"):

@@ -4,7 +4,6 @@ import hashlib
 import zipfile
 
 import http_server
-import pyarrow.parquet as pq
 import pytest
 import recipe_runs
 from cases import each
@@ -54,19 +53,6 @@ def test_dat_and_csv_are_the_same_data(tmp_path):
   assert rows_of(dat) == rows_of(csv)
 
 
-def test_the_split_is_of_all_that_a_rating_has(tmp_path):
-  """As the recorded results have it, though the time is not declared."""
-  raw = write_movielens(tmp_path / "raw")
-  given = config(raw, tmp_path / "cache")
-  rows = [line.split("::") for line in (raw / "ratings.dat").read_text().splitlines()]
-  split = pq.read_table(data.load(given).serve.parent / "split.parquet").to_pylist()
-  for found in split[:300]:
-    user, movie, rating, time = rows[found["row"] - 1]
-    content = "\x1f".join([str(given.split_seed), movie, rating, time, user])
-    share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
-    assert found["part"] == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
-
-
 def replace(path, line, text):
   """Replaces a line of a file, or all of it."""
   lines = path.read_text(encoding="latin-1").splitlines()
@@ -77,9 +63,9 @@ def replace(path, line, text):
 @pytest.mark.ci
 def test_damage_is_named(tmp_path):
   cases = [
-    ("ratings.dat", 2, "1::30::3", r"ratings\.dat, row 2 has too few fields: 3 instead of 4"),
+    ("ratings.dat", 2, "1::30::3", r"ratings\.dat, line 2 has too few fields for 4"),
     ("ratings.dat", 2, "1::2::x::9", r"ratings\.dat, row 2, column 'rating': 'x' is no number"),
-    ("users.dat", 2, "7::M", r"users\.dat, row 2 has too few fields"),
+    ("users.dat", 2, "7::M", r"users\.dat, line 2 has too few fields"),
     ("movies.dat", None, "", r"movies\.dat is empty"),
   ]
 
