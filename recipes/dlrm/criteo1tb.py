@@ -207,7 +207,7 @@ def read(path: Path, con: Any) -> Iterator[Rows]:
     integers, ids = numbers[:NUM_INTEGERS], numbers[NUM_INTEGERS:]
     yield Rows(label, np.stack(integers, axis=1), np.stack(ids, axis=1))
     row += len(batch)
-  source.rejected(con, file, format, "raise", {})
+  source.rejected(con, file, format, "raise")
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:

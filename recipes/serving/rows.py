@@ -219,7 +219,7 @@ def of_file(path: str, format: Format, needed: Sequence[str]) -> Iterator[pa.Tab
       if row and row[0]:
         raise DamagedFileError(f"{path}, row {row[0]} {file.bad[1]}. Repair it")
     file = source_lib.readable(con, file)
-    source_lib.rejected(con, file, format, "raise", {})
+    source_lib.rejected(con, file, format, "raise")
     chosen = dict.fromkeys(
       [*file.columns, *(c for c in needed if "." in c and c not in file.columns)]
     )

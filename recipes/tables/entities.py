@@ -80,7 +80,7 @@ def read(
   """
   file = table.all_files[0]
   rows = source.read(con, table, on_bad_row, name=f"{side}_table")
-  key, stored, notes = rows.columns[""], rows.table, rows.notes
+  key, stored = rows.columns[""], rows.table
   earlier = f"row_number() OVER (PARTITION BY {key} ORDER BY place) > 1"
   again = con.execute(
     f"SELECT place, {key} FROM (SELECT place, {key}, {earlier} AS again FROM {rows.view}) "
@@ -93,14 +93,11 @@ def read(
       raise DamagedFileError(f"{problem}. Repair it, or write config.on_bad_row='skip'")
     places = ", ".join(str(row) for row, _ in again)
     con.execute(f"UPDATE {stored} SET bad = 0 WHERE rowid IN ({places})")
-    notes = [
-      *notes,
-      f"rows whose {side} is in an earlier one: {len(again):,} (first: {problem})",
-    ]
+    rows.leave_out(f"their {side} is in an earlier row", len(again), problem)
   if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")
   texts = con.execute(f"SELECT {key} FROM {rows.view}").to_arrow_table()[0].to_pylist()
-  at = Codes(texts).find(trained)
+  at, notes = Codes(texts).find(trained), rows.notes
   if (at < 0).all():
     raise UserError(
       f"no {side} of the training rows is in column {table.key!r} of {file}: rows have {side}s "

@@ -271,9 +271,10 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
     into = "INSERT INTO sample" if index else "CREATE TABLE sample AS"
     source.asked(con, file.path, f"{into} SELECT {chosen_columns} FROM {relation} LIMIT {limit}")
     read = source.count(con, "sample") - rows
-    bad = source.rejected(con, file, format, "skip", counts)
+    bad, left_out = source.rejected(con, file, format, "skip")
+    counts |= left_out
     if len(bad) > _BAD * (read + len(bad)):
-      source.rejected(con, file, format, "raise", {})  # says what to write
+      source.rejected(con, file, format, "raise")  # says what to write
     rows, places = rows + read, places + parts
     total += count or _estimate(con, file, read, limit, names)
   if not rows:

@@ -376,7 +376,7 @@ class Rows:
     view: its name; the columns are `columns`, `place`, that of a row in all files, and `split`, the
       index in `SPLITS`.
     columns: names in the view by declared name.
-    notes: lines about rows that were left out.
+    left_out: how many rows were left out by what is wrong with them, and where the first is.
     has_dates: whether times are dates.
   """
 
@@ -384,10 +384,23 @@ class Rows:
     self.con, self.source, self.has_dates = con, source, has_dates
     self.table, self.view = f"{name}_stored", name
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
-    self.notes: list[str] = []
+    self.left_out: dict[str, tuple[int, str]] = {}
     self.starts: list[int] = []  # the first row of each file
     self.rejected: list[np.ndarray] = []  # lines of each file that are no rows
     self.place = "rowid"  # in `table`: where a row is in all files
+
+  @property
+  def notes(self) -> list[str]:
+    """Lines about rows that were left out."""
+    return [
+      f"{count:,} row{'s' * (count > 1)}: {problem} (first: {first})"
+      for problem, (count, first) in self.left_out.items()
+    ]
+
+  def leave_out(self, problem: str, count: int, first: str) -> None:
+    """Counts rows that are left out."""
+    before, earlier = self.left_out.get(problem, (0, first))
+    self.left_out[problem] = before + count, earlier
 
   def __len__(self) -> int:
     return self.query(f"SELECT count(*) AS n FROM {self.view}")["n"][0].as_py()
@@ -558,7 +571,6 @@ def read(
       row, column and value.
   """
   kinds = source.read_kinds
-  counts: dict[str, tuple[int, str]] = {}
   opened = [open_file(con, path, source.format) for path in source.all_files]
   clock = clock_of(con, opened[0], source) if clock is None else clock
   rows = Rows(con, source, name, has_dates=clock == "date")
@@ -574,21 +586,20 @@ def read(
       into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
       rows.starts.append(count(con, rows.table) if number else 0)
       asked(con, file.path, f"{into} {query}")
-      rows.rejected.append(rejected(con, file, source.format, on_bad_row, counts))
-      _refuse(con, rows, file, checks, on_bad_row, counts)
+      lines, left_out = rejected(con, file, source.format, on_bad_row)
+      rows.rejected.append(lines)
+      for problem, (number_of, first) in left_out.items():
+        rows.leave_out(problem, number_of, first)
+      _refuse(rows, file, checks, on_bad_row)
       bar.update()
   rows.define()
   if not may_be_empty and not count(con, name):
-    why = "; ".join(f"{first}" for _, first in counts.values())
+    why = "; ".join(rows.notes)
     raise DamagedFileError(
       f"{source.all_files[0]}: every row was left out: {why}"
       if why
       else f"{source.all_files[0]} has a header and no rows"
     )
-  rows.notes = [
-    f"{count:,} row{'s' * (count > 1)}: {problem} (first: {first})"
-    for problem, (count, first) in counts.items()
-  ]
   return rows
 
 
@@ -636,17 +647,10 @@ def hashed(seed: int, texts: Sequence[str]) -> str:
   return f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
 
 
-def _refuse(
-  con: duckdb.DuckDBPyConnection,
-  rows: Rows,
-  file: File,
-  checks: Mapping[int, tuple[str, str]],
-  on_bad_row: str,
-  counts: dict[str, tuple[int, str]],
-) -> None:
+def _refuse(rows: Rows, file: File, checks: Mapping[int, tuple[str, str]], on_bad_row: str) -> None:
   """Raises for the first bad row of the last file, or counts all of them."""
   start = rows.starts[-1]
-  found = con.execute(
+  found = rows.con.execute(
     f"SELECT bad, count(*), min(rowid), arg_min(value, rowid) FROM {rows.table} "
     f"WHERE rowid >= {start} AND bad IS NOT NULL GROUP BY bad ORDER BY min(rowid)"
   ).fetchall()
@@ -662,8 +666,7 @@ def _refuse(
         "leave such rows out."
       )
     said = f"column {column!r} {problem}" if column else problem
-    before, first = counts.get(said, (0, f"{at} {text}".rstrip()))
-    counts[said] = before + count, first
+    rows.leave_out(said, count, f"{at} {text}".rstrip())
 
 
 def _shown(value: str) -> str:
@@ -672,16 +675,13 @@ def _shown(value: str) -> str:
 
 
 def rejected(
-  con: duckdb.DuckDBPyConnection,
-  file: File,
-  format: Format,
-  on_bad_row: str,
-  counts: dict[str, tuple[int, str]],
-) -> np.ndarray:
-  """Raises for the first line that DuckDB has left out, or counts all; returns their numbers."""
+  con: duckdb.DuckDBPyConnection, file: File, format: Format, on_bad_row: str
+) -> tuple[np.ndarray, dict[str, tuple[int, str]]]:
+  """Raises for the first line that DuckDB has left out; or returns their numbers and `left_out`."""
+  left_out: dict[str, tuple[int, str]] = {}
   tables = "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
   if not con.execute(tables).fetchone()[0]:  # type: ignore[index]
-    return np.empty(0, np.int64)
+    return np.empty(0, np.int64), left_out
   found = con.execute(
     "SELECT line, any_value(error_type), any_value(left(csv_line, 200)) FROM reject_errors "
     "GROUP BY line ORDER BY line"
@@ -702,6 +702,6 @@ def rejected(
         f"{at} {problem}: {_shown(text)}. Repair it, or write config.on_bad_row='skip' to leave "
         "such lines out."
       )
-    before, first = counts.get(problem, (0, at))
-    counts[problem] = before + 1, first
-  return np.array([line for line, *_ in found], np.int64) - (not format.names)
+    before, first = left_out.get(problem, (0, at))
+    left_out[problem] = before + 1, first
+  return np.array([line for line, *_ in found], np.int64) - (not format.names), left_out

@@ -114,11 +114,11 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-  """What is known of a file that was read: its rows, lines that are no rows, and notes."""
+  """What is known of a file that was read; see `source.Rows`."""
 
   rows: int
   rejected: np.ndarray
-  notes: list[str]
+  left_out: dict[str, tuple[int, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Task:
       hashed = ", hash" * (hashing["seed"] is not None)
       stored = f"SELECT {rows.values}, rowid AS place, bad{hashed} FROM {rows.table}"
       con.execute(f"COPY ({stored}) TO {literal(folder / _ROWS)} (FORMAT parquet)")
-      return _Read(source.count(con, rows.table), rows.rejected[0], rows.notes)
+      return _Read(source.count(con, rows.table), rows.rejected[0], rows.left_out)
 
   def write(
     self, number: int, *, split: str, starts: Sequence[int], read: Sequence[_Read]
@@ -185,7 +185,8 @@ class _Rows(source.Rows):
     super().__init__(con, table.rows, "rows", task.clock == "date")
     self._session, self.place, self.split_sql = session, "place", "0"
     self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
-    self.notes = list(dict.fromkeys(note for each in read for note in each.notes))
+    for problem, (rows, first) in (item for each in read for item in each.left_out.items()):
+      self.leave_out(problem, rows, first)
     paths = [str(task.path(number)) for number in range(len(read))]
     stored = session.read.parquet(*(f"file://{path}" for path in paths))
     starts = dict(zip((Path(path).parent.name for path in paths), self.starts, strict=True))

@@ -287,4 +287,4 @@ def test_an_id_that_comes_twice_in_a_table_of_items_is_named_or_counted(tmp_path
   with pytest.raises(UserError, match=r"items.csv, row 2, column 'id': 'a' is in an earlier"):
     load("two_tower", tmp_path, **given)
   load("two_tower", tmp_path, on_bad_row="skip", **given)
-  assert "rows whose item is in an earlier one: 1" in capsys.readouterr().err
+  assert "1 row: their item is in an earlier row" in capsys.readouterr().err
