@@ -45,7 +45,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if log is not None:
       made, lines = log.ordered({each.name: each.width for each in base.histories} if base else {})
       encoder, notes = Encoder(encoder.transforms, encoder.sides, made), [*notes, *lines]
-    notes.append(_about(encoder))
+    notes.append(summary(encoder))
     encoder.save(serve_folder(settings, folder))
     write_columns(rows, table, encoder, folder, sizes)
     about: dict[str, Any] = {"sha256": digests.result()}
@@ -244,7 +244,8 @@ def _id_name(table: Table, side: str) -> str:
   return table.require(_SIDES[side], f"which config.{side}_table belongs to")
 
 
-def _about(encoder: Encoder) -> str:
+def summary(encoder: Encoder) -> str:
+  """Returns a line about the features, and the rows of their tables."""
   rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}
   sizes = ", ".join(f"{name} {size:,}" for name, size in rows.items())
   features = f"{len(encoder.dense_names)} numbers, {len(encoder.features)} features with vectors"

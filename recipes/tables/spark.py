@@ -9,8 +9,10 @@ file; a training process opens those with its own rows and no others: see `Shard
 import contextlib
 import dataclasses
 import functools
+import glob
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +54,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     rows = _Rows(session, con, table, task, read)
     rows.split(by, table.split)
     encoder, notes, sizes = clicks.fitted(table, rows, clicks.base_of(table))
+    notes.append(clicks.summary(encoder))
     encoder.save(serve_folder(settings, folder))
     for name in ("split.parquet", _SHARDS):
       files.new_folder(folder / name)
@@ -161,7 +164,7 @@ class _Task:
       rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
       rows.starts, rows.rejected = [0], [read[number].rejected]
       placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
-      stored = f"({placed} FROM read_parquet({literal(self.path(number))}))"
+      stored = f"({placed} FROM read_parquet({literal(glob.escape(str(self.path(number))))}))"
       columns = ", ".join([*rows.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
       con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored} WHERE bad IS NULL")
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
@@ -188,7 +191,9 @@ class _Rows(source.Rows):
     for problem, (rows, first) in (item for each in read for item in each.left_out.items()):
       self.leave_out(problem, rows, first)
     paths = [str(task.path(number)) for number in range(len(read))]
-    stored = session.read.parquet(*(f"file://{path}" for path in paths))
+    # Spark would expand patterns in the names of folders.
+    escaped = (re.sub(r"([\\*?\[\]{}])", r"\\\1", path) for path in paths)
+    stored = session.read.parquet(*(f"file://{path}" for path in escaped))
     starts = dict(zip((Path(path).parent.name for path in paths), self.starts, strict=True))
     first = session.createDataFrame(list(starts.items()), "folder string, first long")
     folder = "element_at(split(_metadata.file_path, '/'), -2) AS folder"
