@@ -73,8 +73,7 @@ def topology_mesh(topology: str) -> Mesh:
   else:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   devices = described.devices
-  types = (AxisType.Auto,)
-  return jax.make_mesh((len(devices),), (mesh_lib.AXIS,), types, devices=devices)
+  return jax.make_mesh((len(devices),), (mesh_lib.AXIS,), (AxisType.Auto,), devices=devices)
 
 
 def _is_gpu(topology: str) -> bool:
