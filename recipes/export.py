@@ -260,8 +260,6 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .sequence import model as model_lib
   from .sequence import train
 
-  if config.model == "hstu" and config.time_buckets:
-    raise UserError("requests hold no times: export a run without config.time_buckets")
   items = Entities.load(serve, "items")
   model = train.build_model(config, len(items.texts), mesh)
   row = np.zeros((2, config.max_length), np.int32)

@@ -19,7 +19,6 @@ import scipy.sparse
 from .. import cache, packing, pipeline
 from .. import mesh as mesh_lib
 from ..datasets import DataSet, Registry
-from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
 from . import synthetic, table
@@ -43,8 +42,7 @@ class SequenceData:
   """A prepared data set.
 
   Attributes:
-    columns: `items` int32 `[interactions]`, `offsets` int64 `[users + 1]`, and of a log with times
-      `times` int32 `[interactions]`, in seconds.
+    columns: `items` int32 `[interactions]` and `offsets` int64 `[users + 1]`.
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
@@ -92,19 +90,13 @@ def load(config) -> SequenceData:
   prepared = DATA_SETS.load(config)
   columns = prepared.columns
   layout = {
-    "format": 3,
+    "format": 4,
     "of": prepared.name,
     "max_length": config.max_length,
     "positions": config.positions,
     "windows": config.windows,
     "next": config.model != "bert4rec",
-    "times": _has_times(config),
   }
-
-  if layout["times"] and "times" not in columns:
-    raise UserError(
-      "config.time_buckets is for data with times: declare a column as 'time', or leave it 0"
-    )
 
   def build(folder: Path) -> dict[str, Any]:
     rows = pack(
@@ -114,7 +106,6 @@ def load(config) -> SequenceData:
       positions=layout["positions"],
       next_item=layout["next"],
       windows=layout["windows"],
-      times=columns["times"] if layout["times"] else None,
     )
     for name, array in rows.items():
       cache.column(folder, name, array.shape, array.dtype)[:] = array
@@ -144,7 +135,6 @@ def pack(
   positions: str,
   next_item: bool,
   windows: bool = True,
-  times: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
   """Returns the training items of all users in rows of `width`, int32 `[rows, width]` each.
 
@@ -156,11 +146,10 @@ def pack(
       the items themselves, of which a masked model hides a part.
     windows: cuts longer sequences into windows, the last of which ends with the sequence, so that
       every item is the target of one window. Otherwise only the last `width` items are kept.
-    times: of the items; None of a model that reads none.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
-    -1 for none; `positions`, the place in the sequence; and `times`, of the items.
+    -1 for none; and `positions`, the place in the sequence.
   """
   starts = offsets[:-1] + next_item
   ends = offsets[:-1] + train_lengths(np.diff(offsets))
@@ -188,12 +177,7 @@ def pack(
     "targets": laid(items[last], -1),
     "segments": laid(np.repeat(numbers, lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
-    **({} if times is None else {"times": laid(times[last - next_item], 0)}),
   }
-
-
-def _has_times(config) -> bool:
-  return config.time_buckets > 0 and config.model == "hstu"
 
 
 def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
@@ -358,8 +342,7 @@ class EvalBatches:
 
   A batch holds, for B users, the `packing.inference_batch` of their last items, of width W, `seen`
   int32 `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item (-1
-  where the row fills up the last batch), and `user` `[B]`; with `config.time_buckets` `times`
-  `[B, W]`, of the items.
+  where the row fills up the last batch), and `user` `[B]`.
   W and E are of few sizes, so that few shapes are compiled.
 
   Args:
@@ -375,7 +358,6 @@ class EvalBatches:
     self._items, self._batch_size = data.columns["items"], config.eval_batch_size
     self._part = pipeline.part(config.eval_batch_size, shard, "eval_batch_size")
     self._max_length, self._positions = config.max_length, config.positions
-    self._times = data.columns["times"] if _has_times(config) else None
     self._ask = config.model == "bert4rec"
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
     order = np.argsort(stop - start, kind="stable")
@@ -391,29 +373,21 @@ class EvalBatches:
     own = slice(every.start + first, every.start + last)
     users, start, stop = self._users[own], self._start[own], self._stop[own]
     filled = last - first - len(users)
-    seen = self._cut(self._items, start, stop, retrieval.list_width(longest), -1)
+    seen = self._items[packing.ranges(start, stop - start)]
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
     items = self._items[packing.ranges(stop - kept, kept)]
     how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
     batch = packing.inference_batch(items, kept, width, **how) | {
-      "seen": seen,
+      "seen": packing.padded(seen, stop - start, retrieval.list_width(longest)),
       "target": self._items[stop][:, None].astype(np.int32),
       "user": users.astype(np.int32),
     }
-    if self._times is not None:
-      batch["times"] = self._cut(self._times, stop - kept, stop, width, 0)
     fill = {"items": -1, "segments": -1, "seen": -1, "target": -1, "user": -1}
     return {
       name: np.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1), constant_values=fill.get(name, 0))
       for name, x in batch.items()
     }
-
-  def _cut(
-    self, column: np.ndarray, start: np.ndarray, stop: np.ndarray, width: int, fill: int
-  ) -> np.ndarray:
-    values = column[packing.ranges(start, stop - start)]
-    return packing.padded(values, stop - start, width, fill)
 
   def __repr__(self) -> str:
     return f"EvalBatches({len(self._users)} users, batch_size={self._batch_size})"

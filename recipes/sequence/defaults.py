@@ -17,7 +17,6 @@ DEFAULTS: dict[str, Any] = {
   "residual": "input",
   # Of dense layers, but for queries, keys and values: "xavier", or "normal", of deviation 0.02.
   "init": "xavier",
-  "time_buckets": 0,  # of hstu's bias for the time between items, of data with times; 0 has none
   # Scores of sasrec and hstu are cosines, divided by this; 0 leaves them dot products. HSTU's
   # authors have 0.05.
   "temperature": 0.0,

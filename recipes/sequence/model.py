@@ -45,7 +45,7 @@ def make_block(config, *, rngs: nnx.Rngs) -> Any:
     return SASRecBlock(dim, heads, residual=config.residual, init=config.init, **options)
   if config.model == "bert4rec":
     return BERT4RecBlock(dim, heads, init=config.init, **options)
-  return HSTUBlock(dim, heads, config.max_length, buckets=config.time_buckets, **options)
+  return HSTUBlock(dim, heads, config.max_length, **options)
 
 
 class Encoder(nnx.Module):
@@ -61,20 +61,13 @@ class Encoder(nnx.Module):
     self,
     x_BxLxD: jax.Array,
     segments_BxL: jax.Array,
-    times_BxL: jax.Array | None = None,
     where_BxW: jax.Array | None = None,
   ) -> jax.Array:
-    """Returns `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
-
-    Args:
-      times_BxL: int32, in seconds, for HSTU with `time_buckets`.
-    """
+    """Returns `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`."""
     x, where = x_BxLxD, where_BxW
     mask_BxLxL = visible(segments_BxL, causal=self.causal)
     for number, block in enumerate(self.blocks, 1):
-      if isinstance(block, HSTUBlock):
-        x = block(x, mask_BxLxL, times_BxL=times_BxL)
-      elif where is None or number < len(self.blocks):
+      if where is None or number < len(self.blocks) or isinstance(block, HSTUBlock):
         x = block(x, mask_BxLxL)
       else:  # the last one computes no other columns
         x, where = block(_columns(x, where), _columns(mask_BxLxL, where), x), None
@@ -130,8 +123,8 @@ class SequenceModel(nnx.Module):
     """Returns the encoder's outputs `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
 
     Args:
-      batch: `items`, `segments` and `positions`, `[B, L]`, and `times` for HSTU with
-        `time_buckets`. An item of -1 within a segment is a hidden one.
+      batch: `items`, `segments` and `positions`, `[B, L]`. An item of -1 within a segment is a
+        hidden one.
     """
     items_BxL, segments_BxL = batch["items"], batch["segments"]
     x_BxLxD = self.vectors(items_BxL)
@@ -143,7 +136,7 @@ class SequenceModel(nnx.Module):
     if self.norm is not None:
       x_BxLxD = self.norm(x_BxLxD)
     x_BxLxD = self.dropout(x_BxLxD.astype(self.dtype))
-    outputs = self.encoder(x_BxLxD, segments_BxL, batch.get("times"), where_BxW)
+    outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW)
     return outputs.astype(jnp.float32)
 
   def vectors(self, items: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ def published(config) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes `items`, `offsets` and, if declared, `times`, and what serving needs; returns the meta.
+  """Writes `items`, `offsets` and what serving needs; returns the meta.
 
   Raises:
     UserError: no item is declared, or the split is another one than leave one out.
@@ -74,8 +74,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   items, offsets = log.history()
   cache.column(folder, "items", items.shape, items.dtype)[:] = items
   cache.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
-  if (times := log.history_times()) is not None:
-    cache.column(folder, "times", times.shape, times.dtype)[:] = times
   log.save(serve_folder(settings, folder))
   notes = log.notes
   if table.name_of(spec.Time) is None:

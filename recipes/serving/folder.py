@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import files
 from ..errors import MissingFileError, UserError
@@ -30,9 +31,11 @@ class Served:
     transforms: the folder of transforms, users and items.
     kinds: the declared columns of the training rows.
     text_format: of the training rows, where they were text.
-    arrays: of the program, on the device.
+    arrays: of the program, on one device.
     program: the compiled `(arrays, inputs) -> array`.
-    candidates: the vectors of the items, float32 `[items, D]`, on the device; None of dlrm.
+    candidates: the vectors of the items, float32 `[items, D]`, with zeros at the end so that the
+      devices' parts are equally large; None of dlrm.
+    mesh: the devices that the candidates are split over; None for one.
   """
 
   transforms: Path
@@ -42,6 +45,7 @@ class Served:
   arrays: Mapping[str, jax.Array]
   program: Callable[[Any, Any], jax.Array]
   candidates: jax.Array | None
+  mesh: Mesh | None
 
   def run(self, inputs: Any) -> jax.Array:
     """Runs the program on inputs of some rows; compiles it for each new number of them."""
@@ -70,6 +74,8 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
   name = about.get("candidates")
   program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   read = jax.device_put(stored)
+  devices = jax.local_devices()
+  mesh = Mesh(np.array(devices), ("data",)) if len(devices) > 1 else None
   return Served(
     transforms=folder / TRANSFORMS,
     about=about,
@@ -77,13 +83,23 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
     text_format=Format(**text),
     arrays=read,
     program=jax.jit(program.call),
-    candidates=None if name is None else candidates(folder, name, read),
+    candidates=None if name is None else split(candidates(folder, name, read), mesh),
+    mesh=mesh,
   )
 
 
-def candidates(folder: Path, name: str, read: Mapping[str, Any]) -> jax.Array:
+def candidates(folder: Path, name: str, read: Mapping[str, Any]) -> np.ndarray | jax.Array:
   """Returns the vectors of an export's items: a file, or one of the program's arrays by name."""
-  return jax.device_put(np.load(folder / name)) if name == CANDIDATES else float32(read[name])
+  return np.load(folder / name) if name == CANDIDATES else float32(read[name])
+
+
+def split(rows: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
+  """Returns rows split over the mesh, zeros at the end; without a mesh, rows on the device."""
+  if mesh is None:
+    return jax.device_put(rows)
+  # On the host, so that no device has to hold all rows of a file.
+  padded = np.pad(np.asarray(rows), ((0, -len(rows) % mesh.size), (0, 0)))
+  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec(*mesh.axis_names)))
 
 
 def float32(rows: jax.Array) -> jax.Array:

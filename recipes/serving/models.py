@@ -1,6 +1,7 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -231,7 +232,9 @@ class Recommender:
     self._offsets = np.load(folder / "history_offsets.npy")
     counts = np.bincount(self._history, minlength=len(self._items.texts))
     # Where scores have popularity, they rank a query of nothing in this order.
-    liked = np.asarray(served.candidates)[:, -1] if about.get("popularity") else counts
+    liked = counts
+    if about.get("popularity"):
+      liked = np.asarray(served.candidates)[: len(counts), -1]
     self._popular = np.argsort(-liked, kind="stable").astype(np.int32)
     user = spec.only(kinds, spec.User)
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
@@ -269,7 +272,8 @@ class Recommender:
       for n, kind in of_users.items()
       if n in needed and n not in self._users.vectors
     }
-    self._exact = jax.jit(retrieval.top_k, static_argnames="k")
+    search = functools.partial(retrieval.top_k, mesh=served.mesh, size=len(self._items.texts))
+    self._exact = jax.jit(search, static_argnames="k")
     self._approximate = None
     if about["ann"]:
       self._approximate = retrieval.Approximate.load(folder.parent / INDEX)
@@ -431,14 +435,14 @@ class Recommender:
       if self._is_towers
       else _sequence_inputs(queries, about)
     )
-    vectors, seen = self.served.run(inputs), None
+    vectors, seen = np.asarray(self.served.run(inputs)), None  # for any number of devices
     if about["exclude_seen"]:
       width = retrieval.list_width(max(map(len, queries.histories)))
       seen = _padded(queries.histories, width)
     if self._approximate is None:
       found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
     else:
-      found = self._approximate.top_k(np.asarray(vectors), top, seen)
+      found = self._approximate.top_k(vectors, top, seen)
     scores, ids = map(np.array, found)
     scores[ids < 0] = np.nan
     for row in np.flatnonzero(~known).tolist():

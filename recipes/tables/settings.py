@@ -108,8 +108,6 @@ def _typed(value: Any, default: Any, place: str) -> Any:
     return value
   if name == "files":
     return _files(value, place)
-  if name == "sharding" and isinstance(value, Mapping):
-    return dict(value)  # a strategy for each of some tables
   if isinstance(default, Mapping):
     if not isinstance(value, Mapping):
       raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")

@@ -60,6 +60,21 @@ def test_two_towers_rank_raw_rows_as_their_run_does(towers):
 
 
 @pytest.mark.ci
+def test_candidates_are_split_over_the_devices_and_ranked_as_on_one(towers, monkeypatch):
+  spread, rows = towers.answering, {"who": [f"u{user}" for user in range(40)]}
+  candidates = spread.served.candidates
+  assert len(candidates.sharding.device_set) == 8
+  assert candidates.sharding.shard_shape(candidates.shape)[0] == len(candidates) // 8
+  monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+  alone = serving.load(spread.served.transforms.parent)
+  assert len(alone.served.candidates.sharding.device_set) == 1
+  expected, answers = alone.recommend(rows, top=5), spread.recommend(rows, top=5)
+  np.testing.assert_array_equal(answers.items, expected.items)
+  # How a dot product is rounded may depend on the number of candidates of a device.
+  np.testing.assert_allclose(answers.scores, expected.scores, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ci
 def test_a_sequence_model_ranks_raw_rows_as_its_run_does(sequences):
   served = sequences.answering
   users, scores, ids = own_sequences(sequences, top=5)

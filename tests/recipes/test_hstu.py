@@ -1,6 +1,5 @@
-"""HSTU's block against slow NumPy: its biases of distance and time, with any mask."""
+"""HSTU's block against slow NumPy: its bias of distance, with any mask."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -31,20 +30,11 @@ def slowly(model, x, mask, bias):
 
 
 @pytest.mark.ci
-def test_the_block_adds_both_biases_to_the_scores():
-  model = hstu.HSTUBlock(8, 2, LENGTH, dropout=0.0, buckets=8, rngs=nnx.Rngs(0))
-  time_bias = np.array([*range(8)]) / 4 - 1
-  model.time_bias[...] = jnp.array(time_bias)
+def test_the_block_adds_a_bias_of_distance_to_the_scores():
+  model = hstu.HSTUBlock(8, 2, LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
   draw = np.random.default_rng(0)
   x = draw.normal(size=(2, COLUMNS, 8)).astype(np.float32)
   mask = (draw.random((2, COLUMNS, COLUMNS)) < 0.6) & np.tri(COLUMNS, dtype=bool)
-  times = np.array([[0, 1, 3, 6, 7, 100], [0, 0, 0, 50, 50, 51]], np.int32)
-  # Seconds to bucket, by hand: floor(log(s) / 0.301), and 7 from 9 seconds on.
-  bucket, distance_bias = {0: 0, 1: 0, 2: 2, 3: 3, 4: 4, 5: 5, 6: 5, 7: 6}, model.bias[...]
-
-  def bias(row, one, other):
-    apart = abs(int(times[row, one] - times[row, other]))
-    return time_bias[bucket.get(apart, 7)] + float(distance_bias[one - other])
-
-  found = nnx.jit(lambda model: model(x, mask, times_BxL=times))(model)
+  bias = lambda row, one, other: float(model.bias[...][one - other])
+  found = nnx.jit(lambda model: model(x, mask))(model)
   np.testing.assert_allclose(found, slowly(model, x, mask, bias), rtol=1e-4, atol=1e-5)
