@@ -30,8 +30,6 @@ class Interactions:
     split: int8 `[N]`, the index in `SPLITS`.
     users, items: with their features.
     notes: lines for the user about what was counted, dropped or merged.
-    time: int32 `[N]`, in seconds since the first; numbers that are no dates are taken as seconds.
-      None where no time is declared.
   """
 
   user: np.ndarray
@@ -40,7 +38,6 @@ class Interactions:
   users: Entities
   items: Entities
   notes: list[str]
-  time: np.ndarray | None = None
 
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
@@ -49,10 +46,6 @@ class Interactions:
 
   def _by_user(self) -> np.ndarray:
     return np.argsort(self.user, kind="stable")
-
-  def history_times(self) -> np.ndarray | None:
-    """Returns the times of the items of `history`."""
-    return None if self.time is None else self.time[self._by_user()]
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
@@ -97,7 +90,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     }
     order = np.argsort(row, kind="stable")
     splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
-    time = log.seconds(row)
   files.new_folder(folder / "stage").rmdir()
   table.check_unchanged()
   counts = len(users), len(items), len(user)
@@ -110,7 +102,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     )
   notes = log.notes + _about_splits(user, item, split, counts)
   return Interactions(
-    user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes, time
+    user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes
   )
 
 
@@ -284,23 +276,6 @@ class _Log:
 
   def _query(self, sql: str) -> pa.Table:
     return self._con.execute(sql).to_arrow_table()
-
-  def seconds(self, row: np.ndarray) -> np.ndarray | None:
-    """Returns the time of interactions by their rows; see `Interactions`."""
-    if not self._time:
-      return None
-    column = self.rows.columns[self._time]
-    times = self._query(f"SELECT place, {column} AS time FROM {self.rows.view}")
-    places, stored = times["place"].to_numpy(), times["time"].to_numpy()
-    time = stored[np.searchsorted(places, row)]
-    seconds = (time - time.min()) // (1_000_000 if self.rows.has_dates else 1)
-    if seconds.max(initial=0) > np.iinfo(np.int32).max:
-      self.notes.append(
-        f"column {self._time!r} spans more than 68 years if its numbers are seconds, so that no "
-        "model has times: declare dates, or divide milliseconds by 1000"
-      )
-      return None
-    return seconds.astype(np.int32)
 
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""

@@ -117,31 +117,8 @@ def test_sequences_are_in_the_order_of_time(tmp_path):
     for n, user in enumerate(users)
   }
   assert histories == {"ann": ["cube", "heat", "ran"], "bob": ["cube", "ran", "tron", "heat"]}
-  days = loaded.columns["times"] / 86_400
-  assert days.tolist() == [0, 2, 3, 1, 3, 7, 8]
   kept = load("sequence", tmp_path, exclude_seen=False)
   assert len(kept.columns["items"]) == 8
-
-
-def test_batches_have_the_times_of_their_items(tmp_path):
-  rows = [("ann", f"i{n}", 100 + 10 * n * n) for n in range(8)]
-  columns, header = {"who": "user", "what": "item", "when": "time"}, ("who", "what", "when")
-  given = {"model": "hstu", "time_buckets": 8, "max_length": 4, "batch_size": 2, "steps": 1}
-  config = completed(
-    "sequence", tmp_path / "cache", files=write_csv(tmp_path / "l.csv", header, rows),
-    columns=columns, **given,
-  )  # fmt: skip
-  loaded = sequence.load(config)
-  batches = [
-    sequence.TrainBatches(loaded, config)[0],
-    sequence.EvalBatches(loaded, "valid", config)[0],
-  ]
-  for batch in batches:
-    there = batch["items"] >= 0
-    np.testing.assert_array_equal(batch["times"][there], 10 * batch["items"][there] ** 2)
-    assert (batch["times"][~there] == 0).all()
-  with pytest.raises(UserError, match="time_buckets is for data with times"):
-    load("sequence", tmp_path, rows=ROWS, columns={"who": "user", "what": "item"}, **given)
 
 
 def test_rows_with_lists_of_items(tmp_path):
