@@ -5,12 +5,13 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from sklearn.metrics import roc_auc_score
 
 from ..errors import DamagedFileError
 from . import source, spec
@@ -22,11 +23,8 @@ from .values import typed, value_of
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
+_OFTEN = 20  # rows of a value from where on its outcomes are no chance
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
-_FOLDS = 5
-_SEED = 8_675_309  # of folds, and hardly of made data, whose values would be one with the folds
-_PRIOR = 10  # rows that the label's mean weighs in the mean of a value
-_INTERVALS = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,68 +108,27 @@ class Column:
     return parts.dictionary, np.bincount(of_part, minlength=size), rows
 
 
-class Evidence(NamedTuple):
-  """What a column alone says of the label, on rows that its means are not from.
-
-  Attributes:
-    leak: how it tells the outcome, as no column known before could; "" if it does not.
-    favors: "number" or "category", where the label tells which of the two it is; else "".
-    gain: nats that intervals of the numbers save of a constant's log loss, over all rows.
-  """
-
-  leak: str
-  favors: str
-  gain: float
-
-
-def evidence(column: Column, y: np.ndarray) -> Evidence:
-  """Compares means of the label by value with means by up to 256 intervals of numbers.
+def leak(column: Column, y: np.ndarray) -> str:
+  """Returns how a column alone tells the outcome, as none known before could; "" if it does not.
 
   Args:
-    column: of N rows; a missing value is a value like others.
+    column: of N rows.
     y: float64 `[N]`, 1 for a click, 0 for none, NaN for rows that are left out.
   """
-  known = ~np.isnan(y)
-  y, codes = y[known], column.codes[known] + 1
-  rate, intervals = y.mean(), np.zeros(column.distinct + 1, np.int64)
-  if column.numbers is not None:
-    order = np.argsort(column.numbers)  # placeholders are last
-    middle = (np.cumsum(column.counts[order]) - column.counts[order] / 2) / column.present
-    number = min(max(column.distinct // 4, 2), _INTERVALS)
-    intervals[order + 1] = 1 + (number * middle).astype(int)
-  means = [_means(codes, y), _means(intervals[codes], y)]
-  saved = [np.log(np.where(y > 0, p / rate, (1 - p) / (1 - rate))) for p in means]
-  # A frequent value has an interval of its own, and tells no order.
-  is_shared = np.bincount(intervals[1:])[intervals[codes]] > 1
-  by_value, by_order = (float(each[is_shared].sum()) for each in saved)
-  noise = max(np.sqrt((each[is_shared] ** 2).sum()) for each in saved)  # of both sums, by chance
-  favors = ""
-  if max(by_value, by_order) > 3 * noise:
-    favors = "number" if by_order > 0.8 * by_value else ""
-    favors = "category" if by_value - by_order > max(0.2 * by_value, 2 * noise) else favors
-  leak, filled = "", y[codes > 0]
-  if min(y.sum(), (1 - y).sum()) >= 10 and (auc := max(_auc(p, y) for p in means)) >= 0.99:
-    leak = f"AUC {auc:.3f}"
-  elif 0 < len(filled) < len(y) and filled.min() == filled.max():
+  is_filled = ~np.isnan(y) & (column.codes >= 0)
+  codes, filled, rate = column.codes[is_filled], y[is_filled], np.nanmean(y)
+  rows, clicks = np.bincount(codes), np.bincount(codes, filled)
+  if filled.size and filled.min() == filled.max():
     chance = len(filled) * np.log(rate if filled[0] else 1 - rate)  # of one outcome alone
-    leak = ("no clicks", "clicks only")[int(filled[0])] if chance < -14 else ""
-  return Evidence(leak, favors, float(saved[1].sum()))
-
-
-def _means(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Returns the mean of each row's code in the rows of other folds, drawn to the mean of all."""
-  size = int(codes.max()) + 1
-  folds = np.random.default_rng(_SEED).integers(_FOLDS, size=len(y))
-  cells = folds * size + codes
-  clicks = np.bincount(codes, y)[codes] - np.bincount(cells, y)[cells]
-  rows = np.bincount(codes)[codes] - np.bincount(cells)[cells]
-  return (clicks + _PRIOR * y.mean()) / (rows + _PRIOR)
-
-
-def _auc(scores: np.ndarray, y: np.ndarray) -> float:
-  of_row = np.unique(scores.round(12), return_inverse=True)[1]
-  clicks, others = np.bincount(of_row, y), np.bincount(of_row, 1 - y)
-  return float(clicks @ (np.cumsum(others) - others / 2) / (clicks.sum() * others.sum()))
+    return ("no clicks", "clicks only")[int(filled[0])] if chance < -14 else ""
+  is_pure = (rows >= _OFTEN) & ((clicks == 0) | (clicks == rows))
+  if rows[is_pure].sum() >= 0.99 * len(filled) > 0:
+    return "tells the outcome"
+  if column.numbers is not None and min(filled.sum(), (1 - filled).sum()) >= 10:
+    numbers = np.nan_to_num(column.of_rows[is_filled])
+    auc = float(roc_auc_score(filled, numbers))
+    return f"AUC {max(auc, 1 - auc):.3f}" if max(auc, 1 - auc) >= 0.99 else ""
+  return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,21 +160,15 @@ class Sample:
     """Whether all rows were read."""
     return self.num_rows == self.total
 
-  def split(self, columns: Sequence[str], share: float, seed: int) -> np.ndarray:
+  def split(self, columns: Sequence[str]) -> np.ndarray:
     """Returns the part of each row in a split by hash of columns: 0 train, 1 valid, 2 test."""
     places = {name: f"f{place}" for place, name in enumerate(self.columns)}
     texts = [f"CAST({places[name]} AS VARCHAR)" for name in sorted(columns)]
-    query = f"SELECT {source.hashed(seed, texts)} AS hash FROM {self.relation}"
+    query = f"SELECT {source.hashed(0, texts)} AS hash FROM {self.relation}"
     answer = self.con.execute(query).to_arrow_table()
     hashes = answer["hash"].to_numpy()
-    bounds = [round(each * 2**32) for each in (2 * share, share)]
+    bounds = [round(share * 2**32) for share in (0.2, 0.1)]
     return sum((hashes < bound).astype(np.int8) for bound in bounds)
-
-  def repeated(self) -> float:
-    """Returns the share of rows that repeat another row in all columns."""
-    codes = [column.codes for column in self.columns.values()]
-    rows = pa.table(codes, [*map(str, range(len(codes)))])  # Arrow takes "a.b" for a path
-    return 1 - rows.group_by(rows.column_names).aggregate([]).num_rows / self.num_rows
 
 
 def times_of(texts: pa.StringArray) -> np.ndarray | None:
@@ -230,17 +181,6 @@ def times_of(texts: pa.StringArray) -> np.ndarray | None:
       if answer.null_count:
         return None
   return answer.to_numpy()
-
-
-def dates_of(parts: Sequence[np.ndarray]) -> np.ndarray | None:
-  """Returns year, month, day and so on, `[N]` each, as microseconds; None if one is no date."""
-  names = [f"f{place}" for place in range(len(parts))]
-  with source.connect() as con:
-    con.register("parts", pa.table([*map(pa.array, parts)], names))
-    kind = spec.Time(columns=tuple(names))
-    value = value_of(kind, [FileColumn(name, name, "DOUBLE") for name in names], ())
-    answer = con.execute(typed("parts", {"c0": value})).to_arrow_table()
-  return None if answer["c0"].null_count else answer["c0"].to_numpy()
 
 
 def numbers_in(texts: pa.StringArray) -> np.ndarray:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from ..errors import UserError
 from . import spec
 from .formats import free
-from .profile import JOIN, Column, Evidence, Sample, dates_of, evidence, numbers_in
+from .profile import JOIN, Column, Sample, leak, numbers_in
 from .spec import as_text
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
@@ -39,8 +39,6 @@ _NAMES = {
 _IDS = {"id", "ids", "code", "hash", "key"}  # words that a name may have besides
 _CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "category"}
 _UNRELATED = {"birth", "born", "dob", "release", "released", "expiry", "expires", "founded"}
-_PARTS = {"year": (1900, 2100), "month": (1, 12), "day": (1, 31)}  # of a date, and what they hold
-_PARTS |= {"hour": (0, 23), "minute": (0, 59), "second": (0, 59)}
 _UNREAD = {  # by what is said of them: texts that would be categories of what has an order
   "numbers with commas": r"^[+-]?([\d.]*\d(,\d+)?|\d{1,3}(,\d{3})*(\.\d+)?)$",
   "dates, not as 2024-12-31": r"^(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
@@ -167,16 +165,15 @@ def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal
     return _left_out("no values")
   if column.distinct == 1 and not column.missing:
     return _left_out("constant")
-  told = Evidence("", "", 0.0) if y is None else evidence(column, y)
-  if told.leak:
-    return _left_out(f"leak, {told.leak}")
+  if y is not None and (how := leak(column, y)):
+    return _left_out(f"leak, {how}")
   if column.is_dated:
     return _left_out("a time, missing in places" if column.missing else "another time")
   if column.stored == "list":
     width = _width_of_vectors(column)
     return Proposal("vector", {"width": width}, "") if width else Proposal("bag", {}, "lists")
   if column.numbers is not None:
-    return _number(column, total, told.favors)
+    return _number(column, total)
   return Proposal("category", {}) if column.stored == "yes/no" else _text(column, total)
 
 
@@ -189,7 +186,7 @@ def _width_of_vectors(column: Column) -> int:
   return 0 if has_gaps or widths[0] < 2 or not (numbers % 1).any() else widths[0]
 
 
-def _number(column: Column, total: int, favored: str) -> Proposal:
+def _number(column: Column, total: int) -> Proposal:
   distinct, present, words = column.distinct, column.present, set(tokens(column.name))
   values = column.of_rows[~np.isnan(column.of_rows)]
   low, median, tail, high = np.quantile(values, (0, 0.5, 0.99, 1))
@@ -204,10 +201,9 @@ def _number(column: Column, total: int, favored: str) -> Proposal:
     if is_id and distinct >= _ROW_ID * present and present >= _FEW_ROWS:
       return _left_out("unique per row")
     reasons = {
-      "the label tells": favored == "category",
-      "few integers": distinct <= _FEW_INTEGERS and is_few and not favored,
-      "ids by name": is_named and not favored,
-      "long integers": is_long and not favored,
+      "few integers": distinct <= _FEW_INTEGERS and is_few,
+      "ids by name": is_named,
+      "long integers": is_long,
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
       return _category(column, total, why)
@@ -345,12 +341,6 @@ class _Planner:
     roles, columns, known = self.roles, self.columns, {}
     for name in (*[roles.label] * bool(roles.label), *roles.more):
       known[name] = self._label(columns[name])
-    for name, y in zip(roles.more, self.ys[1:], strict=True):
-      if not np.any((y == 1) & (self.ys[0] != 1)) and np.any((y == 0) & (self.ys[0] != 1)):
-        self.plan.notes.append(
-          f"{name} is a click only where {roles.label} is one: declare its mask as {roles.label!r} "
-          "to predict it among these rows alone."
-        )
     if roles.user:
       known[roles.user] = Proposal("user", {}, _rows_each(columns[roles.user]))
     if roles.item:
@@ -359,11 +349,6 @@ class _Planner:
       times, codes = columns[roles.time].times, columns[roles.time].codes
       assert times is not None
       self.clock, known[roles.time] = np.append(times, np.nan)[codes], Proposal("time", {})
-    elif date := _date_parts(columns):
-      names, self.clock = date
-      self.plan.columns[free("time", self.columns)] = Proposal("time", {"columns": names})
-      self.plan.notes.append(f"{', '.join(names)} are one time.")
-      known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
     return known
 
   def _label(self, column: Column) -> Proposal:
@@ -438,11 +423,6 @@ class _Planner:
       for name, each in plan.columns.items():
         if each.is_a(spec.Side) and not each.is_a(spec.Id) and "side" not in each.options:
           plan.columns[name] = _left_out("varies by row")
-          if columns[name].is_whole and 0 < (below := (columns[name].of_rows < 0).mean()) < 0.5:
-            plan.notes.append(
-              f"{name} is below 0 in {_rate(below)} of the rows, perhaps returns, which count as "
-              f"interactions. Declare it as {{'kind': 'label', 'at_least': 1}} to leave them out."
-            )
     else:
       self._ask()
 
@@ -479,69 +459,51 @@ class _Planner:
     return True
 
   def _has_split(self, ys: Sequence[np.ndarray]) -> bool:
-    """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
-    plan, y, parts = self.plan, ys[0], np.zeros(len(ys[0]), np.int64)
-    known = ~np.isnan(y)
+    """Returns whether a split has both outcomes in each part: by time, or else by hash."""
+    plan, y = self.plan, ys[0]
+    rare = int(min((y == 1).sum(), (y == 0).sum()))
+    if rare < _FEW_CLICKS:
+      which = "clicks" if rare == (y == 1).sum() else "rows without a click"
+      plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
     if not (self.sample.is_all and {*plan.sources} - {self.roles.label, *self.roles.more}):
       return True
     outcomes = lambda y, part: len(np.unique(y[part & ~np.isnan(y)]))
     has_both = lambda parts: all(outcomes(y, parts == n) == 2 for y in ys for n in range(3))
-    rare = int(min((y == 1).sum(), (y == 0).sum()))
-    if self.clock is not None:
-      parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")
-      if not has_both(parts):
-        plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
-        plan.settings["split"] = {"by": "hash"}
-    is_hashed, unlearned = self.clock is None or "split" in plan.settings, [""]
-    while unlearned:
-      if is_hashed:  # by the columns that are left
-        tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
-        splits = (
-          (share, seed, self.sample.split(plan.sources, share, seed)) for share, seed in tries
-        )
-        found = next((split for split in splits if has_both(split[2])), None)
-        if found is None:
-          why = "No split by hash has clicks and other rows in each part: too few rows differ."
-          plan.notes.append(why)
-          return False
-        share, seed, parts = found
-      training, embedded = known & (parts == 0), plan.columns.items()
-      is_empty = lambda name, training=training: not (self._column(name).codes[training] >= 0).any()
-      unlearned = [n for n, each in embedded if each.is_a(spec.Embedded) and is_empty(n)]
-      plan.columns |= dict.fromkeys(unlearned, _left_out("no value to train on"))
-    if is_hashed and (seed, share) != (0, 0.1):
-      plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
-    if rare < _FEW_CLICKS:
-      which = "clicks" if rare == (y == 1).sum() else "rows without a click"
-      plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
-    return True
+    in_order = lambda x: np.searchsorted(np.nanquantile(x, (0.8, 0.9)), x, side="right")
+    tries: dict[str, Callable[[], np.ndarray]] = {
+      "time": lambda: in_order(self.clock),
+      "hash": lambda: self.sample.split(plan.sources),
+      "order": lambda: in_order(np.arange(len(y))),
+    }
+    default = "hash" if self.clock is None else "time"
+    for by, parts in tries.items():
+      if (by != "time" or self.clock is not None) and has_both(parts()):
+        if by != default:
+          plan.notes.append(f"By {default}, a part would have one outcome: the split is by {by}.")
+          plan.settings["split"] = {"by": by}
+        return True
+    plan.notes.append("No split has both outcomes in each part: too few rows differ.")
+    return False
 
   def _has_vectors(self, y: np.ndarray) -> bool:
-    """Returns whether dlrm has a feature with vectors, after making one of a number or the time."""
-    plan, time = self.plan, self.columns.get(self.roles.time)
+    """Returns whether dlrm has a feature with vectors, after making one of a number."""
+    plan = self.plan
     if any(each.is_a(spec.Category) for each in plan.columns.values()):
       return True
     numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
-    buckets: dict[str, Any] = {"buckets": _INTERVALS}
-    if numbers:
-      name = max(numbers, key=lambda name: evidence(self._column(name), y).gain)
-      options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
-      plan.columns[name] = Proposal("number", options | buckets)
-      note = f"All features are numbers: the intervals of {name} get vectors."
-    elif time is None:
-      note = "No column is left to learn from: see above why each is left out."
-    elif time.numbers is None:
-      hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
-      part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
-      options = {"column": time.name, "pattern": pattern}
-      plan.columns[free(f"{time.name}_{part}", self.columns)] = Proposal("category", options)
-      note = f"Only the time is left to learn from: its {part} is a category."
-    else:
-      name = free(f"{time.name}_interval", self.columns)
-      plan.columns[name] = Proposal("number", {"column": time.name, **buckets})
-      note = "Only the time is left to learn from: its intervals get vectors."
-    plan.notes.append(note)
-    return bool(numbers) or time is not None
+    if not numbers:
+      plan.notes.append("No column is left to learn from: see above why each is left out.")
+      return False
+    ranks = {
+      name: np.nan_to_num(self._column(name).of_rows).argsort().argsort() for name in numbers
+    }
+    known = ~np.isnan(y)
+    tells = lambda name: abs(np.corrcoef(ranks[name][known], y[known])[0, 1])
+    name = max(numbers, key=tells)
+    options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
+    plan.columns[name] = Proposal("number", options | {"buckets": _INTERVALS})
+    plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+    return True
 
   def _ask(self) -> None:
     """Says what a table of users or items is for, or what to give for a config."""
@@ -575,18 +537,6 @@ class _Planner:
         f"Leaks are left out, as they tell the outcome: {', '.join(leaks)}. Declare one only if "
         "its value is known before the outcome is."
       )
-    suspects = [
-      f"{name} {text!r} ({rows / len(column.codes):.0%})"
-      for name, column in columns.items()
-      if plan.columns[name].kind not in ("", "label", "time")
-      for text, rows in _suspects(column)
-    ]
-    if suspects:
-      more = f" and {len(suspects) - _EXAMPLES} more" * (len(suspects) > _EXAMPLES)
-      listed = f"{', '.join(suspects[:_EXAMPLES])}{more}"
-      notes.append(f"Taken as values, perhaps none: {listed}. Name what is none in format.missing.")
-    if (share := self.sample.repeated()) >= 0.005:
-      notes.append(f"{share:.1%} of the rows repeat another one in all columns.")
     if nameless := [name for name in columns if re.fullmatch(r"column \d+", name)]:
       notes.append(f"Called by their place, as the header has no name: {', '.join(nameless)}.")
     return notes
@@ -616,23 +566,6 @@ def _is_time(column: Column) -> bool:
   return seconds or (column.is_whole and low >= 19_000_101 and high <= 21_001_231)  # as 20241231
 
 
-def _date_parts(columns: Mapping[str, Column]) -> tuple[tuple[str, ...], np.ndarray] | None:
-  """Returns the columns year, month, day, down to the second, that are one time, and the times."""
-  found: dict[tuple[str, ...], dict[str, str]] = {}
-  for name, column in columns.items():
-    *words, part = tokens(re.sub(r"(?i)(day)_?of_?(the_?)?month", r"\1", name)) or [""]
-    low, high = _PARTS.get(part, (0, -1))
-    if column.is_whole and ((low <= column.of_rows) & (column.of_rows <= high)).all():
-      found.setdefault(tuple(words), {})[part] = name
-  for parts in found.values():
-    names = tuple(parts[part] for part in itertools.takewhile(parts.__contains__, _PARTS))
-    if len(names) >= 3:
-      times = dates_of([columns[name].of_rows for name in names])
-      if times is not None:
-        return names, times
-  return None
-
-
 def _rate(rate: float) -> str:
   return f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
 
@@ -660,16 +593,3 @@ def _side(column: Column, sides: Mapping[str, Column]) -> str:
     if has_evidence and len(np.unique(pairs)) <= _SAME * ids.distinct:
       fitting.append((ids.distinct, side))
   return min(fitting)[1] if fitting else ""
-
-
-def _suspects(column: Column) -> list[tuple[str, int]]:
-  """Returns values that others write where there is none, and the rows with each."""
-  top = list(zip(column.texts.to_pylist()[:_EXAMPLES], column.counts.tolist(), strict=False))
-  if column.numbers is None:
-    return [(text, rows) for text, rows in top if _NONE.fullmatch(text)]
-  found = []
-  for (text, rows), number in zip(top, column.numbers, strict=False):
-    others = column.numbers[column.numbers != number]
-    is_apart = len(others) and (others.min() >= 0 if number < 0 else others.max() < number / 2)
-    found += [(text, rows)] * bool(is_apart and re.fullmatch(r"-1|-?99+(\.0+)?", text))
-  return found

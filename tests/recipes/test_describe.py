@@ -262,27 +262,6 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
 # --- what columns say of the label, and tables that are hard to describe --------------------------
 
 
-def evidence(values, y):
-  column = column_of(pa.array(list(map(str, values))))
-  return profile.evidence(column, np.asarray(y, float))
-
-
-def test_evidence_is_of_other_rows():
-  y = np.arange(1000) % 2
-  assert evidence(range(1000), y)[:2] == ("", "")  # each value in one row: no other tells its mean
-  same = evidence(y, y)  # 500 rows of each value, about 400 of them in other folds
-  assert same.leak == "AUC 1.000"
-  mean = (400 + 10 * 0.5) / (400 + 10)  # drawn to the rate by ten rows
-  assert same.gain == pytest.approx(1000 * np.log(mean / 0.5), rel=0.001)
-  none = evidence(RNG.integers(10, size=1000), y)
-  assert none[:2] == ("", "")
-  assert none.gain < 5
-  # 20 rows with a value, all of them clicks: one of 2**20 by chance, and of 21 one of 2**21.
-  for rows, leak in ((20, ""), (21, "clicks only")):
-    some = np.where((y == 1) & (np.arange(1000) < 2 * rows), "x", "")
-    assert evidence(some, y).leak == leak
-
-
 def test_leaks_are_left_out(tmp_path, capsys):
   columns = click_columns(2000)
   clicked = columns["clicked"]
@@ -294,7 +273,7 @@ def test_leaks_are_left_out(tmp_path, capsys):
   printed = look(capsys, path, "--label=clicked", f"--out={out}")
   assert "paid, paid_on, status" in printed
   assert "leak, clicks only" in printed
-  assert "leak, AUC 1.000" in printed
+  assert "leak, tells the outcome" in printed
   assert set(completed(out, "dlrm", tmp_path).columns) == {
     "clicked", "user-agent.os", "price", "tags", "hint"
   }  # fmt: skip
@@ -312,18 +291,8 @@ def returns(rows=3000):
   return columns | {"quantity": RNG.integers(-3, 9, rows)}
 
 
-def dates(rows):
-  parts = {"year": [2023 + i % 2 for i in range(rows)], "month": [1 + i % 12 for i in range(rows)]}
-  return parts | {"day": [1 + i % 28 for i in range(rows)], "hour": [i % 24 for i in range(rows)]}
-
-
 def y(rows=ROWS):
   return {"y": RNG.integers(2, size=rows)}
-
-
-def dated_log():
-  columns = log_columns() | dates(3000)
-  return {name: values for name, values in columns.items() if name != "seen_at"}
 
 
 def stored_names():
@@ -338,12 +307,11 @@ EMPTY = {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}
 LABEL = ["--label=y"]
 HARD = {
   "numbers": (numbers, LABEL, "dlrm"),
-  "names": (lambda: y() | {"split": [*"ab"] * 300, "label": [*"cde"] * 200}, LABEL, "dlrm"),
+  "names": (lambda: numbers() | {"split": [*"ab"] * 300, "label": [*"cde"] * 200}, LABEL, "dlrm"),
   "names of a log": (stored_names, [], "two_tower"),
   "sequences": (returns, [], "sequence"),
   "constants": (lambda: click_columns() | EMPTY, ["--label=clicked"], "dlrm"),
   "unicode": (lambda: UNICODE, ["--label=はい"], "dlrm"),
-  "parts of a date in a log": (dated_log, [], "sequence"),
   "lines": (lambda: y() | LINES, LABEL, "dlrm"),
 }
 
