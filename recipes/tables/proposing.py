@@ -469,7 +469,10 @@ class _Planner:
       return True
     outcomes = lambda y, part: len(np.unique(y[part & ~np.isnan(y)]))
     has_both = lambda parts: all(outcomes(y, parts == n) == 2 for y in ys for n in range(3))
-    in_order = lambda x: np.searchsorted(np.nanquantile(x, (0.8, 0.9)), x, side="right")
+
+    def in_order(x: Any) -> np.ndarray:
+      return np.asarray(np.searchsorted(np.nanquantile(x, (0.8, 0.9)), x, side="right"))
+
     tries: dict[str, Callable[[], np.ndarray]] = {
       "time": lambda: in_order(self.clock),
       "hash": lambda: self.sample.split(plan.sources),
