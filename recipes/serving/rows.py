@@ -236,7 +236,9 @@ def _opened(con: Any, path: str, format: Format) -> source_lib.File:
     delimiter = format.delimiter or find_delimiter(lines, path, format)
     first = next(iter(fields_of(lines, delimiter, format.quote)), [])
     known = {name.lower() for name in (*format.names, "history")}
-    if {name.strip().lower() for name in first} & known:
+    are_names = [name.strip().lower() in known for name in first]
+    # A row of as many fields may have a name as a value.
+    if all(are_names) if len(first) == len(format.names) else any(are_names):
       format = Format(delimiter=format.delimiter, encoding=format.encoding, quote=format.quote)
   return source_lib.open_file(con, path, format)
 

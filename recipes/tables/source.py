@@ -10,17 +10,16 @@ value becomes a text, a number, a time or a list by the same expressions, for tr
 A value that has no such meaning makes its row bad.
 """
 
+import codecs
 import dataclasses
 import datetime
 import functools
 import glob
-import gzip
 import os
 import re
 import shutil
 import tempfile
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,13 +146,13 @@ def check_magic(path: str) -> None:
 
 
 def check_whole(path: str) -> None:
-  """Raises DamagedFileError where a gzip file breaks off, which DuckDB takes for its end."""
-  if path.endswith(".gz") and os.path.exists(path):
+  """Raises DamagedFileError where a compressed file breaks off, which DuckDB takes for its end."""
+  if path.endswith((".gz", ".zst")) and os.path.exists(path):
     try:
-      with gzip.open(path) as file:
-        while file.read(1 << 20):
+      with pa.input_stream(path) as stream:
+        while stream.read(1 << 20):
           pass
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except OSError as error:
       raise DamagedFileError(f"{path} breaks off or is damaged ({error}). {_AGAIN}") from error
 
 
@@ -187,6 +186,18 @@ def _lines(path: str, format: Format, **options: Any) -> str:
 
 def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]:
   """Returns the first lines of a text; empty ones before its first one are ""."""
+  if os.path.exists(path):
+    try:
+      with pa.input_stream(path) as stream:
+        first = stream.read(1 << 16).partition(b"\n")[0]
+      codecs.getincrementaldecoder(format.encoding)().decode(first)  # the end may be cut
+    except UnicodeDecodeError as error:
+      raise DamagedFileError(
+        f"{path}: the first line is not {format.encoding}: write config.format.encoding='utf-16' "
+        "or 'latin-1'."
+      ) from error
+    except OSError as error:
+      raise DamagedFileError(f"{path} cannot be read ({error}). {_AGAIN}") from error
   limited = f"SELECT line FROM {_lines(path, format, ignore_errors='true')} LIMIT {_HEAD}"
   lines = [line or "" for (line,) in asked(con, path, limited).fetchall()]
   if not any(line.strip() for line in lines):
@@ -202,12 +213,12 @@ def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequ
   ).fetchall()
   if not keys:
     raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
-  value = lambda key: (
-    f"CASE WHEN json_valid(line) THEN line ->> {literal(f'$.{identifier(key)}')} END"
-  )
+  quoted = lambda key: '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
+  value = lambda key: f"CASE WHEN json_valid(line) THEN line ->> {literal('$.' + quoted(key))} END"
+  no_object = "CASE WHEN json_valid(line) THEN json_type(line) <> 'OBJECT' ELSE true END"
   columns = {key: (value(key), "JSON") for (key,) in keys}
   relation = f"(SELECT line FROM {_lines(path, format)} WHERE line IS NOT NULL)"
-  return File(path, relation, columns, ("NOT json_valid(line)", "is no JSON"))
+  return File(path, relation, columns, (no_object, "is no JSON object"))
 
 
 def _text(path: str, format: Format, lines: Sequence[str]) -> File:
@@ -272,7 +283,9 @@ def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckD
       if "invalid state" not in str(error) or "strict_mode=true" not in query:
         raise
       return con.execute(query.replace("strict_mode=true", "strict_mode=false"))  # mixed line ends
-  except (duckdb.InvalidInputException, duckdb.IOException, duckdb.HTTPException) as error:
+  except duckdb.OutOfMemoryException:
+    raise
+  except duckdb.Error as error:
     reason = str(error).partition("\n")[0]
     raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
 
@@ -625,7 +638,10 @@ def _query(
   for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
     read = [file.column(name) for name in kind.sources(declared or source.key)]
     raws |= {column.name: column.raw for column in read}
-    value = value_of(kind, read, source.format.missing, clock, place=number)
+    try:
+      value = value_of(kind, read, source.format.missing, clock, place=number)
+    except DamagedFileError as error:
+      raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]
     values[name], checks[number] = value, (read[0].name, value.problem)
     if declared in required or not declared:

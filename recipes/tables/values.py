@@ -159,6 +159,8 @@ def value_of(
     texts, filled = {}, {}
     within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
     is_text = f"({_text(columns[0], missing)}) IS NOT NULL"
+    if absent := _numbers(missing):
+      is_text += f" AND NOT coalesce({among(f'TRY_CAST({raw} AS DOUBLE)', absent)}, false)"
     # DuckDB would compute both sides of an AND for all rows.
     bad, problem = f"CASE WHEN {within} IS NULL THEN {is_text} ELSE false END", "is no number"
     if isinstance(kind, spec.Weight):
@@ -192,7 +194,10 @@ def value_of(
     return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
   is_damaged = f"{raw} IS NOT NULL AND TRY(decode({raw})) IS NULL"
   bad = is_damaged if stored == "BLOB" else "false"
-  return value(_spelled(text), _matched(typed, pattern), bad, "is not UTF-8")
+  spelled = _spelled(text)
+  if _numbers(missing):  # -999.0 is missing where -999 is
+    spelled = present(f"({spelled})", missing)
+  return value(spelled, _matched(typed, pattern), bad, "is not UTF-8")
 
 
 def _text(column: Column, missing: Sequence[str]) -> str:
@@ -211,8 +216,12 @@ def _number(column: Column, missing: Sequence[str], decimal: str = ".") -> str:
     # Most texts are numbers, and only the others are trimmed and compared.
     fast = f"TRY_CAST({column.raw} AS DOUBLE), " * (decimal == ".")
     number = f"coalesce({fast}TRY_CAST({text} AS DOUBLE), {flag})"
-  absent = [float(each) for each in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", each)]
+  absent = _numbers(missing)
   return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
+
+
+def _numbers(missing: Sequence[str]) -> list[float]:
+  return [float(text) for text in missing if re.fullmatch(r"[-+]?\d+(\.\d*)?", text)]
 
 
 def _items(column: Column, text: str, separator: str) -> str:

@@ -329,3 +329,4 @@ def test_a_line_that_names_a_column_is_a_header(tmp_path):
   assert names("session,User,item,x\ns1,u1,i1,1\n") == (["session", "User", "item", "x"], 1)
   assert names("history\n1|2|3\n4|5|6\n") == (["history"], 2)
   assert names("u1,i1,3\nu2,i2,2\n") == (["user", "item", "time"], 2)
+  assert names("u1,History,3\nu2,Art,4\n") == (["user", "item", "time"], 2)

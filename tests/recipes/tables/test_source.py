@@ -103,6 +103,9 @@ def test_zstd(tmp_path):
     "(FORMAT csv, COMPRESSION zstd)"
   )
   assert values(read(str(tmp_path / "a.csv.zst"), TWO)) == {"city": ["Oslo"], "price": [1.5]}
+  whole = (tmp_path / "a.csv.zst").read_bytes()
+  with pytest.raises(UserError, match=r"b\.csv\.zst cannot be read"):
+    read(write(tmp_path / "b.csv.zst", whole[:-1]), TWO)
 
 
 def test_files_follow_each_other_with_columns_in_any_order(tmp_path):
@@ -114,15 +117,29 @@ def test_files_follow_each_other_with_columns_in_any_order(tmp_path):
   assert (file.tolist(), number.tolist()) == ([0, 0, 1], [1, 2, 1])
 
 
+def test_a_missing_number_is_missing_in_every_spelling(tmp_path):
+  path = write(tmp_path / "a.csv", "city,price\n-999.0,-999.0\n-999,-999\n1,-99\n")
+  rows = read(path, TWO, format={"missing": ["-999"]})
+  assert values(rows) == {"city": [None, None, "1"], "price": [None, None, -99]}
+
+
 def test_a_column_of_json_may_be_nested(tmp_path):
-  text = '{"a": {"b": {"c": 7}}, "tags": ["x", "y"], "a.b": 1}\n{"a": null, "tags": []}\n'
+  text = (
+    '{"a": {"b": {"c": 7}}, "tags": ["x", "y"], "a.b": 1, "q\\"": 5}\n{"a": null, "tags": []}\n'
+  )
   columns = {
     "c": {"kind": "category", "column": "a.b.c"},
     "tags": "bag",
     "n": {"kind": "number", "column": "a.b"},
+    'q"': "number",
   }
   rows = read(write(tmp_path / "a.jsonl", text), columns)
-  assert values(rows) == {"c": ["7", None], "tags": [["x", "y"], []], "n": [1, None]}
+  assert values(rows) == {
+    "c": ["7", None],
+    "tags": [["x", "y"], []],
+    "n": [1, None],
+    'q"': [5, None],
+  }
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -254,7 +271,11 @@ def test_a_damaged_file_of_another_format_is_named(tmp_path):
     ("a.parquet", b"PAR1 and no more", "a.parquet cannot be read"),
     ("a.csv.gz", gzip.compress(PLAIN.encode() * 99)[:60], r"a.csv.gz"),
     ("a.jsonl", "no JSON\n", "has no JSON object in its first lines"),
-    ("a.jsonl", '{"city": 1, "price": 2}\n{"city": 3,\n', "row 2 is no JSON"),
+    ("a.jsonl", '{"city": 1, "price": 2}\n{"city": 3,\n', "row 2 is no JSON object"),
+    ("a.jsonl", '{"city": 1, "price": 2}\n[7]\n', "row 2 is no JSON object"),
+    ("a.csv", "stadt,größe\n1,2\n".encode("latin-1"), "the first line is not utf-8.*latin-1"),
+    ("a.csv", PLAIN.encode("utf-16"), "the first line is not utf-8.*utf-16"),
+    ("b.csv.gz", gzip.compress(PLAIN.encode() * 999)[:-8], "b.csv.gz cannot be read"),
   ]
 
   def call(given):

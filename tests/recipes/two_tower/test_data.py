@@ -364,7 +364,7 @@ def test_damage_to_gowalla_is_named(tmp_path):
   cases = [
     ("", r"test\.txt is empty"),
     ("7\n8\n", "the test split is empty"),
-    ("7 8\xff\n", r"test\.txt is empty, or no utf-8 text"),
+    ("7 8\xff\n", r"test\.txt: the first line is not utf-8"),
   ]
 
   def check(text, message):
