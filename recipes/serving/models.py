@@ -279,11 +279,6 @@ class Recommender:
       self._approximate = retrieval.Approximate.load(folder.parent / INDEX)
 
   @property
-  def has_titles(self) -> bool:
-    """Whether the items have titles."""
-    return self._items.titles is not None
-
-  @property
   def columns(self) -> tuple[str, ...]:
     """The columns that rows may have, of which they need at least one."""
     return tuple(dict.fromkeys([*self._readers[""].columns, *self._own]))

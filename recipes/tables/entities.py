@@ -72,7 +72,7 @@ def read(
     side: "user" or "item".
     on_bad_row: "raise" or "skip".
     trained: the raw ids of the training rows, each once, which features are fitted on.
-    bucketed, base: as in `encoded`.
+    bucketed, base: as in `of_values`.
 
   Raises:
     UserError: an id is missing or appears twice; names file and row. Or no id of the training rows

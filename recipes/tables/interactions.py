@@ -227,7 +227,7 @@ class _Log:
     con, columns, label = self._con, self.rows.columns, self._table.name_of(spec.Label)
     positive = f" WHERE {columns[label]} = 1" if label else ""
     if label:
-      liked = self._query(f"SELECT count(*) FROM {self.rows.view}{positive}")[0][0].as_py()
+      liked = self.rows.query(f"SELECT count(*) FROM {self.rows.view}{positive}")[0][0].as_py()
       what = "rows are positive by the label, and are the interactions"
       self.notes.append(f"{liked:,} of {len(self.rows):,} {what}")
     # A row is a user where none is declared.
@@ -238,7 +238,7 @@ class _Log:
       f"FROM {self.rows.view}{positive}"
     )
     if self._is_list:
-      empty = self._query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
+      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
       if count := empty[0][0].as_py():
         listed = f"{count:,} of {len(self.rows):,} rows have no item"
         self.notes.append(f"{listed} in column {self._names['item']!r}")
@@ -246,7 +246,7 @@ class _Log:
       order = "first"
       if self._table.by_number:
         order = f"{side}::UBIGINT"
-        wrong = self._query(f"SELECT {side} FROM log WHERE NOT {side} ~ '^\\d+$' LIMIT 1")
+        wrong = self.rows.query(f"SELECT {side} FROM log WHERE NOT {side} ~ '^\\d+$' LIMIT 1")
         if len(wrong):
           text = repr(wrong[0][0].as_py())
           raise UserError(f"found {text} as the {side} of a row, expected a whole number")
@@ -255,14 +255,14 @@ class _Log:
         f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
         f"row_number() OVER (ORDER BY {order}) - 1 AS code FROM ({first})"
       )
-      self.texts[side] = self._query(f"SELECT {side} FROM {side}s ORDER BY code")[
+      self.texts[side] = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")[
         0
       ].combine_chunks()
     clock, ordered = "", "log.rowid"
     if self._time:  # rows of one time stay in the order of the files
       times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
       clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
-    (count,) = self._query("SELECT count(*) FROM log")[0].to_pylist()
+    (count,) = self.rows.query("SELECT count(*) FROM log")[0].to_pylist()
     arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
     at = 0
     for batch in con.execute(
@@ -274,15 +274,12 @@ class _Log:
       at += len(batch)
     return arrays
 
-  def _query(self, sql: str) -> pa.Table:
-    return self._con.execute(sql).to_arrow_table()
-
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
     columns = {n: c for n, c in self.rows.columns.items() if n in self._kinds[side]}
     if not columns:
       return {}
-    found = self._query(
+    found = self.rows.query(
       f"SELECT {', '.join(f's.{column}' for column in columns.values())} FROM {self.rows.view} s "
       f"JOIN {side}s ON s.place = {side}s.place ORDER BY code"
     )

@@ -110,10 +110,7 @@ class File:
       return Column(name, *self.columns[name])
     top, *below = name.split(".")
     if below and self.columns.get(top, ("", ""))[1] == "JSON":
-      path = "$." + ".".join(f'"{part}"' for part in (top, *below))
-      return Column(
-        name, f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END", "VARCHAR"
-      )
+      return Column(name, _field(top, *below), "VARCHAR")
     raise DamagedFileError(
       f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. "
       f"{self.advice}".rstrip()
@@ -205,6 +202,13 @@ def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]
   return lines
 
 
+def _field(*keys: str) -> str:
+  """Returns the SQL of a field in the object of a line, by its keys from the outside in."""
+  quoted = (key.replace("\\", "\\\\").replace('"', '\\"') for key in keys)
+  path = "$" + "".join(f'."{key}"' for key in quoted)
+  return f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END"
+
+
 def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequence[str]) -> File:
   keys = con.execute(
     "SELECT DISTINCT key FROM (SELECT unnest(json_keys(line)) AS key FROM (SELECT unnest(?) AS "
@@ -213,10 +217,8 @@ def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequ
   ).fetchall()
   if not keys:
     raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
-  quoted = lambda key: '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
-  value = lambda key: f"CASE WHEN json_valid(line) THEN line ->> {literal('$.' + quoted(key))} END"
   no_object = "CASE WHEN json_valid(line) THEN json_type(line) <> 'OBJECT' ELSE true END"
-  columns = {key: (value(key), "JSON") for (key,) in keys}
+  columns = {key: (_field(key), "JSON") for (key,) in keys}
   relation = f"(SELECT line FROM {_lines(path, format)} WHERE line IS NOT NULL)"
   return File(path, relation, columns, (no_object, "is no JSON object"))
 
