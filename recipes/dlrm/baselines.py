@@ -9,7 +9,6 @@ from scipy.special import logit
 
 from ..evaluation import baselines
 from ..results import scalars
-from ..tables.spec import Label
 from ..training.features import cut_ids
 from . import tasks as tasks_lib
 from .data import ClickData
@@ -23,8 +22,7 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
     "constant rate": functools.partial(constant_rate, data)
   }
   can_choose = len(range(*data.splits["valid"])) > 0
-  has_clicks = any(label.loss == "binary" for label in data.labels.values())
-  if config.baseline.max_rows and can_choose and has_clicks:
+  if config.baseline.max_rows and can_choose:
     chosen["logistic regression"] = functools.partial(
       logistic_regression,
       data,
@@ -35,12 +33,8 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
 
 
 def constant_rate(data: ClickData) -> dict[str, float]:
-  """Returns the metrics of the training rows' rate of clicks, predicted for every row.
-
-  For classes it predicts their rates, for a regression the mean of log(1 + value).
-  """
-  labels = enumerate(data.labels.values())
-  constants = np.concatenate([_constant(data, column, label) for column, label in labels])
+  """Returns the metrics of the training rows' rate of clicks, predicted for every row."""
+  constants = np.array([_constant(data, column) for column in range(len(data.labels))])
   scores: dict[str, float] = {}
   for split in ("valid", "test"):
     rows = slice(*data.splits[split])
@@ -51,24 +45,17 @@ def constant_rate(data: ClickData) -> dict[str, float]:
   return scores
 
 
-def _constant(data: ClickData, column: int, label: Label) -> np.ndarray:
-  """Returns the best constant outputs of a label for the training rows, `[O of the label]`."""
-  total, amount = np.zeros(label.num_outputs), 0.0
+def _constant(data: ClickData, column: int) -> float:
+  """Returns the best constant output of a label for the training rows."""
+  total, amount = 0.0, 0.0
   start, stop = data.splits["train"]
   for first in range(start, stop, _ROWS):
     rows = slice(first, min(first + _ROWS, stop))
     target, weight = _target(data, column, rows), _weights(data, rows)
     target, weight = target[~np.isnan(target)], weight[~np.isnan(target)]
-    if label.loss == "softmax":
-      total += np.bincount(target.astype(int), weight, label.num_outputs)
-    else:
-      total += weight @ target
+    total += weight @ target
     amount += weight.sum(dtype=np.float64)
-  mean = total / amount
-  if label.loss == "squared_log":
-    return mean
-  mean = np.clip(mean, 1e-15, 1 - 1e-15)
-  return np.log(mean) if label.loss == "softmax" else logit(mean)
+  return logit(np.clip(total / amount, 1e-15, 1 - 1e-15))
 
 
 def _target(data: ClickData, column: int, rows: slice) -> np.ndarray:
@@ -112,9 +99,7 @@ def logistic_regression(
     ids = _ids(data, rows)
     blocks = [baselines.one_hot(ids[x.name], x.vocabulary_size) for x in data.features]
     matrices[split] = scipy.sparse.hstack([*blocks, scipy.sparse.csr_matrix(dense)], format="csr")
-  for column, (name, label) in enumerate(data.labels.items()):
-    if label.loss != "binary":
-      continue
+  for column, name in enumerate(data.labels):
     targets = {split: _target(data, column, rows) for split, rows in last_rows.items()}
     counts = {split: np.flatnonzero(~np.isnan(x)) for split, x in targets.items()}
     fits[name] = baselines.logistic_regression(
@@ -123,7 +108,7 @@ def logistic_regression(
       {split: _weights(data, last_rows[split])[kept] for split, kept in counts.items()},
       inverse_penalties=inverse_penalties,
     )
-  if tasks_lib.is_one_click(data.labels):
+  if len(data.labels) == 1:
     return next(iter(fits.values()))
   scores: dict[str, float] = {}
   for split in ("valid", "test"):

@@ -210,8 +210,6 @@ def _number(column: Column, total: int) -> Proposal:
   options: dict[str, Any] = {}
   if low >= -high / 100 and high >= 20 and tail > _HEAVY * max(median, 1.0):
     options["log"] = True
-  if column.missing or column.placeholders:
-    options["missing"] = "indicator"
   return Proposal("number", options, "heavy tail" if options.get("log") else "")
 
 
