@@ -4,6 +4,8 @@
 
 reads a sample of any file that the recipes read, prints what each column holds and what it could
 be used for, and writes a config of at most 30 lines, which trains as it is and is for editing.
+--label names the column to predict, and --positive its value that is a click; --user, --item and
+--time name theirs; --names, or --no_header, is for files without a header.
 """
 
 import argparse
@@ -26,21 +28,9 @@ from .tables.values import literal
 
 _WIDTH = 100  # of the report and the config
 _LINES = 30  # of the config
+_ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _NAMES = "--names=user,item,…, or call them c1, c2, … with --no_header"
-_ROLES = {
-  "label": "the column that is predicted",
-  "user": "the column with the ids of users",
-  "item": "the column with the ids of items",
-  "time": "the column that says when",
-}
-_OPTIONS = {
-  "positive": "the value of the label that is a click",
-  "out": "the config to write, as my.py",
-  "names": "of the columns, where no header names them",
-  "delimiter": "between fields, where it is not found",
-  "encoding": "of text files that are not in UTF-8",
-}
 
 
 def report(sample: Sample, plan: Plan) -> str:
@@ -50,19 +40,18 @@ def report(sample: Sample, plan: Plan) -> str:
     kind, why, options = plan.columns[name]
     said = ", ".join([kind or "left out", *(f"{key}={value}" for key, value in options.items())])
     missing = f"{column.missing:.0%}" if column.missing else "-"
-    cells = [name, column.type, f"{column.distinct:,}", missing, f"{said}{why and f': {why}'}"]
+    cells = [name, column.type, f"{column.distinct:,}", missing, said + f": {why}" * bool(why)]
     rows.append([_cut(cell, 36) for cell in cells] + [_values(column)])
-  a, b, c, d, e, _ = (max(map(len, cells)) for cells in zip(*rows, strict=True))
-  form = f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:{e}}}  {{}}"
-  lines = [_cut(form.format(*row), _WIDTH).rstrip() for row in rows]
-  notes = [textwrap.fill(each, _WIDTH) for each in sample.skipped + plan.notes]
-  return "\n".join([*lines, "", *notes]).rstrip()
+  widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+  lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+  notes = [textwrap.fill(note, _WIDTH) for note in sample.skipped + plan.notes]
+  return "\n".join([*(_cut(line, _WIDTH).rstrip() for line in lines), "", *notes]).rstrip()
 
 
 def _values(column: Column) -> str:
   """Returns the range of the values, or the most frequent ones."""
   if column.is_number and column.distinct > 20:
-    return " … ".join(f"{each:.10g}" for each in (column.low, column.median, column.high))
+    return " … ".join(f"{number:.10g}" for number in (column.low, column.median, column.high))
   pairs = zip(column.top, column.counts, strict=True)
   return ", ".join(f"{_cut(text, 30)} {count / column.rows:.0%}" for text, count in pairs)
 
@@ -81,14 +70,13 @@ def config(plan: Plan, settings: Mapping[str, Any], command: str) -> str:
     for name, each in plan.columns.items()
     if each.kind
   }
-  left = ", ".join(repr(name) for name in plan.columns if name not in declared)
-  comment = [_cut(f"      # left out: {left}", _WIDTH)] * bool(left)
   as_items = lambda values: [f"{name!r}: {value!r}," for name, value in values.items()]
   before, after = ([f"    {item}" for item in as_items(of)] for of in (settings, plan.settings))
+  left = ", ".join(repr(name) for name in plan.columns if name not in declared)
+  comment = [_cut(f"      # left out: {left}", _WIDTH)] * bool(left)
   text = " ".join(item.replace(" ", "\x1f") for item in as_items(declared))  # breaks no item
   for width in range(_WIDTH, 10_000, 20):
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text, width - 6, **options)
+    lines = textwrap.wrap(text, width - 6, break_long_words=False, break_on_hyphens=False)
     columns = [f"      {line}".replace("\x1f", " ") for line in lines]
     body = [*before, "    'columns': {", *columns, *comment, "    },", *after, "  }"]
     if len(head) + len(body) <= _LINES:
@@ -96,7 +84,7 @@ def config(plan: Plan, settings: Mapping[str, Any], command: str) -> str:
   return "\n".join([*head, *body]) + "\n"
 
 
-def commands(plan: Plan, out: str) -> list[str]:
+def commands(plan: Plan, out: str) -> str:
   """Returns the commands that train on a config, the first for the recipe to try first."""
   lines = []
   for recipe in plan.recipes:
@@ -104,15 +92,15 @@ def commands(plan: Plan, out: str) -> list[str]:
     quoted = map(shlex.quote, (out, workdir))
     line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
     lines.append(line + " --config.split.by=" * (recipe != "dlrm" and "split" in plan.settings))
-  return lines
+  return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = errors.parser(f"{__package__}.describe", __doc__)
   parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
-  for option, text in (_ROLES | _OPTIONS).items():
-    parser.add_argument(f"--{option}", default="", help=text)
-  parser.add_argument("--quote", default=None, help="around fields; '' gives quotes no meaning")
+  for option in (*_ROLES, "positive", "out", "names", "delimiter", "encoding"):
+    parser.add_argument(f"--{option}", default="")
+  parser.add_argument("--quote", help="around fields; '' gives quotes no meaning")
   parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
   parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
   parser.add_argument("--force", action="store_true", help="write over the file of --out")
@@ -139,9 +127,8 @@ def _check_header(path: str, sample: Sample) -> None:
   """Raises UserError where the names of a text file's columns seem to be values."""
   names = list(sample.columns)
   numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
-  as_values = f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]"
-  repeated = sample.ask(as_values)[0][0]
-  if 2 * numeric > len(names) or (repeated > 1 and 3 * repeated > len(names)):
+  again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
+  if 2 * numeric > len(names) or (again > 1 and 3 * again > len(names)):
     how = f"name its {len(names)} columns, as {_NAMES}"
     raise UserError(f"{path}: the first line seems a row, not a header: {how}")
 
@@ -162,18 +149,17 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     _check_header(data_files[0], sample)
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
   plan = propose(sample, roles, arguments.positive)
-  named = files[0] if len(files) == 1 else f"{len(files)} files"
+  table = files[0] if len(files) == 1 else tuple(files)
   which = "all" if sample.is_all else "the first"
-  yield f"{named}: {len(sample.columns)} columns, {which} {sample.rows:,} rows"
+  yield f"{table}: {len(sample.columns)} columns, {which} {sample.rows:,} rows"
   yield report(sample, plan)
   if plan.recipes and out:
-    settings = {"files": files[0] if len(files) == 1 else tuple(files)}
-    settings |= {"format": format} if format else {}
+    settings = {"files": table} | ({"format": format} if format else {})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write(Path(out), config(plan, settings, command))
-    yield "\n".join([f"{out} is written. Train on it:", "", *commands(plan, out)])
+    yield f"{out} is written. Train on it:\n\n{commands(plan, out)}"
   elif plan.recipes:
-    yield f"--out=my.py writes a config of these columns, for\n\n{commands(plan, 'my.py')[0]}"
+    yield f"--out=my.py writes a config of these columns, for\n\n{commands(plan, 'my.py')}"
   elif out:
     raise UserError(f"{out} is not written. {plan.notes[-1]}")
 

@@ -1,7 +1,7 @@
 """A sample of a table's first rows in DuckDB, and what each of its columns holds."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DamagedFileError
@@ -11,7 +11,6 @@ from .values import Column as FileColumn
 from .values import typed, value_of
 
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
-_SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5}  # the share of rows that must have it
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
   "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
   "list": r"\[.*\]",
@@ -26,7 +25,7 @@ def _sql(query: str, default: Any) -> Any:
   return dataclasses.field(default=default, metadata={"sql": query})
 
 
-def _first(conditions: dict[str, str]) -> Any:
+def _first(conditions: Mapping[str, str]) -> Any:
   """Makes an attribute that is the first text whose condition holds, or ""."""
   cases = (f"WHEN {condition} THEN '{text}'" for text, condition in conditions.items())
   return _sql(f"CASE {' '.join(cases)} ELSE '' END", "")
@@ -48,14 +47,10 @@ class Column:
   median: float = _sql("min(number) FILTER (below >= 0.5 * of_numbers)", 0.0)
   tail: float = _sql("min(number) FILTER (below >= 0.99 * of_numbers)", 0.0)
   high: float = _sql("max(number)", 0.0)
-  is_dated: bool = _sql("bool_and(time IS NOT NULL)", False)
-  words: float = _sql("sum(rows * len(string_split(text, ' '))) / sum(rows)", 0.0)
+  is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
   shape: str = _first({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
   separator: str = _first(
-    {
-      k: f"sum(rows) FILTER (contains(text, '{k}')) >= {v} * sum(rows)"
-      for k, v in _SEPARATORS.items()
-    }
+    {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
   )
   top: Sequence[str] = _sql("arg_max(text, (rows, text), 6)", ())  # the most frequent values
   counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
@@ -63,10 +58,8 @@ class Column:
   @property
   def type(self) -> str:
     """The type of the values in a word."""
-    if not self.rows:
-      return "empty"
     if self.rows == self.numbers:
-      return "integer" if self.is_whole else "number"
+      return "integer" if self.is_whole else "number" if self.rows else "empty"
     return "time" if self.is_dated else "list" if self.shape == "list" else "text"
 
   @property
@@ -77,25 +70,17 @@ class Column:
   @property
   def value(self) -> str:
     """SQL of a number or a time, in whose order the values are."""
-    time = f"epoch_us(TRY_CAST({self.text} AS TIMESTAMPTZ))"
-    return time if self.type == "time" else f"TRY_CAST({self.text} AS DOUBLE)"
+    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.is_number else 'TIMESTAMPTZ'})"
 
 
 class Sample(NamedTuple):
-  """The first rows of a table.
+  """The first rows of a table."""
 
-  Attributes:
-    con: a connection with the relation `sample`, and `counts`, the rows of each value `text` of
-      the column with the number `n`.
-    is_all: whether the table has no other rows.
-    skipped: what is wrong with rows that cannot be read.
-  """
-
-  con: Any
+  con: Any  # with `sample`, and `counts`: a column's number `n`, a value `text` and its `rows`
   columns: dict[str, Column]
   rows: int
-  is_all: bool
-  skipped: list[str]
+  is_all: bool  # whether the table has no other rows
+  skipped: list[str]  # what is wrong with rows that cannot be read
 
   def ask(self, query: str) -> list[tuple]:
     """Answers a query of the relations."""
@@ -109,22 +94,17 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
     DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
     UserError: the format does not fit the files.
   """
-  con, rows, columns, skipped = source.connect(), 0, list[Column](), list[str]()
+  con, rows, names, skipped = source.connect(), 0, list[str](), list[str]()
   for path in paths:
-    file = source.open_file(con, path, format)
-    if not columns:
-      columns = [Column(name, f"c{n}") for n, name in enumerate(file.columns)]
-      texts = ", ".join(f"{each.text} VARCHAR" for each in columns)
-      con.execute(f"CREATE TABLE sample ({texts}, bad SMALLINT)")
-    values = {}
-    for n, each in enumerate(columns):
-      raw = FileColumn(each.name, f"CAST({file.column(each.name).raw} AS VARCHAR)", "VARCHAR")
-      values[each.text] = value_of(spec.Category(), [raw], format.missing, place=n)
+    file, values = source.open_file(con, path, format), {}
+    names = names or list(file.columns)
+    for n, name in enumerate(names):
+      raw = FileColumn(name, f"CAST({file.column(name).raw} AS VARCHAR)", "VARCHAR")
+      values[f"c{n}"] = value_of(spec.Category(), [raw], format.missing, place=n)
     query = typed(file.relation, values, [f"WHEN {file.bad[0]} THEN 0"])
+    into = "INSERT INTO sample" if rows else "CREATE OR REPLACE TABLE sample AS"
     con.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
-    source.asked(
-      con, path, f"INSERT INTO sample SELECT * EXCLUDE value FROM ({query}) LIMIT {num_rows - rows}"
-    )
+    source.asked(con, path, f"{into} SELECT * FROM ({query}) LIMIT {num_rows - rows}")
     bad, problems = source.rejected(con, file, format, "skip")
     if no_rows := con.execute("DELETE FROM sample WHERE bad = 0").fetchall()[0][0]:
       problems[file.bad[1]] = no_rows, path
@@ -136,27 +116,26 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
       break
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
-  return Sample(con, _profile(con, columns, rows), rows, rows < num_rows, skipped)
-
-
-def _profile(con: Any, columns: Sequence[Column], num_rows: int) -> dict[str, Column]:
-  """Returns what the columns hold, by one query, after a count of each value in `counts`."""
-  texts = ", ".join(each.text for each in columns)
   con.execute(
-    "CREATE TABLE counts AS SELECT *, TRY_CAST(text AS TIMESTAMPTZ) AS time, "
-    "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END AS number "
-    f"FROM (SELECT n, text, count(*) AS rows FROM (SELECT unnest(range({len(columns)})) AS n, "
-    f"unnest([{texts}]) AS text FROM sample) WHERE text IS NOT NULL GROUP BY n, text)"
+    f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows FROM (SELECT unnest(range("
+    f"{len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
+    "WHERE text IS NOT NULL GROUP BY n, text"
   )
+  return Sample(con, _profile(con, names, rows), rows, rows < num_rows, skipped)
+
+
+def _profile(con: Any, names: Sequence[str], num_rows: int) -> dict[str, Column]:
+  """Returns what the columns hold, by one query of the relation `counts`."""
   queries = {f.name: f.metadata["sql"] for f in dataclasses.fields(Column) if f.metadata}
+  finite = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
   found = con.execute(
     f"SELECT n, {', '.join(queries.values())} FROM (SELECT *, sum(rows) OVER (PARTITION BY n "
     "ORDER BY number) AS below, sum(rows) FILTER (number IS NOT NULL) OVER (PARTITION BY n) AS "
-    "of_numbers FROM counts) GROUP BY n"
+    f"of_numbers FROM (SELECT *, {finite} AS number FROM counts)) GROUP BY n"
   )
-  profiled = {each.name: each for each in columns}
+  columns = {name: Column(name, f"c{n}") for n, name in enumerate(names)}
   for n, *answers in found.fetchall():
-    of_column = {k: v for k, v in zip(queries, answers, strict=True) if v is not None}
-    missing = 1 - of_column["rows"] / num_rows
-    profiled[columns[n].name] = dataclasses.replace(columns[n], missing=missing, **of_column)
-  return profiled
+    known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
+    known["missing"] = 1 - known["rows"] / num_rows
+    columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
+  return columns

@@ -225,14 +225,14 @@ def test_a_config_is_not_overwritten(tmp_path, capsys):
 
 MISTAKES = [
   (["--label=click"], "--label=click: no column; did you mean 'clicked'?"),
-  (["--label=same"], "has one value in these rows, 'x'"),
+  (["--label=same"], "has 1 values (x), and needs clicks and others"),
   (["--label=tags"], "say which is a click, --positive="),
-  (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
+  (["--label=user-agent.os", "--positive=linux"], "has 2 values (web, ios)"),
   (["--positive=1"], "give --label too"),
   (["--user=same", "--item=same"], "another role"),
   (["--label=clicked", "--time=tags"], "a time is a number that grows"),
   (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
-  (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
+  (["--out=my.py"], "my.py is not written. For a config, give --label"),
   (["--rows=0"], "read one row or more"),
   (["--delimiter=;", "--quote=;"], "and they differ"),
   (["--encoding=utf-99"], "write utf-8, utf-16 or latin-1"),
