@@ -95,18 +95,6 @@ def commands(plan: Plan, out: str) -> str:
   return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = errors.parser(f"{__package__}.describe", __doc__)
-  parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
-  for option in (*_ROLES, "positive", "out", "names", "delimiter", "encoding"):
-    parser.add_argument(f"--{option}", default="")
-  parser.add_argument("--quote", help="around fields; '' gives quotes no meaning")
-  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
-  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
-  parser.add_argument("--force", action="store_true", help="write over the file of --out")
-  return parser
-
-
 def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
   """Returns the settings of the format that the command line gives."""
   names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
@@ -123,16 +111,6 @@ def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
   return settings
 
 
-def _check_header(path: str, sample: Sample) -> None:
-  """Raises UserError where the names of a text file's columns seem to be values."""
-  names = list(sample.columns)
-  numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
-  again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
-  if 2 * numeric > len(names) or (again > 1 and 3 * again > len(names)):
-    how = f"name its {len(names)} columns, as {_NAMES}"
-    raise UserError(f"{path}: the first line seems a row, not a header: {how}")
-
-
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   """Yields the blocks of text to print, and writes the config."""
   out, files = arguments.out, arguments.files
@@ -145,8 +123,13 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   data_files = paths(files)
   format = _format(arguments, data_files[0])
   sample = profile.read(data_files, Format(**format), arguments.rows)
-  if file_format(data_files[0]) == "text" and "names" not in format:
-    _check_header(data_files[0], sample)
+  names = list(sample.columns)
+  numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
+  again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
+  has_header = file_format(data_files[0]) == "text" and "names" not in format
+  if has_header and (2 * numeric > len(names) or 1 < again > len(names) / 3):
+    how = f"name its {len(names)} columns, as {_NAMES}"
+    raise UserError(f"{data_files[0]}: the first line seems a row, not a header: {how}")
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
   plan = propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
@@ -165,7 +148,14 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = _parser()
+  parser = errors.parser(f"{__package__}.describe", __doc__)
+  parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
+  for option in (*_ROLES, "positive", "out", "names", "delimiter", "encoding"):
+    parser.add_argument(f"--{option}", default="")
+  parser.add_argument("--quote", help="around fields; '' gives quotes no meaning")
+  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
+  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
+  parser.add_argument("--force", action="store_true", help="write over the file of --out")
   arguments = parser.parse_args(argv)
   command = ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
   with errors.in_one_line(parser):

@@ -13,6 +13,7 @@ from .values import typed, value_of
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
   "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
+  "numbers of a vector: declare its width": r"\[([-+]?\d*\.\d+([eE][-+]?\d+)?(, *)?)+\]",
   "list": r"\[.*\]",
   "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
   "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
@@ -36,7 +37,7 @@ class Column:
   """What a column holds in the rows of a sample."""
 
   name: str
-  text: str  # the column of the relation `sample` with its values as texts, null where missing
+  number: int  # in the order of the columns
   missing: float = 1.0  # share of the rows
   rows: int = _sql("sum(rows)::BIGINT", 0)  # with a value
   distinct: int = _sql("count(*)", 0)
@@ -52,8 +53,13 @@ class Column:
   separator: str = _first(
     {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
   )
-  top: Sequence[str] = _sql("arg_max(text, (rows, text), 6)", ())  # the most frequent values
+  top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
   counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
+
+  @property
+  def text(self) -> str:
+    """SQL of a value of the relation `sample` as a text, null where it is missing."""
+    return f"c{self.number}"
 
   @property
   def type(self) -> str:
@@ -133,7 +139,7 @@ def _profile(con: Any, names: Sequence[str], num_rows: int) -> dict[str, Column]
     "ORDER BY number) AS below, sum(rows) FILTER (number IS NOT NULL) OVER (PARTITION BY n) AS "
     f"of_numbers FROM (SELECT *, {finite} AS number FROM counts)) GROUP BY n"
   )
-  columns = {name: Column(name, f"c{n}") for n, name in enumerate(names)}
+  columns = {name: Column(name, n) for n, name in enumerate(names)}
   for n, *answers in found.fetchall():
     known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
     known["missing"] = 1 - known["rows"] / num_rows

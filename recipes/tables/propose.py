@@ -57,11 +57,9 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Pla
   plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
   roles = _checked(given, positive, columns)
   roles |= _ids(columns, roles, plan)
-  sides = _sides(sample, roles)
-  roles |= _time(sample, roles, sides)
+  roles |= _time(sample, roles)
   for name, column in columns.items():
-    found = _feature(sample, column, roles.get("time"))
-    plan.columns[name] = _of_side(found, column, *sides[name]) if name in sides else found
+    plan.columns[name] = _feature(sample, column, roles.get("time"))
   plan.columns.update({column.name: Proposal(role) for role, column in roles.items()})
   if "label" in roles:
     plan.columns[roles["label"].name], y = _label(sample, roles["label"], positive, plan)
@@ -72,13 +70,11 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Pla
     plan.settings["on_bad_row"] = "skip"
   if {*_SIDES} <= {*roles}:
     plan.recipes.extend(["sequence", "two_tower"] if "time" in roles else ["two_tower"])
-    _keep_repeats(sample, roles, y, plan)
+    _complete_rankings(sample, roles, y, plan)
   if y:
     plan.recipes[:] = ["dlrm", *reversed(plan.recipes)]
     _complete_clicks(sample, roles, y, plan)
-  elif plan.recipes:
-    _leave_out_varying(columns, plan)
-  else:
+  elif not plan.recipes:
     plan.notes.append("For a config, give --label, the column to predict, or --user and --item.")
   return plan
 
@@ -123,19 +119,6 @@ def _ids(columns: _Columns, roles: _Columns, plan: Plan) -> _Columns:
   return found
 
 
-def _sides(sample: Sample, roles: _Columns) -> dict[str, tuple[str, Column]]:
-  """Returns the side, and its ids, of each column that a user, or an item, always has alike."""
-  found = dict[str, tuple[str, Column]]()
-  columns = [each for each in sample.columns.values() if each not in roles.values()]
-  for side, ids in roles.items():
-    if side in _SIDES and {*_SIDES} <= {*roles} and ids.rows - ids.distinct >= _FEW_ROWS:
-      pairs = [f"count(DISTINCT hash({ids.text}, {each.text}))" for each in columns] or ["0"]
-      query = f"SELECT {', '.join(pairs)} FROM sample WHERE {ids.text} IS NOT NULL"
-      for column, count in zip(columns, sample.ask(query)[0], strict=False):
-        found |= {column.name: (side, ids)} if count <= _SAME * ids.distinct else {}
-  return found
-
-
 def _is_moment(column: Column) -> bool:
   """Whether a column may say when: by dates, seconds since 1970, or days as 20241231."""
   if column.missing or column.distinct < 2 or _words(column.name) & _OTHER_TIMES:
@@ -145,10 +128,10 @@ def _is_moment(column: Column) -> bool:
   return column.type == "time" or (column.is_number and is_within)
 
 
-def _time(sample: Sample, roles: _Columns, sides: dict[str, Any]) -> _Columns:
+def _time(sample: Sample, roles: _Columns) -> _Columns:
   """Returns the time if none is given: the finest column that says when a row happened."""
-  others = {column.name for column in roles.values()} | {*sides}
-  moments = [each for n, each in sample.columns.items() if n not in others and _is_moment(each)]
+  columns = sample.columns.values()
+  moments = [each for each in columns if each not in roles.values() and _is_moment(each)]
   named = [each for each in moments if _is_called(each, "time")]
   named = named or [each for each in moments if each.type == "time"]
   if not named or "time" in roles:
@@ -181,8 +164,14 @@ def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
     return Proposal("", "follows the time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
     return Proposal("", column.shape or "numbers and texts: name those in format.missing")
-  if column.type == "list" or (column.separator and _has_parts(sample, column)):
-    return Proposal("bag", "", {"separator": column.separator} if column.type == "text" else {})
+  if column.type == "list":
+    return Proposal("bag")
+  if column.separator:
+    parts = f"SELECT unnest(string_split(text, '{column.separator}')) AS part FROM counts"
+    query = f"SELECT count(DISTINCT trim(part)), count(*) FROM ({parts} WHERE n = {column.number})"
+    of_values, total = sample.ask(query)[0]
+    if 2 <= of_values < distinct and total >= 2 * of_values:
+      return Proposal("bag", "", {"separator": column.separator})
   is_number = column.is_number and not column.has_zeros
   is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
   is_id |= max(abs(column.low), abs(column.high)) >= 1e10
@@ -199,26 +188,6 @@ def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
   return Proposal("category", "", {"min_count": 5} if distinct > 20_000 else {})
 
 
-def _has_parts(sample: Sample, column: Column) -> bool:
-  """Returns whether the separator cuts texts into parts that repeat."""
-  parts = f"unnest(string_split(text, '{column.separator}'))"
-  query = f"SELECT count(DISTINCT trim(part)), count(*) FROM (SELECT {parts} AS part FROM counts"
-  distinct, total = sample.ask(f"{query} WHERE n = {column.text[1:]})")[0]
-  return 2 <= distinct < column.distinct and total >= 2 * distinct
-
-
-def _of_side(proposal: Proposal, column: Column, side: str, ids: Column) -> Proposal:
-  """Returns a feature that a user or an item always has alike, with its side, or the title."""
-  if column.distinct >= _ROW_ID * ids.distinct:
-    if side == "item" and _words(column.name) & {"title", "name"}:
-      return Proposal("title")
-    if proposal.kind == "category":
-      return Proposal("", f"as good as {ids.name}")
-  if proposal.kind not in _FEATURES:
-    return proposal
-  return Proposal(proposal.kind, f"of the {side}", {**proposal.options, "side": side})
-
-
 def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[Proposal, str]:
   """Returns a label, and SQL of its outcome, 1 for a click and 0 for none."""
   texts, options, why = column.top, dict[str, Any](), ""
@@ -228,7 +197,7 @@ def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[P
   elif column.is_number and not are_flags:
     least = column.median
     if least == column.low:  # of more than half of the rows
-      query = f"SELECT min(number) FROM counts WHERE n = {column.text[1:]} AND number > {least}"
+      query = f"SELECT min(number) FROM counts WHERE n = {column.number} AND number > {least}"
       least = sample.ask(query)[0][0] or least
     options = {"at_least": int(least) if least.is_integer() else least}
     why = f": {options['at_least']} or more is a click, by the median"
@@ -277,8 +246,29 @@ def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
     plan.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
 
 
-def _keep_repeats(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
-  """Sets that users can be recommended what they have had, if they often come back to it."""
+def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
+  """Gives features their side, leaves out others without a label, and keeps many repeats."""
+  for side, ids in ((side, roles[side]) for side in _SIDES):
+    counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
+    query = f"SELECT {', '.join(counts)} FROM sample WHERE {ids.text} IS NOT NULL"
+    for column, count in zip(sample.columns.values(), sample.ask(query)[0], strict=True):
+      kind, _, options = plan.columns[column.name]
+      is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
+      if count > _SAME * ids.distinct or ids.rows - ids.distinct < _FEW_ROWS:
+        continue
+      if side == "item" and is_own and _words(column.name) & {"title", "name"}:
+        has_title = any(each.kind == "title" for each in plan.columns.values())
+        plan.columns[column.name] = (
+          Proposal("", "another title") if has_title else Proposal("title")
+        )
+      elif kind in _FEATURES:
+        plan.columns[column.name] = Proposal(kind, f"of the {side}", {**options, "side": side})
+  for name, (kind, _, options) in plan.columns.items():
+    if kind in _FEATURES and "side" not in options and not y:
+      plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
+      if column.is_number and 3 <= column.distinct <= 11 and column.low >= 0 and column.high <= 10:
+        how = f"--label={name} takes {column.median:g} or more"
+        plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
@@ -287,17 +277,6 @@ def _keep_repeats(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
     plan.settings["exclude_seen"] = False
     share = f"{1 - distinct / rows:.0%} of the rows repeat a user and an item"
     plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
-
-
-def _leave_out_varying(columns: _Columns, plan: Plan) -> None:
-  """Leaves out what is neither a user's nor an item's; says so of ratings."""
-  for name, each in plan.columns.items():
-    if each.kind in _FEATURES and "side" not in each.options:
-      plan.columns[name], column = Proposal("", "varies by row"), columns[name]
-      if column.is_number and 3 <= column.distinct <= 11 and column.low >= 0 and column.high <= 10:
-        plan.notes.append(
-          f"Every row counts, whatever its {name}; --label={name} takes {column.median:g} or more."
-        )
 
 
 def _complete_clicks(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
