@@ -84,23 +84,11 @@ def config(plan: Plan, settings: Mapping[str, Any], command: str) -> str:
   return "\n".join([*head, *body]) + "\n"
 
 
-def commands(plan: Plan, out: str) -> str:
-  """Returns the commands that train on a config, the first for the recipe to try first."""
-  lines = []
-  for recipe in plan.recipes:
-    workdir = f"runs/{Path(out).stem}" + f"_{recipe}" * (recipe != plan.recipes[0])
-    quoted = map(shlex.quote, (out, workdir))
-    line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
-    lines.append(line + " --config.split.by=" * (recipe != "dlrm" and "split" in plan.settings))
-  return "\n".join(lines)
-
-
 def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
   """Returns the settings of the format that the command line gives."""
   names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
-  given = {"names": names, "delimiter": arguments.delimiter, "encoding": arguments.encoding}
-  settings: dict[str, Any] = {name: value for name, value in given.items() if value}
-  settings |= {} if arguments.quote is None else {"quote": arguments.quote}
+  given = {key: getattr(arguments, key) for key in ("delimiter", "encoding", "quote")}
+  settings = {k: v for k, v in {"names": names, **given}.items() if v != getattr(Format(), k)}
   if arguments.no_header and not names and file_format(path) == "text":
     format = Format(**settings)
     with source.connect() as con:
@@ -134,25 +122,31 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   plan = propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
   which = "all" if sample.is_all else "the first"
-  yield f"{table}: {len(sample.columns)} columns, {which} {sample.rows:,} rows"
+  yield f"{', '.join(files)}: {len(sample.columns)} columns, {which} {sample.rows:,} rows"
   yield report(sample, plan)
-  if plan.recipes and out:
+  lines = [f"{out} is written. Train on it:" if out else "--out=my.py writes a config, for", ""]
+  for recipe in plan.recipes:
+    workdir = f"runs/{Path(out).stem or 'my'}" + f"_{recipe}" * (recipe != plan.recipes[0])
+    quoted = map(shlex.quote, (out or "my.py", workdir))
+    line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
+    lines.append(line + " --config.split.by=" * (recipe != "dlrm" and "split" in plan.settings))
+  if out and not plan.recipes:
+    raise UserError(f"{out} is not written. {plan.notes[-1]}")
+  if out:
     settings = {"files": table} | ({"format": format} if format else {})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write(Path(out), config(plan, settings, command))
-    yield f"{out} is written. Train on it:\n\n{commands(plan, out)}"
-  elif plan.recipes:
-    yield f"--out=my.py writes a config of these columns, for\n\n{commands(plan, 'my.py')}"
-  elif out:
-    raise UserError(f"{out} is not written. {plan.notes[-1]}")
+  if plan.recipes:
+    yield "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.describe", __doc__)
   parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
-  for option in (*_ROLES, "positive", "out", "names", "delimiter", "encoding"):
+  for option in (*_ROLES, "positive", "out", "names", "delimiter"):
     parser.add_argument(f"--{option}", default="")
-  parser.add_argument("--quote", help="around fields; '' gives quotes no meaning")
+  parser.add_argument("--encoding", default="utf-8")
+  parser.add_argument("--quote", default='"', help="around fields; '' gives quotes no meaning")
   parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
   parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
   parser.add_argument("--force", action="store_true", help="write over the file of --out")

@@ -13,7 +13,7 @@ from .values import typed, value_of
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
   "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
-  "numbers of a vector: declare its width": r"\[([-+]?\d*\.\d+([eE][-+]?\d+)?(, *)?)+\]",
+  "numbers of a vector: declare its width": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
   "list": r"\[.*\]",
   "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
   "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
@@ -21,15 +21,12 @@ _SHAPES = {  # of texts that would be categories of what has an order, fields or
 }
 
 
-def _sql(query: str, default: Any) -> Any:
-  """Makes an attribute that SQL over a column's values, each with its number of rows, gives."""
+def _sql(query: str | Mapping[str, str], default: Any = "") -> Any:
+  """Makes an attribute of SQL over a column's values, or the first text whose condition holds."""
+  if not isinstance(query, str):
+    cases = (f"WHEN {condition} THEN '{text}'" for text, condition in query.items())
+    query = f"CASE {' '.join(cases)} ELSE '' END"
   return dataclasses.field(default=default, metadata={"sql": query})
-
-
-def _first(conditions: Mapping[str, str]) -> Any:
-  """Makes an attribute that is the first text whose condition holds, or ""."""
-  cases = (f"WHEN {condition} THEN '{text}'" for text, condition in conditions.items())
-  return _sql(f"CASE {' '.join(cases)} ELSE '' END", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +46,8 @@ class Column:
   tail: float = _sql("min(number) FILTER (below >= 0.99 * of_numbers)", 0.0)
   high: float = _sql("max(number)", 0.0)
   is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
-  shape: str = _first({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
-  separator: str = _first(
+  shape: str = _sql({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
+  separator: str = _sql(
     {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
   )
   top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
@@ -94,12 +91,7 @@ class Sample(NamedTuple):
 
 
 def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
-  """Reads the first rows of the files.
-
-  Raises:
-    DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
-    UserError: the format does not fit the files.
-  """
+  """Reads the first rows of files; raises DamagedFileError where many of them cannot be read."""
   con, rows, names, skipped = source.connect(), 0, list[str](), list[str]()
   for path in paths:
     file, values = source.open_file(con, path, format), {}

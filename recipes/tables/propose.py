@@ -45,14 +45,10 @@ class Plan(NamedTuple):
 
 
 def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
-  """Returns what each column is, and the recipes that the columns serve.
+  """Returns what each column is; raises UserError where one that is given cannot be.
 
   Args:
-    given: the columns that are known to be the label, user, item or time, by role.
-    positive: the value of the label that is a click, or "".
-
-  Raises:
-    UserError: a column does not exist or cannot have its role, or none is left to learn from.
+    given: the names of the columns that are the label, user, item or time, by role.
   """
   plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
   roles = _checked(given, positive, columns)
