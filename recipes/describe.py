@@ -43,9 +43,9 @@ def report(sample: Sample, plan: Plan) -> str:
     cells = [name, column.type, f"{column.distinct:,}", missing, said + f": {why}" * bool(why)]
     rows.append([_cut(cell, 36) for cell in cells] + [_values(column)])
   widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-  lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+  lines = [_cut("  ".join(map(str.ljust, row, widths)).rstrip(), _WIDTH) for row in rows]
   notes = [textwrap.fill(note, _WIDTH) for note in sample.skipped + plan.notes]
-  return "\n".join([*(_cut(line, _WIDTH).rstrip() for line in lines), "", *notes]).rstrip()
+  return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def _values(column: Column) -> str:

@@ -258,7 +258,7 @@ def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> N
           Proposal("", "another title") if has_title else Proposal("title")
         )
       elif kind in _FEATURES:
-        plan.columns[column.name] = Proposal(kind, f"of the {side}", {**options, "side": side})
+        plan.columns[column.name] = Proposal(kind, "", {**options, "side": side})
   for name, (kind, _, options) in plan.columns.items():
     if kind in _FEATURES and "side" not in options and not y:
       plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
