@@ -4,8 +4,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
-
 from embed.planning import aligned
 
 from .errors import UserError
@@ -43,9 +41,9 @@ def check_select(select: str, metrics: Collection[str]) -> None:
     )
 
 
-def scalars(split: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the metrics of a split by their names in a result, without arrays."""
-  return {f"{split}_{name}": float(x) for name, x in metrics.items() if not np.ndim(x)}
+def scalars(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the metrics of a split by their names in a result."""
+  return {f"{split}_{name}": float(x) for name, x in metrics.items()}
 
 
 def table(result: Mapping[str, Any]) -> str:

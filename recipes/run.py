@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -169,7 +168,7 @@ def finish(
   data: Any,
   writer: log.Log,
   tested_step: int,
-  metrics: Mapping[str, Any],
+  metrics: Mapping[str, float],
 ) -> dict[str, Any]:
   """Writes result.json and returns its content.
 
@@ -178,8 +177,7 @@ def finish(
     config, workdir, data: as for `begin`.
     writer: the log of the run.
     tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested. Scalars become `metrics` of the
-      result, and arrays `[points, columns]` its `curves`.
+    metrics: of the test rows; {} of a run that is not tested.
   """
   scores = results.scalars("test", metrics)
   result = {
@@ -190,7 +188,6 @@ def finish(
     "tested_step": tested_step,
     "seconds": writer.seconds,
     "metrics": writer.scores(tested_step) | scores,
-    "curves": {f"test_{n}": np.asarray(x).tolist() for n, x in metrics.items() if np.ndim(x)},
     "baselines": {},
     "device": device(),
     "versions": versions(),

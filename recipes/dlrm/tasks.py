@@ -18,7 +18,7 @@ from flax import nnx
 from scipy.special import logit
 
 from ..evaluation.groups import Groups, group_metrics
-from ..evaluation.metrics import CLICK_NAMES, click_metrics, reliability
+from ..evaluation.metrics import CLICK_NAMES, click_metrics
 from ..tables.spec import Label, is_one_click
 from ..training import layers, losses
 
@@ -185,8 +185,8 @@ def metrics(
   weights: np.ndarray,
   groups: Groups = _NO_GROUPS,
   ids: Mapping[str, np.ndarray] = {},
-) -> dict[str, Any]:
-  """Returns the metrics of all rows of a split by name, and `reliability`, an array.
+) -> dict[str, float]:
+  """Returns the metrics of all rows of a split by name.
 
   A label of clicks has the metrics of `click_metrics` and `group_metrics`, one of classes `logloss`
   and `accuracy`, a regression `squared_loss`, the mean squared error of log(1 + value); see
@@ -198,7 +198,7 @@ def metrics(
     weights: float `[N]`, how often a row counts.
     groups, ids: see `group_metrics`.
   """
-  scores: dict[str, dict[str, Any]] = {}
+  scores: dict[str, dict[str, float]] = {}
   for name, label, *rows in cut(labels, outputs, targets):
     own, target, counts = map(np.asarray, rows)
     counts = counts & (weights > 0)
@@ -207,7 +207,6 @@ def metrics(
       examples = own[:, 0], target, amount
       scores[name] = click_metrics(*examples)
       if len(target):
-        scores[name]["reliability"] = reliability(*examples)
         scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
       continue
     own = np.maximum(own, 0) if label.loss == "squared_log" else own  # none below 0 is served
@@ -239,7 +238,7 @@ def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
   return [f"{name}_{metric}" for name, metric in names] + ["logloss"]
 
 
-def named(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def named(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
   """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
   One label of clicks keeps the metrics' own names.

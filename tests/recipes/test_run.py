@@ -52,7 +52,7 @@ def whole(cache, tmp_path_factory):
 
 
 def assert_as_whole(whole, result, workdir):
-  for name in ("metrics", "tested_step", "steps", "curves"):
+  for name in ("metrics", "tested_step", "steps"):
     assert result[name] == whole[0][name]
   assert lines(workdir) == whole[1]
 

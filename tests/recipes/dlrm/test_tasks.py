@@ -15,9 +15,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
-from recipes import baselines as command
 from recipes import evaluate, export, predict, serving
-from recipes.dlrm import baselines, data, tasks, train
+from recipes.dlrm import data, tasks, train
 from recipes.errors import UserError
 from recipes.tables import spec
 
@@ -195,23 +194,6 @@ def test_what_is_declared_wrongly_is_refused(tmp_path):
   each(cases, check)
 
 
-@pytest.mark.programs(30, "losses are computed outside of jit")
-def test_the_constant_rate_of_each_label_by_hand():
-  label = np.array([[1, 0, 0], [0, 1, 2], [NAN, 1, 1], [0, NAN, 3], [1, 1, NAN]], np.float32)
-  kinds = {"a": spec.Label(), "b": spec.Label(loss="softmax", classes=("x", "y"), weight=2)}
-  kinds["c"] = spec.Label(loss="squared_log")
-  splits = {"train": (0, 3), "valid": (3, 3), "test": (3, 5)}
-  scores = baselines.constant_rate(
-    data.ClickData({"label": label}, splits, (), {}, {}, labels=kinds)
-  )
-  a, b, c = math.log(2), -math.log(2 / 3), (3 - 1) ** 2
-  assert scores == pytest.approx(
-    {"test_a_auc": 0.5, "test_a_logloss": a, "test_a_ne": 1.0, "test_a_calibration": 1.0,
-     "test_b_accuracy": 1.0, "test_b_logloss": b, "test_c_squared_loss": c,
-     "test_logloss": a + 2 * b + c}
-  )  # fmt: skip
-
-
 @pytest.mark.weekly
 def test_a_whole_run_with_four_labels(tmp_path):
   """From the table to a score for each label, and the same metrics wherever they are computed."""
@@ -227,15 +209,6 @@ def test_a_whole_run_with_four_labels(tmp_path):
     f"test_{name}" for name in names
   }
   assert all(math.isfinite(value) for value in result["metrics"].values())
-  fitted = command.fit(workdir)["baselines"]
-  assert {f"test_{name}" for name in names} == set(fitted["constant rate"]) - {
-    name for name in fitted["constant rate"] if name.startswith("valid_")
-  }
-  assert {"test_clicked_auc", "test_liked_auc"} <= set(fitted["logistic regression"])
-  rate = fitted["constant rate"]
-  assert result["metrics"]["test_size_logloss"] < rate["test_size_logloss"]
-  assert result["metrics"]["test_seconds_squared_loss"] < rate["test_seconds_squared_loss"]
-
   served = export.export(workdir, tmp_path / "served", platforms=("cpu",))
   out, file = io.StringIO(), tmp_path / "test.csv"
   lines = path.read_text().splitlines()
