@@ -7,7 +7,7 @@ import numpy as np
 from scipy.special import entr, expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from ..errors import DivergedError, UserError
+from ..errors import UserError
 
 CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
 
@@ -35,7 +35,7 @@ def click_metrics(logits, labels, weights=None) -> dict[str, float]:
   logits, labels = np.asarray(logits, np.float64), np.asarray(labels)
   weights = np.ones(len(labels)) if weights is None else np.asarray(weights, np.float64)
   if not np.isfinite(logits).all():
-    raise DivergedError("the model's logits are not finite: lower the learning rates")
+    raise UserError("the model's logits are not finite: lower the learning rates")
   clicks, total = float(weights[labels == 1].sum()), float(weights.sum())
   if not total:
     return {}

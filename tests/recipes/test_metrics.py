@@ -62,7 +62,7 @@ def test_what_examples_do_not_define_is_left_out():
   assert click_metrics([0.0], [0]) == {"logloss": pytest.approx(math.log(2))}
   assert click_metrics([0.0], [1]).keys() == {"logloss", "calibration"}
   assert click_metrics([0.0], [0], [0.0]) == click_metrics([], []) == {}
-  with pytest.raises(FloatingPointError, match="not finite"):
+  with pytest.raises(errors.UserError, match="not finite"):
     click_metrics([np.nan, 0.2], [0, 1])
 
 
