@@ -21,7 +21,7 @@ _COMMANDS = {
   f"{__package__}.evaluate runs/dlrm": "the metrics of a run once more, or on other --files",
   f"{__package__}.export runs/mine --out=served": "a run on a table, to answer raw rows",
   f"{__package__}.predict served < rows.csv": "scores or recommendations for raw rows",
-  f"{__package__}.report runs/dlrm": "the curves and the metrics of finished runs",
+  f"{__package__}.report runs/dlrm": "the metrics of finished runs and their baselines",
   "embed check": "lookups, gradients and optimizers of this installation",
 }
 

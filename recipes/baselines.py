@@ -24,39 +24,26 @@ SMALL = 2_000_000  # rows that train: a minute or two of baselines
 def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, Any]:
   """Fits the baselines that a finished run lacks; returns its result with them.
 
-  The result is written before and after each baseline. A baseline that failed, or that ended the
-  process, has no metrics there.
+  The result is written after each baseline.
 
   Args:
-    most_rows: fits nothing where more rows train, and nothing that has failed before.
+    most_rows: fits nothing where more rows train.
   """
   run = run_lib.opened(workdir)
-  result, path = run.result, Path(workdir) / "result.json"
-  recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
-  data = run.load()
-  tasks = recipe.tasks(data, run.config) if data.num_examples <= most_rows else {}
-  if not tasks:
+  data, known = run.load(), run.result["baselines"]
+  if data.num_examples > most_rows:
     mesh_lib.say(f"baselines: python -m {__package__}.baselines {workdir}")
-  known = result["baselines"]
-  for name, task in tasks.items():
-    if known.get(name) or (name in known and most_rows < float("inf")):
-      continue
-    mesh_lib.say(f"fitting the baseline {name}")
-    known[name] = {}
-    files.write_json(path, result)
-    try:
+    return run.result
+  recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
+  fits = recipe.tasks(data, run.config) | (
+    {"best possible": lambda: data.best} if data.best else {}
+  )
+  for name, task in fits.items():
+    if name not in known:
+      mesh_lib.say(f"fitting the baseline {name}")
       known[name] = dict(task())
-    except KeyboardInterrupt:
-      del known[name]
-      raise
-    except Exception as error:  # a library's, which must not hide the result of the run
-      mesh_lib.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
-    finally:
-      files.write_json(path, result)
-  if data.best:
-    known["best possible"] = dict(data.best)
-  files.write_json(path, result)
-  return result
+      files.write_json(Path(workdir) / "result.json", run.result)
+  return run.result
 
 
 def main(argv: Sequence[str]) -> None:

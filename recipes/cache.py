@@ -4,16 +4,14 @@ All columns of a folder have equally many rows, and splits are ranges of rows. A
 under another name, and gets its own when it is complete.
 """
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 
 from . import files
@@ -56,28 +54,13 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
-  """Opens a column for writing; one that exists already with this shape keeps what it holds.
-
-  Raises:
-    OSError: the disk is too full for it; names the file.
-  """
+  """Opens a column for writing; one that exists already with this shape keeps what it holds."""
   path = folder / f"{name}.npy"
-  array = None
   if path.exists():
-    with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
-      array = np.load(path, mmap_mode="r+")
-  if array is None or array.shape != shape or array.dtype != np.dtype(dtype):
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-  if hasattr(os, "posix_fallocate"):
-    # Takes the blocks from the disk now: later a full disk would be a bus error at a write. A file
-    # system that cannot allocate takes them when they are written.
-    try:
-      with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-      if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(error.errno, error.strerror, str(path)) from error
-  return array
+    array = np.load(path, mmap_mode="r+")
+    if array.shape == shape and array.dtype == np.dtype(dtype):
+      return array
+  return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
 def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:
@@ -113,7 +96,7 @@ def prepared(
   cache = Path(cache_dir).expanduser()
   cache.mkdir(parents=True, exist_ok=True)
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-  with files.locked(cache / f"{final.name}.lock"):
+  with filelock.FileLock(cache / f"{final.name}.lock"):
     if not final.exists():
       partial = final.with_suffix(".partial")
       partial.mkdir(exist_ok=True)

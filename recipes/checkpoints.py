@@ -7,7 +7,6 @@ A checkpoint is independent of the devices and processes that wrote it. Orbax gi
 it is complete, so that a kill never leaves half of one.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,9 +33,8 @@ def opened(workdir: epath.Path, select: str) -> ocp.CheckpointManager:
   buffers that the next step, whose arguments are donated, overwrites.
   """
   policies: list[Any] = [checkpoint_managers.LatestN(2)]
-  gain = None
-  if select:
-    gain = lambda metrics: results.gain(select, metrics[select])
+  gain = (lambda metrics: results.gain(select, metrics[select])) if select else None
+  if gain:
     policies.append(
       checkpoint_managers.BestN(get_metric_fn=gain, n=1, keep_checkpoints_without_metrics=False)
     )
@@ -57,8 +55,8 @@ def save(
   step: int,
   model: Any,
   optimizer: Any,
-  metrics: Mapping[str, float],
-  memory: Mapping[str, Any],
+  metrics: dict[str, float],
+  memory: dict[str, Any],
 ) -> None:
   """Saves model and optimizer after a step.
 
@@ -71,8 +69,7 @@ def save(
   """
   tree = embed.checkpoint.to_tree(model=model, optimizer=optimizer)
   items = ocp.args.Composite(**{_STATE: ocp.args.PyTreeSave(tree)})
-  scores = dict(metrics) or None
-  manager.save(step, args=items, metrics=scores, custom_metadata=dict(memory), force=True)
+  manager.save(step, args=items, metrics=metrics or None, custom_metadata=memory, force=True)
 
 
 def restore(
@@ -90,8 +87,7 @@ def restore(
   """
   manager.wait_until_finished()
   if step is None:
-    step = manager.latest_step()
-    if step is None:
+    if (step := manager.latest_step()) is None:
       return 0, {}
     mesh_lib.say(f"resuming from step {step}")
   load(folder(manager.directory.parent, step), **nodes)

@@ -19,20 +19,8 @@ class MissingFileError(UserError, FileNotFoundError):
   """A file or a folder that a setting names does not exist."""
 
 
-class MissingPackageError(UserError, ImportError):
-  """A setting needs a package that is not installed; the message has the command to install it."""
-
-
 class DamagedFileError(UserError):
   """A file does not hold what its format or its hash promises; names the file."""
-
-
-class DownloadError(UserError, OSError):
-  """A server cannot be reached, or sends a file with another hash."""
-
-
-class DivergedError(UserError, FloatingPointError):
-  """The numbers of a training are no longer finite."""
 
 
 @contextlib.contextmanager

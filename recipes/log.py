@@ -10,7 +10,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from embed.planning import aligned
 
 from . import files, results
 from . import mesh as mesh_lib
-from .errors import DivergedError
+from .errors import UserError
 
 FILE = "metrics.jsonl"
 _COMPILING = 2  # steps that may compile, which the rate leaves out
@@ -98,12 +97,7 @@ class Log:
   def __enter__(self) -> "Log":
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: Any) -> None:
     self._bar.close()
     for _, close in self._writers:
       close()
@@ -156,27 +150,24 @@ class Log:
 
   def has_stalled(self, select: str, patience: int) -> bool:
     """Returns whether a metric has not improved in the last `patience` evaluations; 0 is False."""
-    if not patience:  # as most runs ask at every step
+    if not patience:  # every step asks
       return False
     gains = [results.gain(select, line[select]) for line in self._lines if select in line]
-    best = max(range(len(gains)), key=lambda i: (gains[i], i), default=math.inf)
-    return len(gains) - 1 - best >= patience
+    return len(gains) > patience and max(gains[-patience:]) < max(gains)
 
   def scores(self, step: int) -> dict[str, float]:
     """Returns the validation metrics of the last evaluation up to a step; {} if there was none."""
-    is_valid = lambda name: name.startswith("valid_")
-    evaluations = [
-      line for line in self._lines if line["step"] <= step and any(map(is_valid, line))
-    ]
-    return {name: x for line in evaluations[-1:] for name, x in line.items() if is_valid(name)}
+    lines = [line for line in self._lines if line["step"] <= step]
+    valid = [{name: line[name] for name in line if name.startswith("valid_")} for line in lines]
+    return next((metrics for metrics in reversed(valid) if metrics), {})
 
   def _fetched(self, step: int) -> dict[str, list[float]]:
-    """Returns the values since the last line as floats."""
+    """Returns the values since the last line as floats; raises UserError for one that is none."""
     fetched = {name: [float(x) for x in values] for name, values in self._values.items()}
     for name, values in fetched.items():
-      if not math.isfinite(mean := float(np.mean(values))):
-        raise DivergedError(
-          f"the {name} is {mean} before step {step}: lower the learning rates, or clip the "
+      if not np.isfinite(values).all():
+        raise UserError(
+          f"the {name} is not finite before step {step}: lower the learning rates, or clip the "
           "gradients"
         )
     return fetched

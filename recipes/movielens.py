@@ -25,16 +25,14 @@ def table(config, rating: Mapping[str, Any]) -> dict[str, Any]:
     rating: the declaration of the ratings, which are 1 to 5.
 
   Raises:
-    MissingFileError: `data_dir` is no folder, or lacks a file; names it.
-    DownloadError: as `files.download`.
+    UserError: `data_dir` lacks a file, or as `files.download`.
   """
   folder = files.folder(
     config.data_dir,
     config.cache_dir,
-    name="ml-1m-raw",
     url=URL,
     sha256=SHA256,
-    members=("ratings.dat", "users.dat", "movies.dat"),
+    member="ratings.dat",
   )
   hint = f"They are in {URL}; leave --config.data_dir empty to have it downloaded."
   ratings = files.require(folder, *_RATINGS, hint=hint)

@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -66,8 +65,7 @@ def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
   differing = [
     f"{name}: {before.get(name)!r:.200} there, {now.get(name)!r:.200} now"
     for name in {**now, **before}
-    if not {name, name.partition(".")[0]} & may_change
-    if now.get(name) not in (before.get(name), _UNDECIDED.get(name, before.get(name)))
+    if not {name, name.partition(".")[0]} & may_change and _differs(name, before, now)
   ]
   if differing:
     raise UserError(
@@ -77,15 +75,18 @@ def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
   return config_lib.copied(config, batch_size=config.batch_size or stored["batch_size"])
 
 
+def _differs(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+  """Returns whether a setting is another one, and not one that the data decide again."""
+  return now.get(name) not in (before.get(name), _UNDECIDED.get(name, before.get(name)))
+
+
 def finished(config: ConfigDict, workdir: epath.Path) -> dict[str, Any] | None:
   """Returns the result of the workdir's run if it has ended, and None if there is work to do."""
   if not (workdir / _RESULT).exists():
     return None
-  result, now = files.read_json(workdir / _RESULT), plain(config)
-  for name in config_lib.LENGTH:
-    before = result["config"].get(name)
-    if now.get(name) not in (before, _UNDECIDED.get(name, before)):
-      return None
+  result = files.read_json(workdir / _RESULT)
+  if any(_differs(name, result["config"], plain(config)) for name in config_lib.LENGTH):
+    return None
   mesh_lib.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
   return result
 
@@ -131,15 +132,13 @@ def stop_signal() -> Iterator[Callable[[int], bool]]:
   """
   if jax.process_count() > 1:
     yield multihost_utils.reached_preemption_sync_point
-  elif threading.current_thread() is not threading.main_thread():  # where no handler can be set
-    yield lambda step: False
-  else:
-    received = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.set())
-    try:
-      yield lambda step: received.is_set()
-    finally:
-      signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+    return
+  received = threading.Event()
+  previous = signal.signal(signal.SIGTERM, lambda number, frame: received.set())
+  try:
+    yield lambda step: received.is_set()
+  finally:
+    signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 class Preempted(SystemExit):
@@ -169,7 +168,7 @@ def finish(
   data: Any,
   writer: log.Log,
   tested_step: int,
-  metrics: Mapping[str, Any],
+  metrics: Mapping[str, float],
 ) -> dict[str, Any]:
   """Writes result.json and returns its content.
 
@@ -178,8 +177,7 @@ def finish(
     config, workdir, data: as for `begin`.
     writer: the log of the run.
     tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested. Scalars become `metrics` of the
-      result, and arrays `[points, columns]` its `curves`.
+    metrics: of the test rows; {} of a run that is not tested.
   """
   scores = results.scalars("test", metrics)
   result = {
@@ -190,7 +188,6 @@ def finish(
     "tested_step": tested_step,
     "seconds": writer.seconds,
     "metrics": writer.scores(tested_step) | scores,
-    "curves": {f"test_{n}": np.asarray(x).tolist() for n, x in metrics.items() if np.ndim(x)},
     "baselines": {},
     "device": device(),
     "versions": versions(),

@@ -36,7 +36,6 @@ def get_config(mode: str = "") -> dict:
     "select": "valid_ndcg@20",
     "patience": 0,
     "ks": (20,),
-    "baseline": {"select": "ndcg@20"},  # 41 thousand items are too many for EASE
   }
   if mode == "refit":
     config |= {"refit": True, "select": "", "steps": 3165}  # four epochs

@@ -30,7 +30,7 @@ def get_config(mode: str = "") -> dict:
     "patience": 2,
     "examples": "rows",
     "ks": (10, 100),
-    "baseline": {"select": "recall@100", "ease_l2": (50.0, 200.0, 500.0)},
+    "baseline": {"ease_l2": 500.0},
   }
   if mode == "smoke":
     config |= {"history": 8, "batch_size": 64, "eval_batch_size": 64, "negatives": {"number": 16}}

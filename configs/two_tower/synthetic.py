@@ -26,7 +26,7 @@ def get_config(mode: str = "") -> dict:
     "log_every": 50,
     "eval_every": 200,
     "patience": 0,
-    "baseline": {"ease_l2": (500.0, 1000.0)},
+    "baseline": {"ease_l2": 500.0},
   }
   if mode == "smoke":
     config |= {"num_users": 300, "num_items": 120, "num_groups": 5, "mean_items": 15}

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from ..evaluation.groups import Groups, group_metrics
-from ..evaluation.metrics import CLICK_NAMES, click_metrics, reliability
+from ..evaluation.metrics import CLICK_NAMES, click_metrics
 from ..tables.spec import Label
 from ..training import layers
 
@@ -159,8 +159,8 @@ def metrics(
   weights: np.ndarray,
   groups: Groups = _NO_GROUPS,
   ids: Mapping[str, np.ndarray] = {},
-) -> dict[str, Any]:
-  """Returns the metrics of all rows of a split by name, and `reliability`, an array.
+) -> dict[str, float]:
+  """Returns the metrics of all rows of a split by name.
 
   Each label has those of `click_metrics` and `group_metrics`; see `named`.
 
@@ -170,14 +170,13 @@ def metrics(
     weights: float `[N]`, how often a row counts.
     groups, ids: see `group_metrics`.
   """
-  scores: dict[str, dict[str, Any]] = {}
+  scores: dict[str, dict[str, float]] = {}
   for name, _, *rows in cut(labels, outputs, targets):
     own, target, counts = map(np.asarray, rows)
     counts = counts & (weights > 0)
     examples = own[counts], target[counts], weights[counts]
     scores[name] = click_metrics(*examples)
     if counts.any():
-      scores[name]["reliability"] = reliability(*examples)
       scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
   return named(labels, scores)
 
@@ -190,7 +189,7 @@ def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
   return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]
 
 
-def named(labels: Labels, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def named(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
   """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
   A label that is alone keeps the metrics' own names.

@@ -131,7 +131,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   """
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
 
-  def evaluate(model, split: str) -> dict[str, Any]:
+  def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)

@@ -15,8 +15,9 @@ from scipy.sparse import csr_matrix
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from .. import files, packing
+from .. import packing
 from ..errors import UserError
+from ..results import scalars
 from .metrics import RankingMetrics, click_metrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
@@ -55,29 +56,28 @@ def logistic_regression(
   def scores(model, split: str) -> dict[str, float]:
     if not matrices[split].shape[0]:
       return {}
-    metrics = click_metrics(model.decision_function(matrices[split]), labels[split], weights[split])
-    return {f"{split}_{name}": value for name, value in metrics.items()}
+    logits = model.decision_function(matrices[split])
+    return scalars(split, click_metrics(logits, labels[split], weights[split]))
 
   best: dict[str, float] = {}
-  with files.progress("logistic regression", len(inverse_penalties), "fit") as bar:
-    for c in inverse_penalties:
-      # scikit-learn's default tolerance is on the gradient of the mean loss, where an id that is in
-      # one of ten thousand rows hardly shows: rare ids would stay untrained.
-      model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
-      with warnings.catch_warnings():
-        # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(matrices["train"], labels["train"], weights["train"])
-      valid = scores(model, "valid")
-      if not best or valid["valid_auc"] > best["valid_auc"]:
-        best = valid | scores(model, "test") | {"c": float(c)}
-      bar.update()
+  for c in inverse_penalties:
+    # scikit-learn's default tolerance is on the gradient of the mean loss, where an id that is in
+    # one of ten thousand rows hardly shows: rare ids would stay untrained.
+    model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
+    with warnings.catch_warnings():
+      # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
+      warnings.simplefilter("ignore", ConvergenceWarning)
+      model.fit(matrices["train"], labels["train"], weights["train"])
+    valid = scores(model, "valid")
+    if not best or valid["valid_auc"] > best["valid_auc"]:
+      best = valid | scores(model, "test") | {"c": float(c)}
   return best | {"rows": int(matrices["train"].shape[0])}
 
 
 # --- rankings ------------------------------------------------------------------------------------
 
-Scorer = Callable[[csr_matrix], np.ndarray]  # histories [B, items] -> scores [B, items]
+# The scores of all items `[B, items]`, from a split and histories `[B, items]`.
+Scorer = Callable[[str, csr_matrix], np.ndarray]
 
 
 def ranking_tasks(
@@ -86,75 +86,49 @@ def ranking_tasks(
   relevant: Mapping[str, csr_matrix],
   ks: Sequence[int],
   *,
-  ease_l2: Sequence[float] = (),
-  **options: Any,
+  exclude_seen: bool,
+  counts: np.ndarray,
+  ease_l2: float,
+  recent: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Callable[[], dict[str, float]]]:
   """Returns functions that fit a baseline and return its metrics, by the baseline's name.
 
-  Item kNN is left out where users have too many items in all, EASE where it has no penalty.
+  Item kNN is left out where users have too many items in all.
 
   Args:
     train: `[users, items]`, ones.
-    histories, relevant, ks, options: as for `best_ranking`.
-    ease_l2: penalties of EASE to choose from.
-  """
-  scorers: dict[str, dict[float, Callable[[], Scorer]]] = {
-    "popularity": {0.0: lambda: functools.partial(_repeated, popularity(train))}
-  }
-  if can_fit_knn(np.diff(train.indptr)):
-    scorers["item kNN"] = {0.0: lambda: functools.partial(_product, item_knn(train))}
-  if ease_l2:
-    fit = lambda l2: functools.partial(_product, ease(train, l2))
-    scorers["EASE"] = {l2: functools.partial(fit, l2) for l2 in ease_l2}
-  evaluate = functools.partial(best_ranking, histories=histories, relevant=relevant, ks=ks)
-  return {name: functools.partial(evaluate, fits, **options) for name, fits in scorers.items()}
-
-
-def best_ranking(
-  candidates: Mapping[float, Callable[[], Scorer]],
-  histories: Mapping[str, csr_matrix],
-  relevant: Mapping[str, csr_matrix],
-  ks: Sequence[int],
-  *,
-  exclude_seen: bool,
-  counts: np.ndarray | None = None,
-  select: str = "",
-) -> dict[str, float]:
-  """Fits one model per hyperparameter and tests the one that is best on validation.
-
-  Args:
-    candidates: by the hyperparameter, a function that fits and returns the scores of histories.
     histories: by split, `valid` and `test`, the items that each example asks with.
-    relevant: by split, as for `ranking`.
-    ks: cutoffs of the metrics.
+    relevant: by split, as for `ranking`; a split without a relevant item has no metrics.
+    ks, counts: as for `ranking`.
     exclude_seen: whether items of the history are left out of the ranking.
-    counts: as for `ranking`.
-    select: the metric that chooses one of several, as "ndcg@10".
-
-  Returns:
-    `{"valid_...", "test_...", "chosen"}`; `chosen` is the hyperparameter. A split without a
-    relevant item has no metrics.
+    ease_l2: the penalty of EASE; 0 leaves it out.
+    recent: by split, scores `[items]` that rank alike for all; None leaves them out.
   """
-  if len(candidates) > 1 and not relevant["valid"].nnz:
-    raise UserError(f"nothing is held out to choose one of {list(candidates)} on: give one value")
-  best: dict[str, float] = {}
-  for value, fit in candidates.items():
-    scorer = fit()
+  popular, tiled = popularity(train), lambda scores, rows: np.tile(scores, (rows.shape[0], 1))
+  fits: dict[str, Callable[[], Scorer]] = {}
+  if recent is not None:
+    fits["recent popularity"] = lambda: lambda split, rows: tiled(recent[split], rows)
+  fits["popularity"] = lambda: lambda split, rows: tiled(popular, rows)
+  if np.square(np.diff(train.indptr), dtype=np.float64).sum() <= _MAX_KNN_PAIRS:
+    fits["item kNN"] = lambda: _product(item_knn(train))
+  if ease_l2:
+    fits["EASE"] = lambda: _product(ease(train, ease_l2))
 
-    def ranked(split: str, scorer=scorer) -> dict[str, float]:
-      if not relevant[split].nnz:
-        return {}
-      scores = lambda start, stop: scorer(histories[split][start:stop])
-      metrics = ranking(
-        scores, relevant[split], histories[split] if exclude_seen else None, ks, counts
-      )
-      return {f"{split}_{name}": value for name, value in metrics.items()}
+  def measured(fit: Callable[[], Scorer]) -> dict[str, float]:
+    scorer, metrics = fit(), dict[str, float]()
+    for split, rows in histories.items():
+      if relevant[split].nnz:
+        scores = lambda start, stop, split=split, rows=rows: scorer(split, rows[start:stop])
+        seen = rows if exclude_seen else None
+        metrics |= scalars(split, ranking(scores, relevant[split], seen, ks, counts))
+    return metrics
 
-    valid = ranked("valid")
-    if not best or valid[f"valid_{select}"] > best[f"valid_{select}"]:
-      best = valid | ranked("test") | {"chosen": float(value)}
-    del scorer, ranked  # EASE's weights take gigabytes, and the next fit as much
-  return best
+  return {name: functools.partial(measured, fit) for name, fit in fits.items()}
+
+
+def _product(weights: Any) -> Scorer:
+  dense = lambda scores: scores.toarray() if scipy.sparse.issparse(scores) else scores
+  return lambda split, rows: dense(rows @ weights)
 
 
 def ranking(
@@ -180,38 +154,22 @@ def ranking(
   popular = () if counts is None else counts
   metrics = RankingMetrics(ks, num_items=relevant.shape[1], popularity=popular)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
-  with files.progress("ranking", relevant.shape[0], "row") as bar:
-    for start in range(0, relevant.shape[0], batch):
-      stop = min(start + batch, relevant.shape[0])
-      ranked = np.array(scores(start, stop), np.float32)
-      if seen is not None:
-        ranked[seen[start:stop].nonzero()] = -np.inf
-      values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
-      targets, top_ids = relevant[start:stop], np.where(values == -np.inf, -1, ids)
-      lengths = np.diff(targets.indptr)
-      width = max(int(lengths.max(initial=0)), 1)
-      metrics.update(top_ids, packing.padded(targets.indices, lengths, width))
-      bar.update(stop - start)
+  for start in range(0, relevant.shape[0], batch):
+    stop = min(start + batch, relevant.shape[0])
+    ranked = np.array(scores(start, stop), np.float32)
+    if seen is not None:
+      ranked[seen[start:stop].nonzero()] = -np.inf
+    values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
+    targets, top_ids = relevant[start:stop], np.where(values == -np.inf, -1, ids)
+    lengths = np.diff(targets.indptr)
+    width = max(int(lengths.max(initial=0)), 1)
+    metrics.update(top_ids, packing.padded(targets.indices, lengths, width))
   return metrics.compute()
-
-
-def _repeated(scores: np.ndarray, histories: csr_matrix) -> np.ndarray:
-  return np.tile(scores, (histories.shape[0], 1))
-
-
-def _product(weights: Any, histories: csr_matrix) -> np.ndarray:
-  scores = histories @ weights
-  return scores.toarray() if scipy.sparse.issparse(scores) else scores
 
 
 def popularity(train: csr_matrix) -> np.ndarray:
   """Returns how often each item is in `train` `[users, items]`: the same scores for all."""
   return np.asarray(train.sum(axis=0)).ravel()
-
-
-def can_fit_knn(lengths: np.ndarray) -> bool:
-  """Returns whether users with so many training items, `[users]`, are few enough for item kNN."""
-  return bool(np.square(lengths, dtype=np.float64).sum() <= _MAX_KNN_PAIRS)
 
 
 def item_knn(train: csr_matrix, neighbours: int = _NEIGHBOURS) -> csr_matrix:

@@ -51,11 +51,10 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   Args:
     features: of the data.
     slices: names of features with a single id, of at most 32 values.
-    serve: the folder of a table's transforms, which name the values; None calls them by their ids.
+    serve: the folder of a table's transforms, which name users and values; None knows no users, and
+      calls values by their ids.
   """
-  encoder = Encoder.load(serve) if serve is not None and (serve / "sides.json").exists() else None
-  every = encoder.all_transforms if encoder else ()
-  transforms = {name: each for each in every for name in each.kinds}
+  encoder = Encoder.load(serve) if serve is not None else None
   sizes = {
     feature.name: feature.vocabulary_size
     for feature in features
@@ -63,12 +62,15 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   }
   if not sizes.keys() >= set(slices):
     raise UserError(f"config.slices is {tuple(slices)}: choose some of {sorted(sizes)}")
-  named = {}
-  for name in slices:
-    values = transforms[name].vocabulary(name) if name in transforms else ()
-    named[name] = (*values, _OTHER) if values else tuple(map(str, range(sizes[name])))
-  user = spec.only(encoder.transforms.kinds, spec.User) if encoder else None
-  if encoder is None or user is None:
+  named = {name: tuple(map(str, range(sizes[name]))) for name in slices}
+  if encoder is None:
+    return Groups(slices=named)
+  for each in encoder.all_transforms:
+    for name in named.keys() & each.kinds.keys():
+      if values := each.vocabulary(name):
+        named[name] = (*values, _OTHER)
+  user = spec.only(encoder.transforms.kinds, spec.User)
+  if user is None:
     return Groups(slices=named)
   return Groups(user, len(encoder.transforms.vocabulary(user)), named)
 

@@ -7,7 +7,7 @@ import numpy as np
 from scipy.special import entr, expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from ..errors import DivergedError, UserError
+from ..errors import UserError
 
 CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
 
@@ -35,7 +35,7 @@ def click_metrics(logits, labels, weights=None) -> dict[str, float]:
   logits, labels = np.asarray(logits, np.float64), np.asarray(labels)
   weights = np.ones(len(labels)) if weights is None else np.asarray(weights, np.float64)
   if not np.isfinite(logits).all():
-    raise DivergedError("the model's logits are not finite: lower the learning rates")
+    raise UserError("the model's logits are not finite: lower the learning rates")
   clicks, total = float(weights[labels == 1].sum()), float(weights.sum())
   if not total:
     return {}
@@ -49,30 +49,6 @@ def click_metrics(logits, labels, weights=None) -> dict[str, float]:
   if clicks:
     metrics["calibration"] = float(weights @ predictions) / clicks
   return metrics
-
-
-def reliability(logits, labels, weights, bins: int = 20) -> np.ndarray:
-  """Computes the reliability histogram, over bins of examples in the order of their predictions.
-
-  Bins have about equally many examples, since clicks are rare, and equal widths would leave nearly
-  all predictions in the first one.
-
-  Args:
-    logits: float `[N]`, before the sigmoid.
-    labels: `[N]`, 0 or 1.
-    weights: float `[N]`, how often an example counts.
-    bins: at most so many; examples with one prediction are in one bin.
-
-  Returns:
-    float64 `[bins, 3]`: mean prediction, rate of clicks, and the share of the examples.
-  """
-  values, inverse = np.unique(np.asarray(logits, np.float64), return_inverse=True)
-  amount, clicks = (np.bincount(inverse, weights * x) for x in (np.ones(len(labels)), labels))
-  quantile = (np.cumsum(amount) - amount / 2) / amount.sum()
-  bin_of = np.minimum((quantile * bins).astype(int), bins - 1)
-  sums = [np.bincount(bin_of, x, bins) for x in (amount * expit(values), clicks, amount)]
-  predicted, clicked, total = np.stack(sums)[:, sums[2] > 0]
-  return np.stack([predicted / total, clicked / total, total / amount.sum()], axis=1)
 
 
 # --- rankings -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..errors import MissingPackageError, UserError
+from ..errors import UserError
 
 # Scores that are in memory at once: 64 MB of float32.
 _MAX_SCORES = 1 << 24
@@ -237,9 +237,7 @@ def _index_class() -> Any:
   try:
     from usearch.index import Index
   except ImportError as error:
-    raise MissingPackageError(
-      "the approximate index needs usearch: pip install -e '.[ann]'"
-    ) from error
+    raise UserError("the approximate index needs usearch: pip install -e '.[ann]'") from error
   return Index
 
 

@@ -18,5 +18,5 @@ def tasks(data: data_lib.SequenceData, config) -> Mapping[str, Callable[[], Mapp
     config.ks,
     exclude_seen=config.exclude_seen,
     counts=data_lib.train_counts(data),
-    ease_l2=(config.baseline.ease_l2,) if config.baseline.ease_l2 else (),
+    ease_l2=config.baseline.ease_l2,
   )

@@ -328,7 +328,7 @@ class Entities:
       columns["title"] = pa.array(self.titles, pa.large_string())
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
-    with files.replacing(folder / f"{name}_features.npz") as file:
+    with (folder / f"{name}_features.npz").open("wb") as file:
       stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
       np.savez(file, dense=self.dense, **stored)
 

@@ -12,25 +12,19 @@ _EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that 
 
 
 def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-  """Returns, by name, functions that fit a baseline and return its metrics."""
+  """Returns, by name, functions that fit a baseline and return its metrics.
+
+  Recent popularity ranks by what is added to the model's scores, alone.
+  """
   histories, relevant = {}, {}
   for split, earlier in _EARLIER.items():
-    users, relevant[split] = examples(data, split, config.examples)
+    users, relevant[split] = _examples(data, split, config.examples)
     histories[split] = data.matrix(*earlier)[users]
-
-  def recent() -> dict[str, float]:
-    """Ranks by the popularity that is added to the model's scores, alone."""
-    metrics: dict[str, float] = {}
-    for split, earlier in _EARLIER.items():
-      scores = data.popularity(config.popularity.half_life, *earlier)
-      seen = histories[split] if config.exclude_seen else None
-      ranked = lambda start, stop, scores=scores: np.tile(scores, (stop - start, 1))
-      values = baselines.ranking(ranked, relevant[split], seen, config.ks, data.train_counts())
-      metrics |= {f"{split}_{name}": value for name, value in values.items()}
-    return metrics
-
-  timed = {"recent popularity": recent} if data.ordered and config.popularity.weight else {}
-  return timed | baselines.ranking_tasks(
+  recent = None
+  if data.ordered and config.popularity.weight:
+    half_life = config.popularity.half_life
+    recent = {split: data.popularity(half_life, *each) for split, each in _EARLIER.items()}
+  return baselines.ranking_tasks(
     data.matrix("train"),
     histories,
     relevant,
@@ -38,11 +32,11 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     exclude_seen=config.exclude_seen,
     counts=data.train_counts(),
     ease_l2=config.baseline.ease_l2,
-    select=config.baseline.select,
+    recent=recent,
   )
 
 
-def examples(
+def _examples(
   data: RetrievalData, split: str, by: str
 ) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
   """Returns the user of each of a split's examples and their relevant items `[examples, items]`.
@@ -51,7 +45,8 @@ def examples(
   """
   if by == "users":
     return np.arange(data.num_users), data.matrix(split)
-  items = np.asarray(data.columns["item"][slice(*data.splits[split])])
+  rows = slice(*data.splits[split])
+  items = data.columns["item"][rows]
   pairs, shape = (np.arange(len(items)), items), (len(items), data.num_items)
   matrix = scipy.sparse.csr_matrix((np.ones(len(items), np.float32), pairs), shape)
-  return np.asarray(data.columns["user"][slice(*data.splits[split])]), matrix
+  return data.columns["user"][rows], matrix

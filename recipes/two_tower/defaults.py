@@ -37,10 +37,7 @@ DEFAULTS: dict[str, Any] = {
   "exclude_seen": True,  # whether rankings leave out what the user has had
   "ks": (10, 20),  # cutoffs of the metrics
   "ann": False,  # whether the test measures an approximate index as well
-  "baseline": {
-    "select": "ndcg@10",  # the metric that chooses a baseline's penalty
-    "ease_l2": (),  # EASE's penalties to choose from; () leaves it out
-  },
+  "baseline": {"ease_l2": 0.0},  # EASE's penalty; 0 leaves it out
 }
 
 _PUBLISHED = {

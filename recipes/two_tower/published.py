@@ -5,7 +5,7 @@ MovieLens may be used for research and not be redistributed (Harper and Konstan 
 He et al. 2020, "LightGCN".
 
 Each function takes a config and raises MissingFileError for a folder or file that is not there,
-naming it and where it comes from, and DownloadError as `files.download`.
+naming it and where it comes from, and UserError as `files.download`.
 """
 
 from typing import Any
@@ -61,10 +61,9 @@ def movielens100k(config) -> dict[str, Any]:
   folder = files.folder(
     config.data_dir,
     config.cache_dir,
-    name="ml-100k-raw",
     url=MOVIELENS100K_URL,
     sha256=MOVIELENS100K_SHA256,
-    members=names,
+    member="u.data",
   )
   hint = f"They are in {MOVIELENS100K_URL}; leave --config.data_dir empty to have it downloaded."
   ratings, users, items = (files.require(folder, name, hint=hint) for name in names)

@@ -42,7 +42,7 @@ _TABLE = {
     "eval_every": 3,
     "select": "valid_ndcg@5",
     "ks": (5,),
-    "baseline": {"ease_l2": (1.0,)},
+    "baseline": {"ease_l2": 1.0},
   },
   "sequence": {
     "columns": LOG,

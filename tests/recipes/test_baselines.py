@@ -41,8 +41,6 @@ def test_item_knn_is_the_cosine_of_all_pairs(train, monkeypatch):
   for item in range(30):
     assert sorted(few[:, item])[-3:] == pytest.approx(sorted(expected[:, item])[-3:], rel=1e-6)
     assert np.count_nonzero(few[:, item]) <= 3
-  assert baselines.can_fit_knn(np.full(10, 1000))
-  assert not baselines.can_fit_knn(np.full(20_000, 1000))
 
 
 def test_ease_is_ridge_regression_without_the_item_itself(train, monkeypatch):
@@ -57,11 +55,6 @@ def test_ease_is_ridge_regression_without_the_item_itself(train, monkeypatch):
     assert weights[item, item] == 0
 
 
-def test_ease_of_too_many_items_is_refused():
-  with pytest.raises(errors.UserError, match=r"40000 x 40000 items, 13 GB.*Leave it out"):
-    baselines.ease(scipy.sparse.csr_matrix((2, 40_000), dtype=np.float32), 1.0)
-
-
 def test_ranking_is_a_full_one_without_what_was_seen(train):
   draw = np.random.default_rng(2)
   scores = np.round(draw.normal(size=(60, 30)), 1)
@@ -74,34 +67,19 @@ def test_ranking_is_a_full_one_without_what_was_seen(train):
   assert found == pytest.approx(wanted, rel=1e-12)
 
 
-def test_the_hyperparameter_is_chosen_on_validation(train):
-  draw = np.random.default_rng(3)
-  free = train.toarray() == 0
-  relevant = {
-    split: scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & free)
-    for split in ("valid", "test")
-  }
-  # One candidate knows the validation split, the other the test split.
-  known = {0.5: relevant["test"], 2.0: relevant["valid"]}
-  candidates = {
-    # A history holds who asks: each user has an item of their own.
-    value: lambda matrix=matrix: lambda histories: (histories @ matrix).toarray()
-    for value, matrix in known.items()
-  }
-  everybody = dict.fromkeys(relevant, scipy.sparse.eye_array(60, format="csr"))
-  rank = lambda candidates: baselines.best_ranking(
-    candidates, everybody, relevant, (5,), exclude_seen=False, select="ndcg@5"
-  )
-  found = rank(candidates)
-  assert found["chosen"] == 2.0
-  assert found["valid_ndcg@5"] == 1.0
-  assert found["test_ndcg@5"] < 0.9
-  relevant["valid"] = scipy.sparse.csr_matrix(relevant["valid"].shape)
-  with pytest.raises(errors.UserError, match=r"\[0.5, 2.0\] on: give one value"):
-    rank(candidates)
-  only = rank({0.5: candidates[0.5]})
-  assert (only["chosen"], only["test_ndcg@5"]) == (0.5, 1.0)
-  assert not any(name.startswith("valid_") for name in only)
+def test_what_is_too_large_or_not_asked_for_is_left_out(train):
+  relevant = {"valid": train, "test": train[:, :0] @ train[:0]}  # nothing to find in the test
+  tasks = lambda rows, l2: baselines.ranking_tasks(
+    rows, {"valid": train, "test": train}, relevant, (5,), exclude_seen=False,
+    counts=np.ones(30), ease_l2=l2,
+  )  # fmt: skip
+  fits = tasks(train, 1.0)
+  assert list(fits) == ["popularity", "item kNN", "EASE"]
+  assert {name.partition("_")[0] for name in fits["EASE"]()} == {"valid"}
+  many = scipy.sparse.csr_matrix(np.ones((1, 100_001), np.float32))
+  assert list(tasks(many, 0.0)) == ["popularity"]
+  with pytest.raises(errors.UserError, match=r"100001 x 100001 items, 80 GB.*Leave it out"):
+    tasks(many, 1.0)["EASE"]()
 
 
 def test_logistic_regression_without_test_rows_is_validated_alone():

@@ -1,4 +1,4 @@
-"""Metrics equal scikit-learn's and a slow ranking's; users, slices and reliability by hand."""
+"""Metrics equal scikit-learn's and a slow ranking's; users and slices by hand."""
 
 import math
 
@@ -13,7 +13,7 @@ from slow_ranking import slow_ranking
 from recipes import errors
 from recipes.evaluation import groups, retrieval
 from recipes.evaluation.groups import Groups, gauc, group_metrics
-from recipes.evaluation.metrics import RankingMetrics, click_metrics, ranking_names, reliability
+from recipes.evaluation.metrics import RankingMetrics, click_metrics, ranking_names
 from recipes.training.features import Feature
 
 
@@ -62,20 +62,8 @@ def test_what_examples_do_not_define_is_left_out():
   assert click_metrics([0.0], [0]) == {"logloss": pytest.approx(math.log(2))}
   assert click_metrics([0.0], [1]).keys() == {"logloss", "calibration"}
   assert click_metrics([0.0], [0], [0.0]) == click_metrics([], []) == {}
-  with pytest.raises(FloatingPointError, match="not finite"):
+  with pytest.raises(errors.UserError, match="not finite"):
     click_metrics([np.nan, 0.2], [0, 1])
-
-
-def test_reliability_by_hand():
-  logits, labels = np.array([0.0, 0.0, math.log(3), math.log(3)]), np.array([0, 1, 1, 1])
-  wanted = [[0.5, 0.5, 0.5], [0.75, 1.0, 0.5]]  # mean prediction, rate of clicks, share
-  np.testing.assert_allclose(reliability(logits, labels, np.ones(4), 2), wanted, rtol=1e-12)
-  rows = drawn(192, decimals=6)
-  predicted, clicked, share = reliability(*rows, 10).T
-  assert share.sum() == pytest.approx(1)
-  assert (np.diff(predicted) > 0).all()
-  ratio = (predicted @ share) / (clicked @ share)
-  assert ratio == pytest.approx(click_metrics(*rows)["calibration"], rel=1e-5)
 
 
 # --- users and slices -----------------------------------------------------------------------------

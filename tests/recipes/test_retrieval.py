@@ -118,7 +118,7 @@ def test_few_are_left():
 
 def test_without_usearch_the_message_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "usearch.index", None)
-  with pytest.raises(errors.MissingPackageError, match=r"pip install -e '\.\[ann\]'"):
+  with pytest.raises(errors.UserError, match=r"pip install -e '\.\[ann\]'"):
     retrieval.Approximate(np.zeros((3, 2), np.float32))
 
 

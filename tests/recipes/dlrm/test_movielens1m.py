@@ -96,8 +96,6 @@ def test_missing_files_are_named(tmp_path):
   (raw / "movies.dat").unlink()
   with pytest.raises(FileNotFoundError, match=r"has no movies\.dat.*ml-1m\.zip"):
     data.load(config(raw, tmp_path / "cache"))
-  with pytest.raises(FileNotFoundError, match="is not a folder"):
-    data.load(config(tmp_path / "nowhere", tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -119,10 +117,10 @@ def test_downloads(tmp_path, archive, monkeypatch):
   rows = len(data.load(config("", tmp_path / "cache")).columns["label"])
   with monkeypatch.context() as patch:
     patch.setattr(movielens, "SHA256", "0" * 64)
-    with pytest.raises(ValueError, match="the download is damaged or the archive has changed"):
+    with pytest.raises(ValueError, match="does not match the known hash"):
       data.load(config("", tmp_path / "other"))
   assert not list((tmp_path / "other").rglob("*.zip*"))
   archive.unlink()  # what is there is not fetched again
   assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == rows
-  with pytest.raises(OSError, match=r"--config\.data_dir"):
+  with pytest.raises(ValueError, match=r"--config\.data_dir"):
     data.load(config("", tmp_path / "other"))

@@ -14,9 +14,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
-from recipes import baselines as command
 from recipes import evaluate, export, predict, serving
-from recipes.dlrm import baselines, data, tasks, train
+from recipes.dlrm import data, tasks, train
 from recipes.tables import spec
 
 NAN = float("nan")
@@ -162,21 +161,6 @@ def test_labels_may_be_missing(tmp_path):
   assert loaded.statistics["liked rate"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.programs(30, "losses are computed outside of jit")
-def test_the_constant_rate_of_each_label_by_hand():
-  label = np.array([[1, 0], [0, 1], [NAN, 1], [0, NAN], [1, 1]], np.float32)
-  kinds = {"a": spec.Label(), "b": spec.Label(weight=2)}
-  splits = {"train": (0, 3), "valid": (3, 3), "test": (3, 5)}
-  scores = baselines.constant_rate(
-    data.ClickData({"label": label}, splits, (), {}, {}, labels=kinds)
-  )
-  a, b = math.log(2), -math.log(2 / 3)
-  assert scores["test_a_logloss"] == pytest.approx(a)
-  assert scores["test_b_logloss"] == pytest.approx(b)
-  assert scores["test_logloss"] == pytest.approx(a + 2 * b)
-  assert scores["test_a_auc"] == 0.5
-
-
 @pytest.mark.weekly
 def test_a_whole_run_with_two_labels(tmp_path):
   """From the table to a score for each label, and the same metrics wherever they are computed."""
@@ -192,11 +176,6 @@ def test_a_whole_run_with_two_labels(tmp_path):
     f"test_{name}" for name in names
   }
   assert all(math.isfinite(value) for value in result["metrics"].values())
-  fitted = command.fit(workdir)["baselines"]
-  assert {f"test_{name}" for name in names} == set(fitted["constant rate"]) - {
-    name for name in fitted["constant rate"] if name.startswith("valid_")
-  }
-  assert {"test_clicked_auc", "test_liked_auc"} <= set(fitted["logistic regression"])
   served = export.export(workdir, tmp_path / "served", platforms=("cpu",))
   out, file = io.StringIO(), tmp_path / "test.csv"
   lines = path.read_text().splitlines()

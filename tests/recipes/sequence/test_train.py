@@ -47,7 +47,7 @@ def check_result(result, config, workdir):
   metrics = {name: task() for name, task in tasks.items()}
   fitted = {"popularity", "item kNN", *(["EASE"] if config.baseline.ease_l2 else [])}
   assert set(metrics) == fitted
-  assert all(set(metrics[name]) == METRICS | {"chosen"} for name in fitted)
+  assert all(set(metrics[name]) == METRICS for name in fitted)
   assert all(math.isfinite(value) for value in result["metrics"].values())
   assert all(len(value) == 64 for value in result["data_sha256"].values())
   lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

@@ -21,8 +21,8 @@ from recipes import config as config_lib
 from recipes.two_tower.data import RetrievalData
 
 RESULT = {  # the keys of a result
-  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "curves", "baselines",
-  "device", "versions", "data", "data_sha256",
+  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
+  "versions", "data", "data_sha256",
 }  # fmt: skip
 # Read without steps, by dlrm and dcnv2, or by sequence models alone, which have their own tests.
 _CONDITIONAL = {"epochs", "linear", "residual", "init"}

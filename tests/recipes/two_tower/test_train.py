@@ -201,7 +201,7 @@ def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
     [[0, 1], [2, 3], [2, 3], [0, 4], [1, 4], [4]], [[2]] + [[]] * 5, [[3]] + [[]] * 5, num_items=5
   )
   config = two_tower_smoke("synthetic", tmp_path, ks=(1,))
-  config.baseline.ease_l2 = (0.1,)
+  config.baseline.ease_l2 = 0.1
   fits = baselines.tasks(found, config)
   for name in ("item kNN", "EASE"):
     assert fits[name]()["test_hr@1"] == 1.0, name
