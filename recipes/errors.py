@@ -34,17 +34,6 @@ def from_settings() -> Iterator[None]:
     raise UserError(str(error)) from error
 
 
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-  """Ends the program in one line if a package that the code within imports is not installed."""
-  try:
-    yield
-  except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] in ("embed", __name__.partition(".")[0]):
-      raise  # a fault of ours
-    sys.exit(f"error: {error.name} is not installed: pip install -e '.[recipes]'")
-
-
 def parser(module: str, about: str | None) -> argparse.ArgumentParser:
   """Returns the parser of the command `python -m module`, whose help shows `about` as it is."""
   formatter = argparse.RawDescriptionHelpFormatter

@@ -3,7 +3,6 @@
 served.json     the recipe, the declared columns, and what to install for predictions
 model.npz       the program of the model, as `jax.export` writes it, and the arrays that it reads
 candidates.npy  two_tower, sequence with a temperature: the vectors of the items
-index.usearch   with --ann: the index over the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 README.md       how to use it
 """
@@ -64,7 +63,6 @@ def export(
   workdir: str | Path,
   out: str | Path,
   *,
-  ann: bool = False,
   platforms: Sequence[str] = PLATFORMS,
 ) -> Path:
   """Exports the tested state of a run; returns the folder.
@@ -75,8 +73,6 @@ def export(
   Args:
     workdir: of a run on a table that has ended.
     out: the folder; an earlier export there is replaced.
-    ann: whether predictions search an approximate index, which needs usearch; two_tower and
-      sequence.
     platforms: that the program can run on, of "cpu", "cuda", "rocm" and "tpu".
 
   Raises:
@@ -89,8 +85,6 @@ def export(
   run = _opened(workdir)
   files.check_out(out, folder_lib.NAME)
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
-  if ann and recipe == "dlrm":
-    raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
   mesh = mesh_lib.start()
   with from_settings():
     parts = _RECIPES[recipe](config, serve, mesh)
@@ -104,14 +98,10 @@ def export(
     program.save(partial / folder_lib.MODEL)
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
-    if ann:
-      with np.load(partial / folder_lib.MODEL) as read:
-        vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
-      retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
     shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
     # Popularity is in the vectors of the items: predictions do not read the order of the log.
     (partial / folder_lib.TRANSFORMS / "history_when.npy").unlink(missing_ok=True)
-    about = _about(run, files.read_json(serve / READING), ann) | parts.about
+    about = _about(run, files.read_json(serve / READING)) | parts.about
     files.write_json(partial / folder_lib.NAME, about)
     files.write(partial / "README.md", _readme(about, workdir))
   return out
@@ -127,9 +117,8 @@ def _opened(workdir: Path) -> run_lib.Run:
   return run_lib.opened(workdir)
 
 
-def _about(run: run_lib.Run, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
+def _about(run: run_lib.Run, reading: dict[str, Any]) -> dict[str, Any]:
   versions, columns = run_lib.versions(), reading["columns"]
-  extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [
     kind.get("column") or name
@@ -141,13 +130,12 @@ def _about(run: run_lib.Run, reading: dict[str, Any], ann: bool) -> dict[str, An
     "recipe": run.recipe,
     "step": run.result["tested_step"],
     "versions": {name: versions[name] for name in names},
-    "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
+    "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[serving]'",
     "columns": columns,
     "num_columns": len(columns),
     "header": header,
     "text": reading["format"],
     "exclude_seen": run.config.get("exclude_seen", True),
-    "ann": ann,
   }
 
 
@@ -290,7 +278,6 @@ def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.export", __doc__)
   parser.add_argument("run", help="the workdir of a run on a table that has ended")
   parser.add_argument("--out", required=True, help="the folder to write")
-  parser.add_argument("--ann", action="store_true", help="search items by an approximate index")
   parser.add_argument(
     "--platforms", default=",".join(PLATFORMS), help="that can predict; default: %(default)s"
   )
@@ -298,7 +285,7 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
   with errors.in_one_line(parser):
-    out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
+    out = export(arguments.run, arguments.out, platforms=platforms)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

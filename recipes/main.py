@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from absl import app, flags, logging
+from ml_collections import config_flags
+
 from . import catalogue, errors
+from . import config as config_lib
 from .errors import terminal
-
-with errors.importing():
-  from absl import app, flags, logging
-  from ml_collections import config_flags
-
-  from . import config as config_lib
-  from .tables.spec import nearest
+from .tables.spec import nearest
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -27,10 +25,10 @@ _RESUMES = "stopped; the same command resumes from the last checkpoint"
 def train(recipe: str, config, workdir: str) -> None:
   """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result."""
   # What takes seconds is imported here, so that a wrong flag is answered at once.
-  with errors.importing():
-    module = importlib.import_module(f".{recipe}.train", __package__)
-    from . import baselines, results
-    from . import mesh as mesh_lib
+  module = importlib.import_module(f".{recipe}.train", __package__)
+  from . import baselines, results
+  from . import mesh as mesh_lib
+
   result = module.run(config, workdir)
   if not mesh_lib.is_main():
     return

@@ -14,11 +14,8 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from . import errors
-from .errors import MissingFileError, importing, terminal
-
-with importing():
-  from . import files, results
+from . import errors, files, results
+from .errors import MissingFileError, terminal
 
 # Runs that differ only in these do the same work on the same data.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")

@@ -1,6 +1,5 @@
 """The metrics of runs: which values are better, and tables of them."""
 
-import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -9,14 +8,12 @@ from embed.planning import aligned
 
 from .errors import UserError
 
-_NEUTRAL = ("popularity", "share")
-
 
 def gain(metric: str, value: float) -> float:
   """Returns a number that is larger the better the value of a metric is.
 
   Losses and normalized entropies are best small, a calibration is best at 1, all else is best
-  large. A popularity and a share are neither good nor bad: NaN.
+  large.
 
   Args:
     metric: its name, with or without a split and a slice, as "valid_auc[gender=F]".
@@ -26,8 +23,6 @@ def gain(metric: str, value: float) -> float:
   (-0.5, -0.25, 0.2)
   """
   metric = metric.partition("[")[0].partition("@")[0].rpartition("_")[2]
-  if metric in _NEUTRAL:
-    return math.nan
   if metric == "calibration":
     return -abs(value - 1)
   return -value if metric.endswith("loss") or metric == "ne" else value

@@ -1,7 +1,6 @@
 """What is installed: the wheel holds the library, its recipes and their configs."""
 
 import fnmatch
-import importlib
 import pathlib
 import shutil
 import subprocess
@@ -10,8 +9,6 @@ import tomllib
 import zipfile
 
 import pytest
-
-from recipes import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
 INSTALLED_AS = {"embed": "embed", "recipes": "embed.recipes", "configs": "embed.configs"}
@@ -33,16 +30,6 @@ def test_every_folder_with_python_files_is_installed():
   assert sorted(listed["packages"]) == sorted(wanted)
   names = {top: name for top, name in INSTALLED_AS.items() if top != name}
   assert listed["package-dir"] == {name: top for top, name in names.items()}
-
-
-def test_a_package_that_is_not_installed_is_one_line(monkeypatch):
-  monkeypatch.setitem(sys.modules, "pooch", None)  # an import of it is a ModuleNotFoundError
-  with pytest.raises(SystemExit) as stop, errors.importing():
-    importlib.import_module("pooch")
-  assert stop.value.code == "error: pooch is not installed: pip install -e '.[recipes]'"
-  for name in ("recipes.nosuch", "embed.nosuch"):  # a bug, which keeps its traceback
-    with pytest.raises(ModuleNotFoundError), errors.importing():
-      importlib.import_module(name)
 
 
 @pytest.mark.ci

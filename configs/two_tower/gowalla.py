@@ -12,7 +12,7 @@ Number: test Recall@20 / NDCG@20 .1824 ± .0002 / .1491 ± .0002,
   Of width 64, as the published models, .1737 ± .0003 / .1404 ± .0002 (seeds 0, 1, 2): ten epochs,
   chosen on validation among seven trials, whose best one's test score had been seen before the
   last run on all pairs.
-Command: python -m recipes.two_tower --config=configs/two_tower/gowalla.py:refit --config.ann=True \
+Command: python -m recipes.two_tower --config=configs/two_tower/gowalla.py:refit \
            --config.data_dir=FOLDER --workdir=runs/two_tower_gowalla_0 --config.seed=0
          Width 64: --config.dim=64 --config.table.learning_rate=0.005 --config.steps=7912
 """

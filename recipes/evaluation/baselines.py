@@ -1,8 +1,6 @@
-"""Baselines without a neural network: what a result has to be better than."""
+"""Baselines of rankings without a neural network: what a result has to be better than."""
 
 import functools
-import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +10,11 @@ import scipy.linalg
 import scipy.sparse
 import threadpoolctl
 from scipy.sparse import csr_matrix
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 
 from .. import packing
 from ..errors import UserError
 from ..results import scalars
-from .metrics import RankingMetrics, click_metrics
+from .metrics import RankingMetrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000
@@ -26,55 +22,6 @@ _NEIGHBOURS, _BLOCK = 100, 128
 # Pairs of items of one user, over all users: a minute or two.
 _MAX_KNN_PAIRS = 10**10
 
-
-def one_hot(ids: np.ndarray, size: int) -> csr_matrix:
-  """Returns the sums of one-hot vectors, float32 `[N, size]`, of ids int `[N, ...]`; -1 is none."""
-  ids = ids.reshape(len(ids), math.prod(ids.shape[1:]))
-  ends = np.cumsum([0, *(ids >= 0).sum(axis=1)])
-  return csr_matrix((np.ones(ends[-1], np.float32), ids[ids >= 0], ends), (len(ids), size))
-
-
-def logistic_regression(
-  matrices: Mapping[str, csr_matrix],
-  labels: Mapping[str, np.ndarray],
-  weights: Mapping[str, np.ndarray],
-  *,
-  inverse_penalties: Sequence[float],
-) -> dict[str, float]:
-  """Fits L2-regularised logistic regressions and tests the one that is best on validation.
-
-  Args:
-    matrices: `[N, columns]` by split: `train`, `valid` and `test`, which may have no rows.
-    labels: `[N]`, 0 or 1, by split.
-    weights: `[N]`, how much a row counts in the loss and the metrics, by split.
-    inverse_penalties: values of scikit-learn's `C` to choose from.
-
-  Returns:
-    The metrics of the chosen fit, as "valid_auc" and "test_auc", its `c`, and the number of `rows`.
-  """
-
-  def scores(model, split: str) -> dict[str, float]:
-    if not matrices[split].shape[0]:
-      return {}
-    logits = model.decision_function(matrices[split])
-    return scalars(split, click_metrics(logits, labels[split], weights[split]))
-
-  best: dict[str, float] = {}
-  for c in inverse_penalties:
-    # scikit-learn's default tolerance is on the gradient of the mean loss, where an id that is in
-    # one of ten thousand rows hardly shows: rare ids would stay untrained.
-    model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
-    with warnings.catch_warnings():
-      # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
-      warnings.simplefilter("ignore", ConvergenceWarning)
-      model.fit(matrices["train"], labels["train"], weights["train"])
-    valid = scores(model, "valid")
-    if not best or valid["valid_auc"] > best["valid_auc"]:
-      best = valid | scores(model, "test") | {"c": float(c)}
-  return best | {"rows": int(matrices["train"].shape[0])}
-
-
-# --- rankings ------------------------------------------------------------------------------------
 
 # The scores of all items `[B, items]`, from a split and histories `[B, items]`.
 Scorer = Callable[[str, csr_matrix], np.ndarray]
@@ -87,7 +34,6 @@ def ranking_tasks(
   ks: Sequence[int],
   *,
   exclude_seen: bool,
-  counts: np.ndarray,
   ease_l2: float,
   recent: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Callable[[], dict[str, float]]]:
@@ -99,7 +45,7 @@ def ranking_tasks(
     train: `[users, items]`, ones.
     histories: by split, `valid` and `test`, the items that each example asks with.
     relevant: by split, as for `ranking`; a split without a relevant item has no metrics.
-    ks, counts: as for `ranking`.
+    ks: as for `ranking`.
     exclude_seen: whether items of the history are left out of the ranking.
     ease_l2: the penalty of EASE; 0 leaves it out.
     recent: by split, scores `[items]` that rank alike for all; None leaves them out.
@@ -120,7 +66,7 @@ def ranking_tasks(
       if relevant[split].nnz:
         scores = lambda start, stop, split=split, rows=rows: scorer(split, rows[start:stop])
         seen = rows if exclude_seen else None
-        metrics |= scalars(split, ranking(scores, relevant[split], seen, ks, counts))
+        metrics |= scalars(split, ranking(scores, relevant[split], seen, ks))
     return metrics
 
   return {name: functools.partial(measured, fit) for name, fit in fits.items()}
@@ -136,7 +82,6 @@ def ranking(
   relevant: csr_matrix,
   seen: csr_matrix | None,
   ks: Sequence[int],
-  counts: np.ndarray | None = None,
   *,
   batch: int = 512,
 ) -> dict[str, float]:
@@ -148,11 +93,9 @@ def ranking(
     seen: `[examples, items]`, nonzero where an item is left out of the ranking; None leaves out
       nothing.
     ks: cutoffs of the metrics.
-    counts: `[items]`, how often each item is in training, for its popularity; None is not known.
     batch: examples at once; `batch * items` scores are in memory.
   """
-  popular = () if counts is None else counts
-  metrics = RankingMetrics(ks, num_items=relevant.shape[1], popularity=popular)
+  metrics = RankingMetrics(ks)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
   for start in range(0, relevant.shape[0], batch):
     stop = min(start + batch, relevant.shape[0])

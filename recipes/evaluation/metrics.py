@@ -1,7 +1,6 @@
 """Metrics of clicks, on all rows of a split, and of rankings, fed batch by batch."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from scipy.special import entr, expit
@@ -61,7 +60,7 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
     UserError: a cutoff is larger than the catalogue.
 
   >>> ranking_names([10], 40)
-  ('recall@10', 'ndcg@10', 'hr@10', 'precision@10', 'coverage@10', 'mrr')
+  ('recall@10', 'ndcg@10', 'hr@10', 'precision@10', 'mrr')
   """
   if not all(0 < k <= num_items for k in ks):
     fit = tuple(k for k in ks if 0 < k <= num_items) or (num_items,)
@@ -69,7 +68,7 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
       f"config.ks is {tuple(ks)}, and the catalogue has {num_items} items: write "
       f"--config.ks='{fit}', and for example --config.select=valid_ndcg@{fit[0]}"
     )
-  names = ("recall", "ndcg", "hr", "precision", "coverage")
+  names = ("recall", "ndcg", "hr", "precision")
   return (*(f"{name}@{k}" for k in ks for name in names), "mrr")
 
 
@@ -82,28 +81,17 @@ class RankingMetrics:
   of the first hit among all recommended items, 0 without one. An example without a relevant item
   does not count.
 
-  Coverage@k is the share of the catalogue that was among the first k of an example, and
-  popularity@k the mean popularity of the items there, as RecBole's ItemCoverage and
-  AveragePopularity.
-
   Args:
     ks: cutoffs.
-    num_items: the catalogue, for coverage; 0 measures none.
-    popularity: `[items]`, how often each item is in training, for popularity and coverage; () if it
-      is not known.
 
-  >>> metrics = RankingMetrics([2], popularity=[7, 3, 0])
+  >>> metrics = RankingMetrics([2])
   >>> metrics.update([[1, 0], [1, 0]], [[0], [1]])
-  >>> values = metrics.compute()
-  >>> values["hr@2"], values["precision@2"], values["popularity@2"], round(values["coverage@2"], 4)
-  (1.0, 0.5, 5.0, 0.6667)
+  >>> metrics.compute()["hr@2"], metrics.compute()["precision@2"]
+  (1.0, 0.5)
   """
 
-  def __init__(self, ks: Sequence[int], *, num_items: int = 0, popularity: Any = ()):
-    self._ks, self._popularity = tuple(ks), np.asarray(popularity)
-    self._examples, self._sums = 0, dict[str, float]()
-    # The best place, from 0, that each item has had.
-    self._best = np.full(len(popularity) or num_items, np.iinfo(np.int32).max, np.int32)
+  def __init__(self, ks: Sequence[int]):
+    self._ks, self._examples, self._sums = tuple(ks), 0, dict[str, float]()
 
   def update(self, top_ids, relevant, mask=True) -> None:
     """Adds a batch.
@@ -116,30 +104,16 @@ class RankingMetrics:
     top_ids, relevant = np.asarray(top_ids), np.asarray(relevant)
     counted = (relevant >= 0).any(axis=1) & mask
     top_ids, relevant = top_ids[counted], relevant[counted]
-    hits, is_item = _is_member(top_ids, relevant), top_ids >= 0
-    values = dict(_ranking(hits, (relevant >= 0).sum(axis=1), self._ks))
-    if len(self._popularity):
-      popular = np.where(is_item, self._popularity[top_ids], 0)
-      for k in self._ks:
-        filled = np.maximum(is_item[:, :k].sum(axis=1), 1)
-        values[f"popularity@{k}"] = popular[:, :k].sum(axis=1) / filled
-    if len(self._best):
-      places = np.broadcast_to(np.arange(top_ids.shape[1], dtype=np.int32), top_ids.shape)
-      np.minimum.at(self._best, top_ids[is_item], places[is_item])
+    hits, totals = _is_member(top_ids, relevant), (relevant >= 0).sum(axis=1)
     self._examples += len(hits)
-    for name, x in values.items():
+    for name, x in _ranking(hits, totals, self._ks):
       self._sums[name] = self._sums.get(name, 0.0) + x.sum(dtype=np.float64)
 
   def compute(self) -> dict[str, float]:
-    """Returns `{"recall@k", "ndcg@k", "hr@k", "precision@k" for every k, "mrr"}`.
-
-    With popularities `popularity@k`, and with a catalogue `coverage@k`.
-    """
+    """Returns `{"recall@k", "ndcg@k", "hr@k", "precision@k" for every k, "mrr"}`."""
     if not self._examples:
       raise UserError("no example has a relevant item: take a larger split")
-    metrics = {name: float(x / self._examples) for name, x in self._sums.items()}
-    ks = self._ks if len(self._best) else ()
-    return metrics | {f"coverage@{k}": float(np.mean(self._best < k)) for k in ks}
+    return {name: float(x / self._examples) for name, x in self._sums.items()}
 
 
 def _ranking(

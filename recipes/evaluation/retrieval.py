@@ -1,12 +1,10 @@
-"""The best k of many candidates: exact, over any number of devices, or approximate.
+"""The best k of many candidates, exact, over any number of devices.
 
 B is the number of queries, N of candidates, D the width of both, E the ids to leave out per query.
 """
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +61,8 @@ def top_k(
     are left, -inf and -1.
   """
   size = candidates.shape[0] if size is None else size
-  _check(k, size)
+  if not 0 < k <= size:
+    raise UserError(f"k is {k}: choose 1 to {size}, the number of candidates")
   if exclude is None:
     exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
   if mesh is None:
@@ -177,71 +176,3 @@ def _best(scores: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Arr
 def _without_ids(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Puts -1 in place of the ids of what was left out."""
   return scores, jnp.where(scores == -jnp.inf, -1, ids)
-
-
-def _check(k: int, size: int) -> None:
-  if not 0 < k <= size:
-    raise UserError(f"k is {k}: choose 1 to {size}, the number of candidates")
-
-
-_SEARCHED = 128  # candidates that a search of the index looks at; more find more, and take longer
-
-
-class Approximate:
-  """A graph index (HNSW, Malkov and Yashunin 2018) by usearch: finds most of the best, sooner.
-
-  Args:
-    candidates: float `[N, D]`; compared by dot product.
-  """
-
-  def __init__(self, candidates: np.ndarray):
-    self._index = _index_class()(
-      ndim=candidates.shape[1], metric="ip", dtype="f32", expansion_search=_SEARCHED
-    )
-    self._index.add(np.arange(len(candidates)), np.asarray(candidates, np.float32))
-
-  def save(self, path: Path) -> None:
-    """Writes the index, which holds the candidates, for `load`."""
-    self._index.save(str(path))
-
-  @classmethod
-  def load(cls, path: Path) -> "Approximate":
-    """Opens a file of `save`."""
-    loaded = cls.__new__(cls)
-    loaded._index = _index_class().restore(str(path))
-    loaded._index.expansion_search = _SEARCHED  # not in the file
-    return loaded
-
-  def top_k(
-    self, query: np.ndarray, k: int, exclude: np.ndarray | None = None
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Does the function `top_k` on the host, except that some of the best may be missing."""
-    size = len(self._index)
-    _check(k, size)
-    excluded = 0 if exclude is None else int((exclude >= 0).sum(axis=1).max(initial=0))
-    matches = self._index.search(np.asarray(query, np.float32), min(k + excluded, size))
-    keys = np.asarray(matches.keys).reshape(len(query), -1).astype(np.int64)
-    scores = 1.0 - np.asarray(matches.distances, np.float32).reshape(keys.shape)
-    # An unfilled place has the largest key there is.
-    keep = (keys >= 0) & (keys < size)
-    if exclude is not None:
-      keep &= np.array([~np.isin(*row) for row in zip(keys, exclude, strict=True)])
-    scores = np.where(keep, scores, -np.inf)
-    order = np.lexsort((keys, -scores))[:, :k]
-    scores = np.take_along_axis(scores, order, axis=1)
-    ids = np.where(scores == -np.inf, -1, np.take_along_axis(keys, order, axis=1))
-    return scores, ids.astype(np.int32)
-
-
-def _index_class() -> Any:
-  try:
-    from usearch.index import Index
-  except ImportError as error:
-    raise UserError("the approximate index needs usearch: pip install -e '.[ann]'") from error
-  return Index
-
-
-def recall(approximate: np.ndarray, exact: np.ndarray) -> float:
-  """Returns the share of the exact best ids `[B, k]` that an approximate answer `[B, k]` has."""
-  hits = (exact[:, :, None] == approximate[:, None, :]).any(axis=2) & (exact >= 0)
-  return float(hits.sum() / max((exact >= 0).sum(), 1))

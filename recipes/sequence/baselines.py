@@ -17,6 +17,5 @@ def tasks(data: data_lib.SequenceData, config) -> Mapping[str, Callable[[], Mapp
     {split: data_lib.targets(data, users, held_out[split]) for split in ("valid", "test")},
     config.ks,
     exclude_seen=config.exclude_seen,
-    counts=data_lib.train_counts(data),
     ease_l2=config.baseline.ease_l2,
   )

@@ -202,13 +202,6 @@ def _ones(rows, columns, *shape: int) -> scipy.sparse.csr_matrix:
   return matrix
 
 
-def train_counts(data: SequenceData) -> np.ndarray:
-  """Returns how often each item occurs in the training items, int64 `[num_items]`."""
-  first, lengths = data.columns["offsets"][:-1], train_lengths(data.lengths)
-  items = data.columns["items"][packing.ranges(first, lengths)]
-  return np.bincount(items, minlength=data.num_items)
-
-
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())

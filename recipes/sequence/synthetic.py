@@ -47,7 +47,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   items[:] = np.concatenate(sequences)
   offsets = cache.column(folder, "offsets", (len(lengths) + 1,), np.int64)
   offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
-  best = RankingMetrics(settings["ks"], num_items=settings["items"])
+  best = RankingMetrics(settings["ks"])
   for start in range(0, len(sequences), _CHUNK):
     chunk = sequences[start : start + _CHUNK]
     ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in chunk])

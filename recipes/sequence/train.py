@@ -152,10 +152,9 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   has had before.
   """
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
-  counts = data_lib.train_counts(data)
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics = RankingMetrics(config.ks, popularity=counts)
+    metrics = RankingMetrics(config.ks)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
       metrics.update(*mesh_lib.gather((recommend(view, batch), batch["target"])))

@@ -20,7 +20,6 @@ NAME = "served.json"
 MODEL = "model.npz"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
-INDEX = "index.usearch"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..tables.transforms import Encoder, Entities, lengths_of, stacked
 from ..training.features import Feature, cut_ids
 from . import histories
 from . import rows as rows_lib
-from .folder import INDEX, Served
+from .folder import Served
 
 HISTORY = "history"  # the column with a user's own items
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
@@ -245,9 +245,6 @@ class Recommender:
     self._parts = {n: (n,) for n in self._features if n not in self._users.vectors}
     search = functools.partial(retrieval.top_k, mesh=served.mesh, size=len(self._items.texts))
     self._exact = jax.jit(search, static_argnames="k")
-    self._approximate = None
-    if about["ann"]:
-      self._approximate = retrieval.Approximate.load(folder.parent / INDEX)
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -405,10 +402,7 @@ class Recommender:
     if about["exclude_seen"]:
       width = retrieval.list_width(max(map(len, queries.histories)))
       seen = _padded(queries.histories, width)
-    if self._approximate is None:
-      found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
-    else:
-      found = self._approximate.top_k(vectors, top, seen)
+    found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
     scores, ids = map(np.array, found)
     scores[ids < 0] = np.nan
     for row in np.flatnonzero(~known).tolist():

@@ -30,7 +30,6 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     relevant,
     config.ks,
     exclude_seen=config.exclude_seen,
-    counts=data.train_counts(),
     ease_l2=config.baseline.ease_l2,
     recent=recent,
   )

@@ -126,11 +126,6 @@ class RetrievalData:
     matrix.data[:] = 1.0  # a pair that is in two splits
     return matrix
 
-  def train_counts(self) -> np.ndarray:
-    """Returns how often each item is in the training pairs, int64 `[items]`."""
-    items = self.columns["item"][slice(*self.splits["train"])]
-    return np.bincount(items, minlength=self.num_items)
-
   def popularity(self, half_life: float, *splits: str) -> np.ndarray:
     """Returns `log_popularity` in the named splits, float32 `[items]`."""
     rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])

@@ -36,7 +36,6 @@ DEFAULTS: dict[str, Any] = {
   "examples": "users",  # a ranking for each user, or for each of the "rows"
   "exclude_seen": True,  # whether rankings leave out what the user has had
   "ks": (10, 20),  # cutoffs of the metrics
-  "ann": False,  # whether the test measures an approximate index as well
   "baseline": {"ease_l2": 0.0},  # EASE's penalty; 0 leaves it out
 }
 

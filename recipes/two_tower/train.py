@@ -171,7 +171,7 @@ def make_encode(mesh: Mesh | None):
 
 
 def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
-  """Returns the compiled `(model, candidates, query, seen) -> (queries [B, D], ids [B, k])`.
+  """Returns the compiled `(model, candidates, query, seen) -> ids [B, k]` of the best items.
 
   Of the candidates the first `num_items` are ranked, or all.
   """
@@ -179,8 +179,7 @@ def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
   @nnx.jit(graph=False)
   def rank(model, candidates, query, seen):
     queries = model.queries({name: query[name] for name in config.query})
-    best = retrieval.top_k(queries, candidates, max(config.ks), seen, mesh, size=num_items)
-    return queries, best[1]
+    return retrieval.top_k(queries, candidates, max(config.ks), seen, mesh, size=num_items)[1]
 
   return rank
 
@@ -188,36 +187,24 @@ def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
 def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
 
-  A split without rows has no metrics. With `config.ann` the test has `ann_recall@k` as well: the
-  share of the exact best that an approximate index finds.
+  A split without rows has no metrics.
   """
 
   encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
-  counts = data.train_counts()
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics = RankingMetrics(config.ks, popularity=counts)
+    metrics = RankingMetrics(config.ks)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
     earlier = ("train",) if split == "valid" else ("train", "valid")
     popularity = data.popularity(config.popularity.half_life, *earlier)
     items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
-    approximate, shares = None, []
-    if config.ann and split == "test":
-      approximate = retrieval.Approximate(mesh_lib.gather(candidates)[: data.num_items])
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
-      queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
-      queries, top_ids, relevant, seen, mask = mesh_lib.gather(
-        (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
-      )
-      metrics.update(top_ids, relevant, mask)
-      if approximate is not None:
-        approximate_ids = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
-        shares.append(retrieval.recall(approximate_ids, top_ids[mask]))
-    extra = {f"ann_recall@{max(config.ks)}": float(np.mean(shares))} if shares else {}
-    return metrics.compute() | extra
+      top_ids = rank(view, candidates, batch["query"], batch["seen"])
+      metrics.update(*mesh_lib.gather((top_ids, batch["relevant"], batch["mask"])))
+    return metrics.compute()
 
   return evaluate
 

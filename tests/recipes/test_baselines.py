@@ -7,6 +7,8 @@ import scipy.sparse
 from slow_ranking import slow_ranking
 
 from recipes import errors
+from recipes.dlrm.baselines import logistic_regression
+from recipes.dlrm.data import ClickData
 from recipes.evaluation import baselines
 
 
@@ -59,11 +61,10 @@ def test_ranking_is_a_full_one_without_what_was_seen(train):
   draw = np.random.default_rng(2)
   scores = np.round(draw.normal(size=(60, 30)), 1)
   relevant = scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & (train.toarray() == 0))
-  counts = np.arange(30)
-  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), counts, batch=7)
+  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), batch=7)
   sets = lambda matrix: [set(row.indices.tolist()) for row in matrix]
   scores = scores.astype(np.float32)
-  wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5), counts)
+  wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5))
   assert found == pytest.approx(wanted, rel=1e-12)
 
 
@@ -71,7 +72,7 @@ def test_what_is_too_large_or_not_asked_for_is_left_out(train):
   relevant = {"valid": train, "test": train[:, :0] @ train[:0]}  # nothing to find in the test
   tasks = lambda rows, l2: baselines.ranking_tasks(
     rows, {"valid": train, "test": train}, relevant, (5,), exclude_seen=False,
-    counts=np.ones(30), ease_l2=l2,
+    ease_l2=l2,
   )  # fmt: skip
   fits = tasks(train, 1.0)
   assert list(fits) == ["popularity", "item kNN", "EASE"]
@@ -82,36 +83,36 @@ def test_what_is_too_large_or_not_asked_for_is_left_out(train):
     tasks(many, 1.0)["EASE"]()
 
 
+def click_scores(dense, label, weight, test, penalties):
+  """The scores of a regression that trains and validates on the same rows."""
+  rows, splits = len(label), {"train": (0, len(label)), "valid": (0, len(label)), "test": test}
+  columns = {"dense": dense.astype(np.float32), "label": label, "weight": weight}
+  columns["ids"] = np.zeros((rows, 0), np.int32)
+  data = ClickData(columns, splits, (), {}, {})
+  return logistic_regression(data, max_rows=1000, inverse_penalties=penalties)
+
+
 def test_logistic_regression_without_test_rows_is_validated_alone():
-  matrix = scipy.sparse.csr_matrix(np.array([[1.0], [1.0], [0.0], [0.0]]))
-  labels = np.array([1, 1, 0, 0])
-  matrices = {"train": matrix, "valid": matrix, "test": matrix[:0]}
-  of_splits = {"train": labels, "valid": labels, "test": labels[:0]}
-  ones = {split: np.ones(len(labels)) for split, labels in of_splits.items()}
-  scores = baselines.logistic_regression(matrices, of_splits, ones, inverse_penalties=[1.0])
+  dense, label = np.array([[1.0], [1.0], [0.0], [0.0]]), np.array([1, 1, 0, 0])
+  scores = click_scores(dense, label, np.ones(4), (4, 4), [1.0])
   assert scores.pop("valid_logloss") < np.log(2)
   assert scores.pop("valid_ne") < 1
-  assert scores == {"valid_auc": 1.0, "valid_calibration": pytest.approx(1), "c": 1.0, "rows": 4}
+  assert scores == {
+    "valid_auc": 1.0,
+    "valid_calibration": pytest.approx(1, abs=1e-5),
+    "c": 1.0,
+    "rows": 4,
+  }
 
 
 def test_a_weight_of_a_row_is_its_number_in_logistic_regression():
   draw = np.random.default_rng(0)
   dense = draw.normal(size=(200, 3))
-  labels = (draw.random(200) < 1 / (1 + np.exp(-dense[:, 0]))).astype(int)
-  weights = draw.integers(0, 4, 200)
-
-  def scores(rows, weights):
-    matrix = scipy.sparse.csr_matrix(dense[rows])
-    splits = ("train", "valid", "test")
-    return baselines.logistic_regression(
-      dict.fromkeys(splits, matrix),
-      dict.fromkeys(splits, labels[rows]),
-      dict.fromkeys(splits, weights),
-      inverse_penalties=[0.1, 1.0],
-    )
-
-  weighted = scores(np.arange(200), weights)
-  repeated = scores(np.repeat(np.arange(200), weights), np.ones(weights.sum()))
+  label = (draw.random(200) < 1 / (1 + np.exp(-dense[:, 0]))).astype(int)
+  weight = draw.integers(0, 4, 200)
+  weighted = click_scores(dense, label, weight, (0, 200), [0.1, 1.0])
+  every, total = np.repeat(np.arange(200), weight), weight.sum()
+  repeated = click_scores(dense[every], label[every], np.ones(total), (0, total), [0.1, 1.0])
   assert weighted["rows"] == 200
   for name in ("valid_auc", "valid_logloss", "test_auc", "test_logloss", "c"):
     assert weighted[name] == pytest.approx(repeated[name], abs=1e-5)

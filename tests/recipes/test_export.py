@@ -140,18 +140,6 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path, ca
 
 
 @pytest.mark.ci
-def test_an_approximate_index_finds_what_the_exact_one_does(towers, tmp_path):
-  pytest.importorskip("usearch")
-  out = export.export(towers.workdir, tmp_path / "near", ann=True, platforms=("cpu",))
-  near = serving.load(out)
-  assert near.served.about["install"].endswith("[serving,ann]'")
-  rows = {"who": [f"u{i}" for i in range(20)] + ["new"]}
-  answers, expected = near.recommend(rows, top=13), towers.answering.recommend(rows, top=13)
-  np.testing.assert_array_equal(answers.items, expected.items)
-  np.testing.assert_allclose(answers.scores, expected.scores, atol=1e-6)
-
-
-@pytest.mark.ci
 def test_a_run_is_exported_by_the_command_without_its_data(clicks, tmp_path, capsys):
   cache, table = tmp_path / "cache", tmp_path / "clicks.csv"
   run = clicks.copy(tmp_path, files=str(table), cache_dir=str(cache))  # neither is there
@@ -191,7 +179,6 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   run, out = clicks.workdir, tmp_path / "served"
   cases = [
     ((tmp_path, out), "give the --workdir of a run that has ended"),
-    ((run, out, {"ann": True}), "--ann is for the items"),
     ((run, out, {"platforms": ("gpu",)}), "--platforms is 'gpu'"),
     ((run, tmp_path / "occupied"), "holds other files"),
     ((no_table, out), "no folder serve, of transforms and raw ids, as only runs on tables"),

@@ -1,14 +1,12 @@
 """The best k equal a slow ranking, ties included, however candidates are cut and spread."""
 
 import functools
-import sys
 
 import jax
 import meshes
 import numpy as np
 import pytest
 
-from recipes import errors
 from recipes import mesh as mesh_lib
 from recipes.evaluation import retrieval
 
@@ -114,26 +112,3 @@ def test_few_are_left():
   found, ids = top_k(np.ones((1, 1), np.float32), scores.T, 4, exclude)
   assert ids.tolist() == [[1, 2, -1, -1]]  # -0.0 equals 0.0
   assert found.tolist() == [[0.0, 0.0, -np.inf, -np.inf]]
-
-
-def test_without_usearch_the_message_says_what_to_install(monkeypatch):
-  monkeypatch.setitem(sys.modules, "usearch.index", None)
-  with pytest.raises(errors.UserError, match=r"pip install -e '\.\[ann\]'"):
-    retrieval.Approximate(np.zeros((3, 2), np.float32))
-
-
-@pytest.mark.ci
-def test_the_approximate_index():
-  pytest.importorskip("usearch", reason="the extra `ann` is not installed")
-  generator = np.random.default_rng(3)
-  candidates = generator.normal(size=(2_000, 16)).astype(np.float32)
-  query = generator.normal(size=(64, 16)).astype(np.float32)
-  exclude = np.asarray(top_k(query, candidates, 5)[1])  # the very best are left out
-  exclude = np.concatenate([exclude, np.full((64, 1), -1)], axis=1)
-  exact = [np.asarray(x) for x in top_k(query, candidates, 10, exclude)]
-  index = retrieval.Approximate(candidates)
-  scores, ids = index.top_k(query, 10, exclude)
-  assert 0.9 < retrieval.recall(ids, exact[1]) <= 1.0
-  assert not (ids[:, :, None] == exclude[:, None, :]).any()
-  np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
-  assert (np.diff(scores, axis=1) <= 0).all()

@@ -97,7 +97,6 @@ def test_the_split_by_hand(tmp_path):
   assert dense(data.matrix(loaded, everyone, 2)) == [[0, 1, 3, 6], [1], [2, 6], [0, 1, 5]]
   assert dense(data.targets(loaded, loaded.evaluated, 2)) == [[4], [3], [3]]
   assert dense(data.targets(loaded, loaded.evaluated, 1)) == [[2], [0], [6]]
-  assert data.train_counts(loaded).tolist() == [2, 3, 1, 1, 0, 1, 2]
 
 
 def test_packed_rows_by_hand():

@@ -20,7 +20,7 @@ from recipes import mesh as mesh_lib
 from recipes.sequence import baselines, data, train
 
 OTHERS = sorted({path.stem for path in Path("configs/sequence").glob("*.py")} - {"synthetic"})
-NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
+NAMES = ("recall", "ndcg", "hr", "precision")
 METRICS = {
   f"{split}_{name}"
   for split in ("valid", "test")

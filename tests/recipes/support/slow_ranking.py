@@ -3,9 +3,9 @@
 import math
 
 
-def slow_ranking(scores, relevant, seen, ks, counts):
+def slow_ranking(scores, relevant, seen, ks):
   """The metrics of one example after another, in plain Python: ties go to the lower id."""
-  sums, examples, recommended = {}, 0, {k: set() for k in ks}
+  sums, examples = {}, 0
   for row, right, out in zip(scores, relevant, seen, strict=True):
     if not right:
       continue
@@ -22,12 +22,9 @@ def slow_ranking(scores, relevant, seen, ks, counts):
         "ndcg": sum(1 / math.log2(place + 1) for place in hits) / ideal,
         "hr": float(bool(hits)),
         "precision": len(hits) / k,
-        "popularity": sum(int(counts[item]) for item in ranked[:k]) / k,
       }
       for name, value in values.items():
         sums[f"{name}@{k}"] = sums.get(f"{name}@{k}", 0) + value
-      recommended[k] |= set(ranked[:k])
     first = places[0] if places and places[0] <= max(ks) else math.inf
     sums["mrr"] = sums.get("mrr", 0) + 1 / first
-  coverage = {f"coverage@{k}": len(recommended[k]) / len(counts) for k in ks}
-  return {name: value / examples for name, value in sums.items()} | coverage
+  return {name: value / examples for name, value in sums.items()}

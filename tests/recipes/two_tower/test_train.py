@@ -27,7 +27,7 @@ RICH = {
 }  # fmt: skip
 
 
-NAMES = ("recall", "ndcg", "hr", "precision", "coverage", "popularity")
+NAMES = ("recall", "ndcg", "hr", "precision")
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,6 @@ def test_evaluation_is_a_full_ranking(tmp_path):
     found.matrix("test"),
     found.matrix("train", "valid"),
     (5,),
-    found.train_counts(),
   )
   assert metrics == pytest.approx(wanted, rel=1e-6)
 
