@@ -4,6 +4,8 @@ All columns of a folder have equally many rows, and splits are ranges of rows. A
 under another name, and gets its own when it is complete.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 import shutil
@@ -15,6 +17,7 @@ import filelock
 import numpy as np
 
 from . import files
+from . import mesh as mesh_lib
 from .errors import UserError
 
 FORMAT = 5  # raise it with a change of what the `build` of any data set writes
@@ -108,3 +111,87 @@ def prepared(
       files.write_json(partial / META, about | built)
       partial.rename(final)
   return Columns(final), files.read_json(final / META)
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """The columns of a data set, and what its `build` has returned about them.
+
+  Attributes:
+    columns: arrays by name, memory-mapped or computed when they are indexed.
+    name: of the folder, which changes with everything that the columns depend on; "" for columns
+      without rows.
+  """
+
+  columns: Mapping[str, Any]
+  meta: Mapping[str, Any]
+  name: str = ""
+
+  @property
+  def splits(self) -> dict[str, tuple[int, int]]:
+    """Ranges of rows by split."""
+    return {name: (start, stop) for name, (start, stop) in self.meta["splits"].items()}
+
+  @property
+  def sha256(self) -> Mapping[str, str]:
+    """Hashes of the source files by name, or of the generated columns."""
+    return self.meta["sha256"]
+
+  @property
+  def serve(self) -> Path | None:
+    """The folder of what serving needs besides the model; None where there is none."""
+    folder = self.columns.folder / "serve" if isinstance(self.columns, Columns) else None
+    return folder if folder is not None and folder.is_dir() else None
+
+  @property
+  def best(self) -> Mapping[str, float]:
+    """Metrics of the probabilities that the data were drawn from, where they are known."""
+    return self.meta.get("best", {})
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+  """The functions that prepare and read a data set.
+
+  Attributes:
+    settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the
+      source files included. Raises UserError for a wrong setting or a missing file.
+    build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
+      of `meta.json`. Raises UserError for a damaged file. A change of what it writes raises
+      `FORMAT`.
+    view: `(prepared, config) -> Prepared`, the columns as batches read them.
+    describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
+      if they are known only from the data.
+    hint: what to do where a file of a published data set cannot be read, added to errors.
+  """
+
+  settings: Callable[[Any], dict[str, Any]]
+  build: Callable[[dict[str, Any], Path], dict[str, Any]]
+  view: Callable[[Prepared, Any], Prepared] = lambda prepared, config: prepared
+  describe: Callable[[Any], Prepared] | None = None
+  hint: str = ""
+
+
+def load(data_set: DataSet, config, prefix: str = "") -> Prepared:
+  """Prepares a data set, or opens what an earlier run has prepared.
+
+  Args:
+    prefix: of the name of the folder, before `config.dataset`.
+
+  Raises:
+    UserError: a file is missing or damaged; names it.
+  """
+  settings = data_set.settings(config)
+  build = functools.partial(data_set.build, settings)
+  try:
+    columns, meta = prepared(config.cache_dir, f"{prefix}{config.dataset}", settings, build)
+  except UserError as error:
+    if not data_set.hint:
+      raise
+    raise type(error)(f"{error} {data_set.hint}") from error
+  for note in meta.get("notes", ()):
+    mesh_lib.say(note)
+  return data_set.view(Prepared(columns, meta, columns.folder.name), config)

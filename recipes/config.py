@@ -2,19 +2,21 @@
 
 A config is a Python file whose `get_config(mode)` returns a dict of the settings that differ from
 the defaults: `RUN` here, `DEFAULTS` in the recipe's `defaults.py`, `DATA_SETS` there for those of a
-published or generated data set, and `tables.settings.DEFAULTS` for those of your own table.
+published or generated data set, and `TABLE` here for those of your own table.
 """
 
+import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from . import mesh as mesh_lib
 from .errors import UserError
-from .tables import settings as table_settings
+from .tables import spec
 
 # On the command line each is `--config.<name>=<value>`.
 RUN: dict[str, Any] = {
@@ -43,6 +45,34 @@ RUN: dict[str, Any] = {
   "test": True,  # whether the run ends with its test; a False one is tested by changing it later
   "writers": ("tensorboard",),  # where metrics go besides metrics.jsonl: also "wandb"
 }
+
+_FORMAT = dataclasses.asdict(spec.Format())
+_SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
+
+# Of your own table, whatever the recipe.
+TABLE: dict[str, Any] = {
+  "dataset": "table",
+  "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
+  "format": _FORMAT,
+  "columns": {},
+  # Tables of their own with the features of users and items; key is the column with their ids.
+  "user_table": _SIDE,
+  "item_table": _SIDE,
+  "on_bad_row": "raise",  # or "skip", which counts
+  "split": {
+    "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
+    "valid": 0.1,  # of the rows
+    "test": 0.1,
+    "seed": 0,
+    "on": "",  # by hash: the column whose equal values stay together; "" is the row
+  },
+  "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
+  "core": 0,  # users and items with fewer interactions are dropped, repeatedly
+  "refit": False,  # True trains on the validation rows as well; then select must be ""
+  "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
+  "cache_dir": "~/.cache/sparse_embed",
+}
+
 
 # The settings that may differ when a run resumes: they change no number of a step already taken.
 MAY_CHANGE = (
@@ -87,16 +117,84 @@ def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
   """
   defaults = importlib.import_module(f"..{recipe}.defaults", __name__)
   if "columns" in config:
-    return table_settings.complete(config, RUN | defaults.DEFAULTS)
+    return of_table(config, RUN | defaults.DEFAULTS)
   if "dataset" not in config:
     raise UserError(
       'the config declares no columns: give {"files": ..., "columns": {...}}, or a config of '
       "`configs`"
     )
   given = config.to_dict() if isinstance(config, ConfigDict) else config
-  own = defaults.DATA_SETS.get(given["dataset"], {})
+  if (name := given["dataset"]) not in defaults.DATA_SETS:
+    raise UserError(f"unknown dataset {name!r}; {spec.nearest(name, list(defaults.DATA_SETS))}")
+  own = defaults.DATA_SETS[name]
   known = {"dataset": "", **own, **RUN, **defaults.DEFAULTS}
-  return ConfigDict(table_settings.merged(known, given, "config"))
+  return ConfigDict(_merged(known, given, "config"))
+
+
+def of_table(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDict:
+  """Returns the settings of a table that are given, and defaults for all others.
+
+  Raises:
+    UserError: an unknown setting, one of another type, or a column that is declared wrongly;
+      names it.
+  """
+  given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
+  settings = _merged(TABLE | dict(defaults), given, "config")
+  # A dict within a ConfigDict would lose its order.
+  in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
+  sides = {f"config.{side}": settings[side] for side in ("user_table", "item_table")}
+  for place, group in {"config": settings, **sides}.items():
+    group["columns"] = in_order(spec.as_dicts(spec.parse(group["columns"], f"{place}.columns")))
+  return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
+
+
+def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+  """Returns known settings with the values that are given, group by group.
+
+  Raises:
+    UserError: a setting is unknown, or of another type than its default; names it below `place`.
+  """
+  settings = {
+    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
+  }
+  for key, value in given.items():
+    if key not in known:
+      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
+    settings[key] = _typed(value, known[key], f"{place}.{key}")
+  return settings
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  """Returns the value of a setting as the type of its default; raises UserError for another one."""
+  name, is_number = place.rpartition(".")[2], type(value) in (int, float)
+  if name == "columns":
+    return value
+  if name == "files":
+    return _files(value, place)
+  if isinstance(default, Mapping):
+    if not isinstance(value, Mapping):
+      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
+    return _merged(default, value, place)
+  if isinstance(default, str) and isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+    return tuple(value)
+  if isinstance(default, float) and is_number:
+    return float(value)
+  if default is not None and type(value) is not type(default):
+    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
+  return value
+
+
+def _files(value: Any, place: str) -> Any:
+  """Returns the files with every path as text; raises UserError for what names no file."""
+  if isinstance(value, str | os.PathLike):
+    return os.fspath(value)
+  if hasattr(value, "items"):  # a ConfigDict is no Mapping
+    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
+  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
+    return [os.fspath(each) for each in value]
+  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
 def copied(config: ConfigDict, **changes: Any) -> ConfigDict:

@@ -5,6 +5,7 @@ do, and by number elsewhere. The dense optimizer, random streams and the schedul
 rates start anew.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,11 +23,38 @@ import embed.checkpoint
 from . import checkpoints, files
 from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
-from .tables import row_ids
 
 _DENSE = nnx.Any(nnx.Param, nnx.BatchStat)
 
 Arrays = Mapping[str, Any]  # by name; of a table by slot
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIds:
+  """The raw ids of a table's first rows, and a name for the rows after them.
+
+  The rows after them correspond to those of another table only if both have the same name and
+  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
+  """
+
+  texts: tuple[str, ...]  # raw ids of the rows 0, 1, …
+  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
+
+
+def correspondence(old: RowIds, old_size: int, new: RowIds, new_size: int) -> np.ndarray:
+  """Returns the old row of each new row, int32 `[new_size]`; -1 for rows that have none.
+
+  >>> correspondence(RowIds(("b", "a"), "oov 1"), 3, RowIds(("a", "c", "b"), "oov 1"), 4).tolist()
+  [1, -1, 0, 2]
+  """
+  rows = np.full(new_size, -1, np.int32)
+  at = {text: row for row, text in enumerate(old.texts)}
+  rows[: len(new.texts)] = [at.get(text, -1) for text in new.texts]
+  old_rest, new_rest = old_size - len(old.texts), new_size - len(new.texts)
+  count = min(old_rest, new_rest)
+  if old.rest == new.rest and (old_rest == new_rest or new.rest == "identity"):
+    rows[len(new.texts) : len(new.texts) + count] = np.arange(count) + len(old.texts)
+  return rows
 
 
 def take(config, model: nnx.Module, serve: Path | None) -> None:
@@ -53,6 +81,8 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   step = files.read_json(result)["tested_step"] if result.exists() else steps[-1]
   mesh_lib.say(f"starting from step {step} of {workdir}")
   path = checkpoints.folder(workdir, step)
+  from .tables import row_ids  # imports what reads tables
+
   source, read = checkpoints.metadata(path)["model"], functools.partial(_read, path)
   own_ids, old_serve = row_ids.read(serve) if serve else {}, Path(workdir) / "serve"
   old_ids = row_ids.read(old_serve) if old_serve.is_dir() else {}
@@ -116,8 +146,8 @@ def _index(
   name: str,
   shape: tuple[int, int],
   old_shape: tuple[int, int],
-  ids: row_ids.RowIds | None,
-  old_ids: row_ids.RowIds | None,
+  ids: RowIds | None,
+  old_ids: RowIds | None,
   workdir: epath.Path,
 ) -> np.ndarray:
   """Returns the other run's row of each row of a table, int32; -1 of a new one."""
@@ -128,7 +158,7 @@ def _index(
       "config.init_from"
     )
   if ids is not None and old_ids is not None:
-    return row_ids.correspondence(old_ids, old_size, ids, size)
+    return correspondence(old_ids, old_size, ids, size)
   if ids is old_ids and size == old_size:  # neither run has raw ids
     return np.arange(size, dtype=np.int32)
   raise UserError(

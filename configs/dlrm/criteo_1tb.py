@@ -59,7 +59,7 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode == "smoke":
     config |= {
-      "num_workers": 0, "vocabulary_sizes": (1000, 50, *(20,) * 24),
+      "engine": "duckdb", "num_workers": 0, "vocabulary_sizes": (1000, 50, *(20,) * 24),
       "valencies": (3, 2, *(1,) * 22, 5, 1), "dim": 8, "batch_size": 64, "eval_batch_size": 128,
       "steps": 6, "log_every": 2, "eval_every": 3,
     }  # fmt: skip

@@ -1,14 +1,5 @@
 """Criteo's 1 TB click logs as MLPerf's DLRM-DCNv2 benchmark uses them: 24 days, bags of ids.
 
-The files are `day_0` to `day_23`, unpacked or `.gz`. A row is a label, 13 integers and 26
-categories of 8 hexadecimal digits, separated by tabs; integers and categories may be blank. Days 0
-to 22 train; the first half of day 23 validates and the second tests. Days are read one after the
-other, and preparation resumes at the day that a kill interrupted.
-
-The id of a category is its 32 bits modulo the size of its table, and 0 where it is blank. (MLPerf
-numbers the values of a feature by first appearance and takes that modulo the size, so its small
-tables have no collisions.)
-
 Only one id per feature is published. MLPerf draws the other ids of a bag at random, once for each
 id of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
 
@@ -20,28 +11,24 @@ made when rows are read: stored, they would take 3.7 TB.
 """
 
 import dataclasses
-import gzip
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .. import cache, files
-from ..datasets import Prepared
-from ..errors import DamagedFileError, UserError
-from ..tables import source
-from ..tables.formats import Format
-from ..tables.transforms import logarithm
+from .. import files
+from ..cache import Prepared
+from ..errors import UserError
 
-NUM_INTEGERS, NUM_CATEGORIES = 13, 26
-INTEGERS = tuple(f"i{i + 1:02d}" for i in range(NUM_INTEGERS))
-CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(NUM_CATEGORIES))
+INTEGERS = tuple(f"i{i + 1:02d}" for i in range(13))
+CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(26))
+# A row is a label, integers and hexadecimal categories, which may be blank.
 FORMAT: dict[str, Any] = {
   "delimiter": "\t",
   "names": ("label", *INTEGERS, *CATEGORIES),
   "quote": "",
 }
+NUMBER = {"kind": "number", "log": True, "standardize": False}
 _DAYS = 24
 _CHUNK = 512  # rows whose intermediate values stay in the inner caches: four times as fast
 _HALF = np.uint64(32)
@@ -51,32 +38,36 @@ _HINT = (
 )
 
 
-def settings(config) -> dict[str, Any]:
-  """Returns everything the prepared columns depend on."""
+def table(config) -> dict[str, Any]:
+  """Returns the declaration of the days: the last rows validate, and those after them test.
+
+  Raises:
+    MissingFileError: a day is missing; names it.
+    UserError: the config does not name 26 sizes and valencies.
+  """
   folder = files.data_folder(config.data_dir, _HINT)
   days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
+  columns: dict[str, Any] = {"label": "label", **dict.fromkeys(INTEGERS, NUMBER)}
+  for feature in _features(config):
+    columns[feature["name"]] = {"kind": "category", "hash": feature["vocabulary_size"]}
   return {
-    "format": 1,
-    "files": [files.stamp(path) for path in days],
-    "features": features(config),
+    "files": days,
+    "format": FORMAT,
+    "columns": columns,
+    "split": {"by": "order", "valid": config.valid_fraction, "test": config.test_fraction},
   }
 
 
-def features(config) -> list[dict[str, Any]]:
-  """Returns the 26 features, which are the config's alone and need no data.
-
-  Raises:
-    ValueError: the config does not name 26 sizes and valencies.
-  """
+def _features(config) -> list[dict[str, Any]]:
   sizes, valencies = config.vocabulary_sizes, config.valencies
-  if not len(sizes) == len(valencies) == NUM_CATEGORIES:
+  if not len(sizes) == len(valencies) == len(CATEGORIES):
     raise UserError(
-      f"vocabulary_sizes and valencies must have {NUM_CATEGORIES} entries each, found "
+      f"vocabulary_sizes and valencies must have {len(CATEGORIES)} entries each, found "
       f"{len(sizes)} and {len(valencies)}"
     )
   return [
-    {"name": f"c{i + 1:02d}", "vocabulary_size": size, "valency": valency, "combiner": "sum"}
-    for i, (size, valency) in enumerate(zip(sizes, valencies, strict=True))
+    {"name": name, "vocabulary_size": size, "valency": valency, "combiner": "sum"}
+    for name, size, valency in zip(CATEGORIES, sizes, valencies, strict=True)
   ]
 
 
@@ -84,130 +75,18 @@ def describe(config) -> Prepared:
   """Returns the columns without rows, and the features: all that a model has to know."""
   columns: dict[str, np.ndarray] = {
     "label": np.zeros(0, np.uint8),
-    "dense": np.zeros((0, NUM_INTEGERS), np.float32),
-    "ids": np.zeros((0, NUM_CATEGORIES), np.int32),
+    "dense": np.zeros((0, len(INTEGERS)), np.float32),
+    "ids": np.zeros((0, len(CATEGORIES)), np.int32),
   }
-  return view(Prepared(columns, {"splits": {}, "features": features(config), "sha256": {}}))
+  return view(Prepared(columns, {"splits": {}, "sha256": {}}), config)
 
 
-def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns, of which `ids` are the 26 single ids.
-
-  Raises:
-    DamagedFileError: as `read`, or a file has another number of rows than were counted.
-  """
-  paths = [Path(stamp[0]) for stamp in settings["files"]]
-  days = _survey(paths, folder)
-  sizes = np.array([feature["vocabulary_size"] for feature in settings["features"]])
-  total = sum(day["rows"] for day in days)
-  label = cache.column(folder, "label", (total,), np.uint8)
-  dense = cache.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
-  ids = cache.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
-  position = folder / "position.json"  # days that are written, for a start after a kill
-  done = files.read_json(position)["files"] if position.exists() else 0
-  at = sum(day["rows"] for day in days[:done])
-  with files.progress("preparing", total, "row") as bar, source.connect() as con:
-    bar.update(at)
-    for number, (path, day) in enumerate(zip(paths[done:], days[done:], strict=True), done + 1):
-      bar.set_description(f"preparing {path.name}")
-      end = at + day["rows"]
-      for block in read(path, con):
-        part = slice(at, at + len(block.label))
-        if part.stop > end:
-          break
-        label[part], dense[part] = block.label, np.nan_to_num(logarithm(block.integers))
-        ids[part], at = np.maximum(block.categories, 0) % sizes, part.stop
-        bar.update(len(block.label))
-      if at != end:
-        raise DamagedFileError(f"{path} has empty lines, or has changed. Get it again.")
-      for column in (label, dense, ids):
-        column.flush()
-      files.write_json(position, {"files": number})
-  last = days[-1]["rows"]
-  train, valid = total - last, total - last // 2  # the odd row validates, as in MLPerf
-  return {
-    "splits": {"train": (0, train), "valid": (train, valid), "test": (valid, total)},
-    "features": settings["features"],
-    "sha256": {path.name: day["sha256"] for path, day in zip(paths, days, strict=True)},
-  }
-
-
-def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
-  """Returns rows and hash of every file, saved file by file: reading them all takes hours."""
-  saved = folder / "days.json"
-  days = files.read_json(saved) if saved.exists() else []
-  with files.progress("counting rows", len(paths), "file") as bar:
-    bar.update(len(days))
-    for path in paths[len(days) :]:
-      days.append({"rows": count_rows(path), "sha256": files.digest(path)})
-      files.write_json(saved, days)
-      bar.update()
-  return days
-
-
-class Rows(NamedTuple):
-  """A block of rows: `label` uint8 `[N]`, `integers` float32 `[N, 13]`, nan where blank, and
-  `categories` int64 `[N, 26]`, -1 where blank."""
-
-  label: np.ndarray
-  integers: np.ndarray
-  categories: np.ndarray
-
-
-def count_rows(path: Path) -> int:
-  """Returns the number of lines, a last one without its newline included."""
-  lines, last = 0, b"\n"
-  with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-    while block := file.read(1 << 24):
-      lines, last = lines + block.count(b"\n"), block[-1:]
-  return lines + (last != b"\n")
-
-
-def read(path: Path, con: Any) -> Iterator[Rows]:
-  """Yields the rows of a file in blocks.
-
-  Raises:
-    DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
-  """
-  format, row = Format(**FORMAT), 0
-  source.check_whole(str(path))
-  file = source.open_file(con, str(path), format)
-  texts = [file.column(name).raw for name in format.names]
-  first = 1 + NUM_INTEGERS
-  values = [f"TRY_CAST({text} AS BIGINT)" for text in texts[:first]]
-  values += [f"TRY_CAST('0x' || {text} AS UINTEGER)" for text in texts[first:]]
-  good = ["x0 BETWEEN 0 AND 1"]
-  good += [f"CAST(x{i} AS VARCHAR) = {text}" for i, text in enumerate(texts[1:first], 1)]
-  good += [
-    f"x{i} IS NOT NULL AND NOT contains({text}, '_')" for i, text in enumerate(texts[first:], first)
-  ]
-  absent = ["false", *(f"{text} IS NULL" for text in texts[1:])]
-  cases = zip(good, absent, strict=True)
-  bad = " ".join(f"WHEN NOT coalesce({g} OR {a}, false) THEN {i}" for i, (g, a) in enumerate(cases))
-  typed = ", ".join(f"{value} AS x{i}" for i, value in enumerate(values))
-  columns = ["x0::UTINYINT", *(f"x{i}::FLOAT" for i in range(1, first))]
-  columns += [f"coalesce(x{i}::BIGINT, -1)" for i in range(first, len(texts))]
-  shown = " ".join(f"WHEN {i} THEN {text}" for i, text in enumerate(texts))
-  query = (
-    f"SELECT {', '.join(columns)}, bad, CASE bad {shown} END FROM "
-    f"(SELECT *, CASE {bad} END AS bad FROM (SELECT *, {typed} FROM {file.relation}))"
-  )
-  for batch in con.execute(query).to_arrow_reader(1 << 16):
-    *arrays, found, text = batch.columns
-    if len(found) > found.null_count:
-      index = found.is_valid().index(True).as_py()
-      place = found[index].as_py()
-      kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
-      raise DamagedFileError(
-        f"{path}, row {row + index + 1}, column {format.names[place]!r} is "
-        f"{text[index].as_py()!r}, expected {kinds[place]}. Is the file complete and unpacked? "
-        "Repair or remove the row."
-      )
-    label, *numbers = (array.to_numpy(zero_copy_only=False) for array in arrays)
-    integers, ids = numbers[:NUM_INTEGERS], numbers[NUM_INTEGERS:]
-    yield Rows(label, np.stack(integers, axis=1), np.stack(ids, axis=1))
-    row += len(batch)
-  source.rejected(con, file, format, "raise")
+def view(prepared: Prepared, config) -> Prepared:
+  """Returns the data set with `ids` as bags, which are made when rows are read."""
+  features = _features(config)
+  columns = BagColumns(prepared.columns, features)
+  meta = {**prepared.meta, "features": features}
+  return dataclasses.replace(prepared, columns=columns, meta=meta)
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -217,12 +96,6 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return x ^ (x >> np.uint64(31))
-
-
-def view(prepared: Prepared) -> Prepared:
-  """Returns the data set with `ids` as bags, which are made when rows are read."""
-  columns = BagColumns(prepared.columns, prepared.meta["features"])
-  return dataclasses.replace(prepared, columns=columns)
 
 
 class BagColumns(Mapping[str, Any]):
@@ -267,5 +140,7 @@ class Bags:
       bags[:, column] = ids[:, feature]
       drawn = (np.arange(1, valency, dtype=np.uint64) << np.uint64(40)) + np.uint64(feature << 32)
       mixed = splitmix64(ids[:, feature, None].astype(np.uint64) + drawn)
-      bags[:, column + 1 : column + valency] = (mixed >> _HALF) * np.uint64(size) >> _HALF
+      of_bag = bags[:, column + 1 : column + valency]
+      of_bag[:] = (mixed >> _HALF) * np.uint64(size) >> _HALF
+      of_bag[ids[:, feature] < 0] = -1  # a blank category has no vector
       column += valency

@@ -1,6 +1,6 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
-`load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
+`load` prepares a data set once (see `recipes.cache`); `train_batches` and `eval_batches` are
 Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels
 float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
@@ -20,44 +20,29 @@ import embed
 
 from .. import cache, pipeline
 from .. import mesh as mesh_lib
-from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, histories, spark, spec
-from ..tables import settings as table_settings
+from ..cache import DataSet, Prepared
+from ..tables import spec
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, published, synthetic, tasks
+from . import tasks
 
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
-def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  on_cluster = settings["engine"] == "spark"
-  return (spark.build if on_cluster else clicks.build)(settings, folder)
+def data_set(name: str) -> DataSet:
+  """Returns the data set that `config.dataset` names; imports what prepares it."""
+  from ..tables import clicks
+  from ..tables import settings as table_settings
+  from . import criteo1tb, published, synthetic
 
-
-def _view(prepared: Prepared) -> Prepared:
-  assert isinstance(prepared.columns, cache.Columns)
-  folder = prepared.columns.folder
-  if "shards" in prepared.meta:
-    return dataclasses.replace(prepared, columns=spark.Shards(folder))
-  if prepared.meta.get("histories"):
-    return dataclasses.replace(prepared, columns=histories.Columns(folder))
-  return prepared
-
-
-_table = functools.partial(DataSet, build=_build, view=_view)
-DATA_SETS = Registry(
-  {
-    "criteo_1tb": DataSet(
-      criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
-    ),
-    "synthetic": DataSet(synthetic.settings, synthetic.build),
-    "table": _table(table_settings.settings),
-  }
-  | {
-    name: _table(table_settings.declared(getattr(published, name)), hint=hint)
-    for name, hint in published.HINTS.items()
-  }
-)
+  if name == "synthetic":
+    return DataSet(synthetic.settings, synthetic.build)
+  if name == "table":
+    return DataSet(table_settings.settings, clicks.build, clicks.view)
+  settings = table_settings.declared(getattr(published, name))
+  if name == "criteo_1tb":
+    view = lambda prepared, config: criteo1tb.view(clicks.view(prepared, config), config)
+    return DataSet(settings, clicks.build, view, criteo1tb.describe)
+  return DataSet(settings, clicks.build, clicks.view, hint=published.HINTS[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +59,7 @@ class ClickData:
     dense_names: of the columns of `dense`, where they are known.
     vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
+    apart: whether each process reads rows of its own; see `pipeline.own_rows`.
   """
 
   columns: Mapping[str, Any]
@@ -85,6 +71,7 @@ class ClickData:
   dense_names: tuple[str, ...] = ()
   vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
+  apart: bool = False
 
   @property
   def num_examples(self) -> int:
@@ -129,12 +116,13 @@ class ClickData:
 
 def load(config) -> ClickData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  return _click_data(DATA_SETS.load(config))
+  return _click_data(cache.load(data_set(config.dataset), config))
 
 
 def describe(config) -> ClickData:
   """Returns the data set without rows if the config alone tells its columns; else loads it."""
-  return _click_data(DATA_SETS.describe(config))
+  known = data_set(config.dataset).describe
+  return load(config) if known is None else _click_data(known(config))
 
 
 def _click_data(prepared: Prepared) -> ClickData:
@@ -149,6 +137,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     tuple(prepared.meta.get("dense", ())),
     {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
+    "shards" in prepared.meta,
   )
 
 
@@ -176,7 +165,7 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=mesh_lib.shard(),
-    apart=isinstance(data.columns, spark.Shards),
+    apart=data.apart,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
@@ -195,7 +184,7 @@ def eval_batches(
     batch_size=batch_size,
     fill=_FILL,
     shard=mesh_lib.shard(),
-    apart=isinstance(data.columns, spark.Shards),
+    apart=data.apart,
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)
 

@@ -11,7 +11,8 @@ _CRITEO = (
   "Challenge from Criteo's or Kaggle's page, unpack train.txt, and pass --config.data_dir=<folder> "
   "(and --config.data_file=<name> where the file is called otherwise)."
 )
-HINTS = {"criteo": _CRITEO, "movielens1m": movielens.HINT}
+HINTS = {"criteo": _CRITEO, "criteo_1tb": "", "movielens1m": movielens.HINT}
+criteo_1tb = criteo1tb.table
 
 
 def criteo(config) -> dict[str, Any]:
@@ -28,13 +29,12 @@ def criteo(config) -> dict[str, Any]:
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
   path = files.require(files.data_folder(config.data_dir, _CRITEO), config.data_file, hint=_CRITEO)
   category = {"kind": "category", **vocabularies[config.vocabulary]}
-  number = {"kind": "number", "log": True, "standardize": False}
   return {
     "files": path,
     "format": criteo1tb.FORMAT,
     "columns": {
       "label": "label",
-      **dict.fromkeys(criteo1tb.INTEGERS, number),
+      **dict.fromkeys(criteo1tb.INTEGERS, criteo1tb.NUMBER),
       **dict.fromkeys(criteo1tb.CATEGORIES, category),
     },
     "split": {"by": "order", "valid": config.valid_fraction, "test": config.test_fraction},

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..errors import UserError
 from ..tables import spec
-from ..tables.transforms import Encoder
 from ..training.features import Feature
 from .metrics import CLICK_NAMES, click_metrics
 
@@ -54,7 +53,6 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
     serve: the folder of a table's transforms, which name users and values; None knows no users, and
       calls values by their ids.
   """
-  encoder = Encoder.load(serve) if serve is not None else None
   sizes = {
     feature.name: feature.vocabulary_size
     for feature in features
@@ -63,8 +61,11 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
   if not sizes.keys() >= set(slices):
     raise UserError(f"config.slices is {tuple(slices)}: choose some of {sorted(sizes)}")
   named = {name: tuple(map(str, range(sizes[name]))) for name in slices}
-  if encoder is None:
+  if serve is None:
     return Groups(slices=named)
+  from ..tables.transforms import Encoder  # imports what reads tables
+
+  encoder = Encoder.load(serve)
   for each in encoder.all_transforms:
     for name in named.keys() & each.kinds.keys():
       if values := each.vocabulary(name):

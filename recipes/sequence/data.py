@@ -1,6 +1,6 @@
 """Sequences of items: leave one out, packed for training, one history per user for evaluation.
 
-`load` prepares a data set once (see `recipes.datasets`): `items` int32 `[interactions]`, the users
+`load` prepares a data set once (see `recipes.cache`): `items` int32 `[interactions]`, the users
 one after the other, `offsets` int64 `[users + 1]`, and from them the packed rows that training
 reads. The last item of a user is tested, the one before it validated, and the rest train; users
 with fewer than three items train only.
@@ -18,19 +18,9 @@ import scipy.sparse
 
 from .. import cache, packing, pipeline
 from .. import mesh as mesh_lib
-from ..datasets import DataSet, Registry
+from ..cache import DataSet
 from ..evaluation import retrieval
-from ..tables import settings as table_settings
-from . import synthetic, table
 
-DATA_SETS = Registry(
-  {
-    "file": DataSet(table_settings.declared(table.published), table.build, hint=table.HINT),
-    "synthetic": DataSet(synthetic.settings, synthetic.build),
-    "table": DataSet(table_settings.settings, table.build),
-  },
-  prefix="sequences-",
-)
 Batch = dict[str, np.ndarray]
 _ROWS = 4096  # that are looked at at once
 _HIDDEN = 0.2  # share of a sequence that BERT4Rec hides, as in the authors' `gen_data_fin.py`
@@ -85,9 +75,21 @@ class SequenceData:
     return np.flatnonzero(self.lengths >= 3)
 
 
+def data_set(name: str) -> DataSet:
+  """Returns the data set that `config.dataset` names; imports what prepares it."""
+  from ..tables import settings as table_settings
+  from . import synthetic, table
+
+  if name == "synthetic":
+    return DataSet(synthetic.settings, synthetic.build)
+  if name == "table":
+    return DataSet(table_settings.settings, table.build)
+  return DataSet(table_settings.declared(table.published), table.build, hint=table.HINT)
+
+
 def load(config) -> SequenceData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  prepared = DATA_SETS.load(config)
+  prepared = cache.load(data_set(config.dataset), config, "sequences-")
   columns = prepared.columns
   layout = {
     "format": 4,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import files
 from ..errors import MissingFileError, UserError
 from ..tables import spec
-from ..tables.formats import Format
+from ..tables.spec import Format
 
 PACKAGE = __package__.rpartition(".")[0]
 FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32

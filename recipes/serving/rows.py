@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from ..errors import DamagedFileError, UserError
 from ..tables import source as source_lib
 from ..tables import spec
-from ..tables.formats import Format, fields_of, find_delimiter, named, repeated
+from ..tables.formats import Format, fields_of, find_delimiter, named
 from ..tables.transforms import Transforms, lengths_of
 from ..tables.values import Column, Value, identifier, typed, value_of
 
@@ -56,7 +56,7 @@ def as_table(rows: Any) -> pa.Table:
       f"({error})"
     ) from error
   columns = named(table.column_names)
-  if (name := repeated(columns)) is not None:
+  if (name := spec.repeated(columns)) is not None:
     raise UserError(f"the rows have two columns {name!r}: rename one")
   # DuckDB knows no half floats of Arrow.
   plain = [

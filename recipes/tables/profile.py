@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DamagedFileError
 from . import source, spec
-from .formats import Format
+from .spec import Format
 from .values import Column as FileColumn
 from .values import typed, value_of
 

@@ -1,25 +1,11 @@
 """The raw ids of a run's table rows, by which another run finds the rows that it starts from."""
 
-import dataclasses
 import hashlib
 from pathlib import Path
 
-import numpy as np
-
+from ..warm_start import RowIds
 from .settings import READING
 from .transforms import Encoder, Entities, Transforms
-
-
-@dataclasses.dataclass(frozen=True)
-class RowIds:
-  """The raw ids of a table's first rows, and a name for the rows after them.
-
-  The rows after them correspond to those of another table only if both have the same name and
-  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
-  """
-
-  texts: tuple[str, ...]  # raw ids of the rows 0, 1, …
-  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
 
 
 def read(serve: Path) -> dict[str, RowIds]:
@@ -58,19 +44,3 @@ def _of(transforms: Transforms) -> dict[str, RowIds]:
     )
     for feature in transforms.features
   }
-
-
-def correspondence(old: RowIds, old_size: int, new: RowIds, new_size: int) -> np.ndarray:
-  """Returns the old row of each new row, int32 `[new_size]`; -1 for rows that have none.
-
-  >>> correspondence(RowIds(("b", "a"), "oov 1"), 3, RowIds(("a", "c", "b"), "oov 1"), 4).tolist()
-  [1, -1, 0, 2]
-  """
-  rows = np.full(new_size, -1, np.int32)
-  at = {text: row for row, text in enumerate(old.texts)}
-  rows[: len(new.texts)] = [at.get(text, -1) for text in new.texts]
-  old_rest, new_rest = old_size - len(old.texts), new_size - len(new.texts)
-  count = min(old_rest, new_rest)
-  if old.rest == new.rest and (old_rest == new_rest or new.rest == "identity"):
-    rows[len(new.texts) : len(new.texts) + count] = np.arange(count) + len(old.texts)
-  return rows

@@ -11,20 +11,22 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import config as config_lib
 from .. import files
 from ..errors import DamagedFileError, UserError
 from . import source as source_lib
 from . import spec
-from .formats import Format, paths
+from .formats import paths
 from .source import Source
+from .spec import Format
 from .values import SPLITS
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
-  from ml_collections import ConfigDict
+  pass
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
@@ -33,101 +35,6 @@ _CHOICES = {
   "on_bad_row": ("raise", "skip"),
   "engine": ("duckdb", "spark"),
 }
-
-_FORMAT = dataclasses.asdict(Format())
-_SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
-
-# The settings of a table, which all recipes share, with their defaults.
-DEFAULTS: dict[str, Any] = {
-  "dataset": "table",
-  "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
-  "format": _FORMAT,
-  "columns": {},
-  # Tables of their own with the features of users and items; key is the column with their ids.
-  "user_table": _SIDE,
-  "item_table": _SIDE,
-  "on_bad_row": "raise",  # or "skip", which counts
-  "split": {
-    "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
-    "valid": 0.1,  # of the rows
-    "test": 0.1,
-    "seed": 0,
-    "on": "",  # by hash: the column whose equal values stay together; "" is the row
-  },
-  "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
-  "core": 0,  # users and items with fewer interactions are dropped, repeatedly
-  "refit": False,  # True trains on the validation rows as well; then select must be ""
-  "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
-  "cache_dir": "~/.cache/sparse_embed",
-}
-
-
-def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDict":
-  """Returns the config of a run: the user's settings, and defaults for all that they leave out.
-
-  Raises:
-    UserError: an unknown setting, one of another type, or a column that is declared wrongly;
-      names it.
-  """
-  from ml_collections import ConfigDict
-
-  given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
-  settings = merged(DEFAULTS | dict(defaults), given, "config")
-  # A dict within a ConfigDict would lose its order.
-  in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
-  sides = {f"config.{side}": settings[side] for side in ("user_table", "item_table")}
-  for place, group in {"config": settings, **sides}.items():
-    group["columns"] = in_order(spec.as_dicts(spec.parse(group["columns"], f"{place}.columns")))
-  return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
-
-
-def merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
-  """Returns known settings with the values that are given, group by group.
-
-  Raises:
-    UserError: a setting is unknown, or of another type than its default; names it below `place`.
-  """
-  settings = {
-    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
-  }
-  for key, value in given.items():
-    if key not in known:
-      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
-    settings[key] = _typed(value, known[key], f"{place}.{key}")
-  return settings
-
-
-def _typed(value: Any, default: Any, place: str) -> Any:
-  """Returns the value of a setting as the type of its default; raises UserError for another one."""
-  name, is_number = place.rpartition(".")[2], type(value) in (int, float)
-  if name == "columns":
-    return value
-  if name == "files":
-    return _files(value, place)
-  if isinstance(default, Mapping):
-    if not isinstance(value, Mapping):
-      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
-    return merged(default, value, place)
-  if isinstance(default, str) and isinstance(value, os.PathLike):
-    return os.fspath(value)
-  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
-    return tuple(value)
-  if isinstance(default, float) and is_number:
-    return float(value)
-  if default is not None and type(value) is not type(default):
-    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
-  return value
-
-
-def _files(value: Any, place: str) -> Any:
-  """Returns the files with every path as text; raises UserError for what names no file."""
-  if isinstance(value, str | os.PathLike):
-    return os.fspath(value)
-  if hasattr(value, "items"):  # a ConfigDict is no Mapping
-    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
-  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
-    return [os.fspath(each) for each in value]
-  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,10 +174,10 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """
 
   def settings_of(config) -> dict[str, Any]:
-    own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
+    own = {name: config[name] for name in (*config_lib.TABLE, "init_from") if name in config}
     given = {"counts": (), "by_number": False, **table(config)}
     published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
-    completed = complete({**own, **given}, {"select": config.select, "init_from": ""})
+    completed = config_lib.of_table({**own, **given}, {"select": config.select, "init_from": ""})
     return settings(completed) | published
 
   return settings_of

@@ -37,7 +37,6 @@ from .formats import (
   find_delimiter,
   named,
   other_delimiter,
-  repeated,
 )
 from .values import (
   MISSING,
@@ -266,7 +265,7 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
     raise DamagedFileError(
       f"{path} has NUL bytes: in UTF-16, write config.format.encoding='utf-16'"
     )
-  if not any(first) or (duplicate := repeated(names)) is not None:
+  if not any(first) or (duplicate := spec.repeated(names)) is not None:
     problem = f"two columns {duplicate!r}" if any(first) else "no column"
     raise DamagedFileError(
       f"{path}: the header names {problem}. Mend it, or if that line is a row, name the columns: "

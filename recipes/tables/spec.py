@@ -14,6 +14,7 @@ The classes below are the kinds; their attributes are the options. Columns of th
 declared are not read. In JSON Lines a column is a path: `"column": "user.id"`.
 """
 
+import codecs
 import dataclasses
 import difflib
 import itertools
@@ -47,6 +48,70 @@ def as_text(value: str | int | float) -> str:
   """
   text = str(value).strip()
   return text.lower() if text.lower() in ("true", "false") else re.sub(WHOLE, r"\1\2", text)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+ENCODINGS = {"utf-8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16"}
+ENCODINGS |= {"iso8859-1": "latin-1", "utf-16-le": "utf-16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+  """How text files are written.
+
+  Parquet files and JSON Lines use `missing` alone.
+
+  Attributes:
+    delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`
+      and space. Where it has several characters, up to 4, quotes have no meaning.
+    names: of the columns of files without a header; () reads the first line as the header.
+    encoding: utf-8, utf-16 or latin-1.
+    missing: values that mean no value, as the empty one always does; spaces around are ignored.
+    rest: the last of `names` takes the rest of the line, as in lines `user item item …`. Quotes
+      have no meaning then.
+    quote: around fields that hold delimiters or line ends; "" gives quotes no meaning.
+  """
+
+  delimiter: str = ""
+  names: tuple[str, ...] = ()
+  encoding: str = "utf-8"
+  missing: tuple[str, ...] = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?", "\\N")
+  rest: bool = False
+  quote: str = '"'
+
+  def __post_init__(self):
+    object.__setattr__(self, "delimiter", self.delimiter.replace("\\t", "\t"))  # from a shell
+    object.__setattr__(self, "names", tuple(self.names))
+    object.__setattr__(self, "missing", tuple(str(value).strip() for value in self.missing))
+    is_within = bool(self.quote) and self.quote in self.delimiter
+    if len(self.quote) > 1 or len(self.delimiter.encode()) > 4 or is_within:
+      raise UserError(
+        f"config.format has delimiter={self.delimiter!r} and quote={self.quote!r}: a delimiter has "
+        "up to 4 bytes, a quote one, and they differ"
+      )
+    if (name := repeated(self.names)) is not None:
+      raise UserError(f"config.format.names has {name!r} twice: give each column its own name")
+    if self.rest and not self.names:
+      raise UserError("config.format.rest needs names: write config.format.names=('…', '…')")
+    if self.codec is None:
+      raise UserError(
+        f"config.format.encoding={self.encoding!r}: write utf-8, utf-16 or latin-1, or convert the "
+        "files, as by iconv -f cp1252 -t utf-8"
+      )
+
+  @property
+  def codec(self) -> str | None:
+    """The encoding as DuckDB names it; None if it reads no such files."""
+    try:
+      return ENCODINGS.get(codecs.lookup(self.encoding).name)
+    except LookupError:
+      return None
+
+
+def repeated(names: Sequence[str]) -> str | None:
+  """Returns the first name that is there twice, or None."""
+  return next((name for index, name in enumerate(names) if name in names[:index]), None)
 
 
 # --- kinds ----------------------------------------------------------------------------------------

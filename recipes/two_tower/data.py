@@ -1,6 +1,6 @@
 """Users and the items they chose, as batches: a pair for training, a user with lists to rank.
 
-`load` prepares a data set once (see `recipes.datasets` and `recipes.two_tower.table`). B is the
+`load` prepares a data set once (see `recipes.cache` and `recipes.two_tower.table`). B is the
 number of examples of this process, H of items in a history, M of extra negatives.
 """
 
@@ -16,26 +16,13 @@ import scipy.sparse
 
 import embed
 
+from .. import cache, pipeline
 from .. import mesh as mesh_lib
-from .. import pipeline
-from ..datasets import DataSet, Registry
+from ..cache import DataSet
 from ..errors import UserError
 from ..evaluation import retrieval
-from ..tables import settings as table_settings
-from ..training.features import Feature
-from . import published, synthetic, table
+from ..training.features import Feature, column_name
 
-DATA_SETS = Registry(
-  {
-    "synthetic": DataSet(synthetic.settings, synthetic.build),
-    "table": DataSet(table_settings.settings, table.build),
-  }
-  | {
-    name: DataSet(table_settings.declared(getattr(published, name)), table.build, hint=hint)
-    for name, hint in published.HINTS.items()
-  },
-  prefix="retrieval-",
-)
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
 
@@ -143,9 +130,22 @@ class RetrievalData:
     return max(_HALF_LIVES, key=lambda each: self.popularity(each, "train")[valid].mean())
 
 
+def data_set(name: str) -> DataSet:
+  """Returns the data set that `config.dataset` names; imports what prepares it."""
+  from ..tables import settings as table_settings
+  from . import published, synthetic, table
+
+  if name == "synthetic":
+    return DataSet(synthetic.settings, synthetic.build)
+  if name == "table":
+    return DataSet(table_settings.settings, table.build)
+  settings = table_settings.declared(getattr(published, name))
+  return DataSet(settings, table.build, hint=published.HINTS[name])
+
+
 def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  prepared = DATA_SETS.load(config)
+  prepared = cache.load(data_set(config.dataset), config, "retrieval-")
   features = {
     side: tuple(Feature(**feature) for feature in prepared.meta["features"][side])
     for side in ("user", "item")
@@ -365,7 +365,7 @@ def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
 def _about(
   columns, side: str, features: tuple[Feature, ...], vectors: Iterable[str], ids: np.ndarray
 ) -> dict[str, Any]:
-  rows = lambda name: columns[table.column_name(side, name)][ids]
+  rows = lambda name: columns[column_name(side, name)][ids]
   of = {f.name: f.ids(rows(f.name)) for f in features}
   inputs = {f.name: embed.Padded(of[f.name]) if f.valency > 1 else of[f.name] for f in features}
   return inputs | {name: rows(name) for name in vectors}

@@ -15,7 +15,7 @@ import scipy.sparse
 from .. import files
 from ..evaluation import baselines
 from ..tables import splitting
-from ..tables.settings import SPLITS
+from ..tables.values import SPLITS
 from ..training.features import Feature
 from . import table
 

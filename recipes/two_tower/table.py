@@ -1,7 +1,6 @@
 """Users and items as the columns that two towers train on, of your own table and of drawn pairs."""
 
 import dataclasses
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,11 @@ import numpy as np
 from .. import cache
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import SPLITS, Table, parsed, serve_folder
-from ..training.features import Feature
+from ..tables.settings import Table, parsed, serve_folder
+from ..tables.values import SPLITS
+from ..training.features import Feature, column_name
 
 Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
-
-
-def column_name(side: str, feature: str) -> str:
-  """Returns the name of the column of a feature of "user" or "item", which is one of a file.
-
-  >>> column_name("item", "price/unit")
-  'item_price%2Funit'
-  """
-  return f"{side}_{urllib.parse.quote(feature, safe=' ')}"
 
 
 def write(

@@ -18,8 +18,8 @@ from recipes import describe, export, predict
 from recipes import mesh as mesh_lib
 from recipes.dlrm import train
 from recipes.tables import profile, settings
-from recipes.tables.formats import Format
 from recipes.tables.propose import propose
+from recipes.tables.spec import Format
 
 RNG = np.random.default_rng(0)
 ROWS = 600

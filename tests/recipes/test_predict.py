@@ -16,7 +16,7 @@ from cases import refused
 from recipes import predict, serving
 from recipes.errors import UserError
 from recipes.serving import rows as rows_lib
-from recipes.tables.formats import Format
+from recipes.tables.spec import Format
 from recipes.tables.transforms import Transforms
 
 HEADER = "clicked,price,age,city,shop,tags,part"

@@ -15,11 +15,11 @@ from recipes import config as config_lib
 from recipes import errors, warm_start
 from recipes import mesh as mesh_lib
 from recipes.tables import row_ids
-from recipes.tables.row_ids import RowIds
+from recipes.warm_start import RowIds
 
 
 def test_rows_correspond_by_raw_id_and_those_without_one_by_number():
-  rows = lambda *given: row_ids.correspondence(*given).tolist()
+  rows = lambda *given: warm_start.correspondence(*given).tolist()
   old, new = RowIds(("b", "a"), "oov 2"), RowIds(("a", "c", "b"), "oov 2")
   assert rows(old, 4, new, 5) == [1, -1, 0, 2, 3]
   assert rows(old, 3, new, 5) == [1, -1, 0, -1, -1]  # fewer rows of the unknown

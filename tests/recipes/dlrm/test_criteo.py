@@ -1,4 +1,4 @@
-"""Criteo: fields by hand, both vocabularies, blocks, restarts, and errors that name the row."""
+"""Criteo: both vocabularies by hand, and files that are missing or damaged."""
 
 import gzip
 
@@ -8,9 +8,7 @@ from cases import each
 from ml_collections import ConfigDict
 from small_data import write_criteo
 
-from recipes.dlrm import criteo1tb, data
-from recipes.tables import source
-from recipes.tables.transforms import logarithm
+from recipes.dlrm import data
 
 
 def line(label="0", integers=(), categories=()):
@@ -26,46 +24,6 @@ def config(path, cache_dir, **changes):
     "valid_fraction": 0.1, "test_fraction": 0.2, "select": "valid_auc",
   }  # fmt: skip
   return ConfigDict(values | changes)
-
-
-def test_fields_by_hand(tmp_path):
-  path = tmp_path / "train.txt"
-  rows = [line("1", ["3", "-2", ""], ["0000000a", "", "ffffffff"]), line("0", ["0", "", "7"])]
-  path.write_text("\n".join(rows) + "\n")
-  (block,) = criteo1tb.read(path, source.connect())
-  assert block.label.tolist() == [1, 0]
-  np.testing.assert_array_equal(block.integers[:, :3], [[3, -2, np.nan], [0, np.nan, 7]])
-  assert block.categories[:, :3].tolist() == [[10, -1, 0xFFFFFFFF], [-1, -1, -1]]
-  np.testing.assert_allclose(
-    np.nan_to_num(logarithm(block.integers))[:, :3],
-    [[np.log(4), -np.log(3), 0], [0, 0, np.log(8)]],
-    rtol=1e-6,
-  )
-  path.write_text("\n".join(rows))
-  assert [block.label.tolist() for block in criteo1tb.read(path, source.connect())] == [[1, 0]]
-  assert criteo1tb.count_rows(path) == 2
-
-
-def test_damage_is_named(tmp_path):
-  cases = [
-    (line()[:-3], r"line 3 has too few fields for 40"),
-    (line("2"), "row 3, column 'label' is '2', expected 0 or 1"),
-    (line(""), "row 3, column 'label' is None, expected 0 or 1"),
-    (line("0", ["1", "x2"]), "row 3, column 'i02' is 'x2', expected an integer"),
-    (line("0", ["-"]), "row 3, column 'i01' is '-'"),
-    (line("0", ["1.5"]), "row 3, column 'i01' is '1.5'"),
-    (line("0", [], ["", "0000000g"]), "row 3, column 'c02' is '0000000g', expected up to 8 hex"),
-    (line("0", [], ["0_1"]), "row 3, column 'c01' is '0_1'"),
-    (line("0", [], ["123456789"]), "row 3, column 'c01' is '123456789'"),
-  ]
-
-  def check(bad, message):
-    path = tmp_path / "train.txt"
-    path.write_text("\n".join([line(), line("1"), bad, line(), bad]) + "\n")
-    with pytest.raises(ValueError, match=f"train.txt, {message}"):
-      list(criteo1tb.read(path, source.connect()))
-
-  each(cases, check)
 
 
 @pytest.mark.ci
