@@ -23,8 +23,8 @@ class Groups:
 
   Attributes:
     user: the feature with the user of each example; "" where none is known.
-    num_users: the first ids of `user`, each of which is one user; users that training has not seen
-      share the others, which have no part in GAUC. 0: every id is a user.
+    num_users: its first ids, each of which is one user; users that training has not seen share the
+      others, which have no part in GAUC. 0: every id is a user.
     slices: by feature, the names of its ids; larger ids have the last name too.
   """
 
