@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 from absl import logging
+from scipy.special import logit
 
 from . import config as config_lib
 from . import errors, export, packing, results, serving
@@ -85,11 +86,11 @@ def _clicks(
       count = len(place)
       inputs = model.inputs(values, count, next(positions))
       chunk = {name: inputs["features"][name] for name in grouping.features}
-      label = clicks.labels(table, values)
+      label = clicks.labels_of(table, values)
       weight = numbers_of(values[weight_name]) if weight_name else np.ones(count)
       chunks.append((model.scores(inputs), label, weight, chunk))
   score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
-  outputs = tasks.of_served(model.labels, score)
+  outputs = logit(score)
   # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]

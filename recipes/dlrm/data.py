@@ -1,8 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels, or one that is no
-click, float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels
+float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -72,7 +72,7 @@ class ClickData:
     best: metrics of the probabilities that the labels were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
-    vectors: by name, the first and past the last column of `dense` of vectors that are projected.
+    vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
@@ -111,12 +111,10 @@ class ClickData:
     rows = slice(start, min(stop, start + 100_000_000))
     labels, weights = self.columns["label"][rows], self.columns.get("weight")
     weights = None if weights is None else weights[rows]
-    if tasks.is_one_click(self.labels):
-      rates = {"label rate": float(np.average(labels, weights=weights))}
-    else:
-      clicks = [label.loss == "binary" for label in self.labels.values()]
-      columns = zip(self.labels, clicks, labels.T, strict=True)
-      rates = {f"{name} rate": float(np.nanmean(x)) for name, is_click, x in columns if is_click}
+    rates = {"label rate": float(np.average(labels, weights=weights))}
+    if len(self.labels) > 1:
+      columns = zip(self.labels, labels.T, strict=True)
+      rates = {f"{name} rate": float(np.nanmean(column)) for name, column in columns}
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))

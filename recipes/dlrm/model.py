@@ -4,7 +4,7 @@ A model looks up its features, a backbone makes hidden features of them, and a h
 these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
 
 B is the batch, F the number of vectors, K of dense features, D the width of the tables, H of the
-hidden features, O the number of outputs: one of a label, or as many as its classes.
+hidden features, O the number of outputs, one for each label.
 """
 
 import dataclasses
@@ -247,7 +247,7 @@ def build_model(
   """
   name = config.model
   # First-order weights are more columns of the tables.
-  linear = tasks.num_outputs(data.labels) if config.linear or name == "deepfm" else 0
+  linear = len(data.labels) if config.linear or name == "deepfm" else 0
   features = features_lib.feature_configs(
     [dataclasses.replace(f, dim=(f.dim or config.dim) + linear) for f in data.features],
     config.dim,

@@ -1,8 +1,7 @@
 """Several labels of one model: structures of heads, losses and metrics.
 
 A label is a task; `tables.spec.Label` has its options. B is the batch, H the backbone's features, T
-the number of labels, O of outputs: one of a label, or as many as its classes. A label that does not
-count in a row, since its value is missing or its mask is not 1, is NaN.
+the number of labels. A label that does not count in a row, since its value is missing, is NaN.
 """
 
 import functools
@@ -15,23 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from scipy.special import logit
 
 from ..evaluation.groups import Groups, group_metrics
 from ..evaluation.metrics import CLICK_NAMES, click_metrics
-from ..tables.spec import Label, is_one_click
-from ..training import layers, losses
+from ..tables.spec import Label
+from ..training import layers
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
 STRUCTURES = ("shared_bottom", "mmoe", "ple")
 _NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
-
-
-def num_outputs(labels: Labels) -> int:
-  """Returns O."""
-  return sum(label.num_outputs for label in labels.values())
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -83,7 +76,7 @@ class GatedExperts(nnx.Module):
 
 
 class PLE(nnx.Module):
-  """Tang et al. 2020, "Progressive Layered Extraction": `[B, H]` to `[B, O]`.
+  """Tang et al. 2020, "Progressive Layered Extraction": `[B, H]` to `[B, T]`.
 
   Each of two levels has an expert of each label's own, and four that all labels share.
   """
@@ -99,9 +92,7 @@ class PLE(nnx.Module):
       inputs, is_last = width if number == 1 else expert, number == self.num_levels
       level = GatedExperts(inputs, len(labels), self.own, 4, expert, is_last, **options)
       self.levels.append(level)
-    self.out = nnx.List(
-      nnx.Linear(expert, label.num_outputs, rngs=rngs) for label in labels.values()
-    )
+    self.out = nnx.List(nnx.Linear(expert, 1, rngs=rngs) for _ in labels)
 
   def __call__(self, hidden_BxH: jax.Array) -> jax.Array:
     inputs = [hidden_BxH] * (len(self.out) + 1)
@@ -119,7 +110,7 @@ class MMoE(PLE):
 def head(config, labels: Labels, *, expert: int, dtype: Any) -> Any:
   """Returns `(H, rngs=rngs) -> module`, by `config.tasks.structure`; experts have this width."""
   if config.tasks.structure == "shared_bottom":
-    return functools.partial(nnx.Linear, out_features=num_outputs(labels))
+    return functools.partial(nnx.Linear, out_features=len(labels))
   kind = MMoE if config.tasks.structure == "mmoe" else PLE
   return functools.partial(kind, labels=labels, expert=expert, dropout=config.dropout, dtype=dtype)
 
@@ -127,38 +118,21 @@ def head(config, labels: Labels, *, expert: int, dtype: Any) -> Any:
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def loss_of(label: Label, outputs: Any, targets: Any) -> jax.Array:
-  """Returns the loss of each row `[B]`.
-
-  Args:
-    outputs: `[B, O of the label]`: a logit, a logit of each class, or log(1 + value).
-    targets: `[B]`: 0 or 1, the number of the class, or log(1 + value).
-  """
-  if label.loss == "softmax":
-    return losses.cross_entropy(outputs, targets.astype(jnp.int32))
-  if label.loss == "squared_log":
-    return jnp.square(outputs[:, 0] - targets)
-  return optax.sigmoid_binary_cross_entropy(outputs[:, 0], targets)
-
-
 def cut(labels: Labels, outputs: Any, targets: Any) -> Iterator[tuple[Any, ...]]:
-  """Yields, for each label, its name, options, outputs, targets and where it counts, bool `[B]`.
+  """Yields, for each label, its name, options, outputs, targets and where it counts, all `[B]`.
 
   Args:
-    outputs: `[B]` or `[B, O]`.
-    targets: `[B]` or `[B, T]`, NaN where a label does not count, which is 0 in what is yielded.
+    outputs: `[B]` or `[B, T]`.
+    targets: like `outputs`, NaN where a label does not count, which is 0 in what is yielded.
   """
-  outputs, targets = (x.reshape(len(x), -1) for x in (outputs, targets))
-  start = 0
-  for column, (name, label) in enumerate(labels.items()):
-    own, target = outputs[:, start : start + label.num_outputs], targets[:, column]
+  columns = (x.reshape(len(x), -1).T for x in (outputs, targets))
+  for (name, label), own, target in zip(labels.items(), *columns, strict=True):
     counts = ~jnp.isnan(target)
     yield name, label, own, jnp.where(counts, target, 0), counts
-    start += label.num_outputs
 
 
 def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
-  """Returns the sum of the labels' losses, each by its weight, and the losses by name.
+  """Returns the sum of the labels' cross-entropies, each by its weight, and the losses by name.
 
   A label's loss is a mean over the rows where it counts, by the batch's `weight` if there is one.
 
@@ -169,7 +143,7 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
   metrics, total = {}, jnp.float32(0)
   for name, label, outputs, targets, counts in cut(labels, model(batch), batch["label"]):
     weights = jnp.where(counts, rows, 0)
-    weighted = loss_of(label, outputs, targets) * weights
+    weighted = optax.sigmoid_binary_cross_entropy(outputs, targets) * weights
     metrics[f"{name}_loss"] = jnp.sum(weighted) / jnp.maximum(jnp.sum(weights), _TINY)
     total += label.weight * metrics[f"{name}_loss"]
   return total, metrics
@@ -188,69 +162,46 @@ def metrics(
 ) -> dict[str, float]:
   """Returns the metrics of all rows of a split by name.
 
-  A label of clicks has the metrics of `click_metrics` and `group_metrics`, one of classes `logloss`
-  and `accuracy`, a regression `squared_loss`, the mean squared error of log(1 + value); see
-  `named`.
+  Each label has those of `click_metrics` and `group_metrics`; see `named`.
 
   Args:
-    outputs: float `[N]` or `[N, O]`.
-    targets: `[N]` or `[N, T]`, NaN where a label does not count.
+    outputs: float `[N]` or `[N, T]`.
+    targets: like `outputs`, NaN where a label does not count.
     weights: float `[N]`, how often a row counts.
     groups, ids: see `group_metrics`.
   """
   scores: dict[str, dict[str, float]] = {}
-  for name, label, *rows in cut(labels, outputs, targets):
+  for name, _, *rows in cut(labels, outputs, targets):
     own, target, counts = map(np.asarray, rows)
     counts = counts & (weights > 0)
-    own, target, amount = own[counts], target[counts], weights[counts]
-    if label.loss == "binary":
-      examples = own[:, 0], target, amount
-      scores[name] = click_metrics(*examples)
-      if len(target):
-        scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
-      continue
-    own = np.maximum(own, 0) if label.loss == "squared_log" else own  # none below 0 is served
-    mean = lambda x, amount=amount: float(np.average(x, weights=amount))
-    scores[name] = {label.metric: mean(np.asarray(loss_of(label, own, target)))}
-    if label.loss == "softmax":
-      scores[name]["accuracy"] = mean(own.argmax(axis=1) == target)
+    examples = own[counts], target[counts], weights[counts]
+    scores[name] = click_metrics(*examples)
+    if counts.any():
+      scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
   return named(labels, scores)
-
-
-def of_served(labels: Labels, scores: np.ndarray) -> np.ndarray:
-  """Returns the outputs behind served scores: probabilities, also of classes, and values."""
-  inverse = {"binary": logit, "softmax": np.log, "squared_log": np.log1p}
-  parts, start = [], 0
-  for label in labels.values():
-    own = scores.reshape(len(scores), -1)[:, start : start + label.num_outputs]
-    parts.append(inverse[label.loss](np.asarray(own, np.float64)))
-    start += label.num_outputs
-  return np.concatenate(parts, axis=1)
 
 
 def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
   """Returns the names of what a run is measured by."""
-  clicks = [*CLICK_NAMES, *groups.names]
-  if is_one_click(labels):
-    return clicks
-  by_loss = {"binary": clicks, "softmax": ["accuracy", "logloss"], "squared_log": ["squared_loss"]}
-  names = [(name, metric) for name, label in labels.items() for metric in by_loss[label.loss]]
-  return [f"{name}_{metric}" for name, metric in names] + ["logloss"]
+  names = [*CLICK_NAMES, *groups.names]
+  if len(labels) == 1:
+    return names
+  return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]
 
 
 def named(labels: Labels, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
   """Returns the metrics of labels under their names, and the weighted sum of all losses.
 
-  One label of clicks keeps the metrics' own names.
+  A label that is alone keeps the metrics' own names.
 
   >>> scores = {"seen": {"auc": 0.5, "logloss": 0.75}, "liked": {"auc": 0.5, "logloss": 0.25}}
   >>> named({"seen": Label(), "liked": Label(weight=2.0)}, scores)["logloss"]
   1.25
   """
-  if is_one_click(labels):
+  if len(labels) == 1:
     return dict(*scores.values())
   named = {f"{n}_{metric}": value for n, own in scores.items() for metric, value in own.items()}
-  losses = {f"{name}_{label.metric}": label.weight for name, label in labels.items()}
+  losses = {f"{name}_logloss": label.weight for name, label in labels.items()}
   if not losses.keys() <= named.keys():
     return named
   return named | {"logloss": sum(weight * named[loss] for loss, weight in losses.items())}

@@ -89,7 +89,7 @@ def make_train_step(
   """
   del mesh
   losses: Any = functools.partial(tasks.loss_fn, labels=data.labels)
-  if tasks.is_one_click(data.labels):
+  if len(data.labels) == 1:
     losses = lambda model, batch: (loss_fn(model, batch), {})
 
   def train_step(model, optimizer, batch):

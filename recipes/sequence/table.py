@@ -42,7 +42,6 @@ def published(config) -> dict[str, Any]:
     "files": path,
     "format": {"delimiter": " ", **format},
     "columns": columns,
-    "duplicates": "keep",
     "exclude_seen": False,
     "counts": config.counts,
     "by_number": True,

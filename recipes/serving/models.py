@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pyarrow as pa
-from scipy.special import expit, softmax
+from scipy.special import expit
 
 from .. import packing
 from ..errors import UserError
@@ -61,8 +61,7 @@ class ClickModel:
   """Predicts the probability of a click.
 
   Attributes:
-    names: of the scores: "score", or of several labels "score_<label>" and of classes
-      "score_<label>_<class>".
+    names: of the scores: "score", or of several labels "score_<label>".
     labels: what is predicted, in the order of the scores.
   """
 
@@ -73,9 +72,7 @@ class ClickModel:
     self._features = {
       name: kind
       for name, kind in served.kinds.items()
-      if isinstance(kind, spec.Side)
-      and not isinstance(kind, spec.Cross)
-      and not spec.is_history(kind)
+      if isinstance(kind, spec.Side) and not spec.is_history(kind)
     }
     self.labels = spec.labels(served.kinds)
     self._lists = histories.Lists(self.encoder, served.kinds, missing)
@@ -85,13 +82,8 @@ class ClickModel:
       has_dates=self._lists.has_dates,
       aligned=self._lists.lists,
     )
-    self._is_one_click = spec.is_one_click(self.labels)
-    self.names = tuple(
-      f"score_{name}_{value}" if value else f"score_{name}"
-      for name, kind in self.labels.items()
-      for value in kind.classes or ("",)
-    )
-    self.names = ("score",) if self._is_one_click else self.names
+    several = tuple(f"score_{name}" for name in self.labels)
+    self.names = several if len(several) > 1 else ("score",)
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -161,22 +153,9 @@ class ClickModel:
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       found = np.asarray(self.served.run(batch))[: part.stop - part.start]
       outputs[part] = found.reshape(len(found), -1)
-    if self._is_one_click:
-      return _probabilities(expit(outputs[:, 0]))
-    scores, place = [], 0
-    for kind in self.labels.values():
-      own = outputs[:, place : (place := place + kind.num_outputs)]
-      if kind.loss == "squared_log":
-        scores.append(np.maximum(np.expm1(own), 0))
-      else:
-        is_click = kind.loss == "binary"
-        scores.append(_probabilities(expit(own) if is_click else softmax(own, axis=1)))
-    return np.concatenate(scores, axis=1)
-
-
-def _probabilities(values: np.ndarray) -> np.ndarray:
-  # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
-  return np.clip(values, np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
+    # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
+    scores = np.clip(expit(outputs), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
+    return scores if len(self.names) > 1 else scores[:, 0]
 
 
 # --- recommendations ------------------------------------------------------------------------------
@@ -255,11 +234,7 @@ class Recommender:
     self._features = {
       n: kind for n, kind in of_users.items() if self._is_towers and n in about["query"]
     }
-    crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
-    needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
-    self._kinds |= {
-      n: kind for n, kind in of_users.items() if n in needed and not isinstance(kind, spec.Cross)
-    }
+    self._kinds |= self._features
     missing = served.text_format.missing
     self._readers = {
       own: rows_lib.Reader(
@@ -267,11 +242,7 @@ class Recommender:
       )
       for own in ("", *self._own)
     }
-    self._parts = {  # what the ids of a feature are made of
-      n: kind.columns if isinstance(kind, spec.Cross) else (n,)
-      for n, kind in of_users.items()
-      if n in needed and n not in self._users.vectors
-    }
+    self._parts = {n: (n,) for n in self._features if n not in self._users.vectors}
     search = functools.partial(retrieval.top_k, mesh=served.mesh, size=len(self._items.texts))
     self._exact = jax.jit(search, static_argnames="k")
 

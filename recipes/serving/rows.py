@@ -84,7 +84,7 @@ class Reader:
     required: bool = True,
     aligned: Sequence[str] = (),
   ):
-    self.kinds = {name: kind for name, kind in kinds.items() if not isinstance(kind, spec.Cross)}
+    self.kinds = kinds
     self._missing, self._clock = missing, "date" if has_dates else "fraction"
     self._required, self._aligned = required, set(aligned)
     self._con = duckdb.connect(config={"threads": 1})
@@ -169,14 +169,14 @@ def _lengths(values: pa.Array) -> np.ndarray:
 def unseen(transforms: Transforms, name: str, values: Any, ids: Any) -> np.ndarray:
   """Returns which rows, of N values and their ids, are outside a feature's vocabulary, bool `[N]`.
 
-  Numbers and crosses have no vocabulary, and a dynamic one is in the model.
+  Numbers have no vocabulary, and a dynamic one is in the model.
   """
   kind = transforms.kinds.get(name)
   if not isinstance(kind, spec.Category) or kind.is_dynamic:
     return np.zeros(len(values), bool)
   ids = ids[:, None] if ids.ndim == 1 else ids
   inside = np.arange(ids.shape[1]) < _lengths(values)[:, None]
-  known = kind.hash or kind.size or len(transforms.vocabulary(name))
+  known = kind.hash or len(transforms.vocabulary(name))
   return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
 
 

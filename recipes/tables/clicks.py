@@ -25,8 +25,7 @@ _SIDES = {"user": spec.User, "item": spec.Item}
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  `label` is uint8 `[N]` of one label of clicks, else float32 `[N, labels]`: 0 or 1, the number of
-  the class, or log(1 + value), and NaN where a label does not count in a row.
+  `label` is uint8 `[N]` of one label, else float32 `[N, labels]`, NaN where a label has no value.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -140,18 +139,16 @@ def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
   """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
   also = "".join(f"; {line}" for line in rows.notes)
   sizes, lines = np.zeros(3, np.int64), []
-  for label, kind in table.labels.items():
-    counts, weights = _outcomes(table, rows, label, kind)
-    sizes, of_label = counts.sum(axis=1), "" if table.is_one_click else f" of {label!r}"
+  for label in table.labels:
+    counts, weights = _outcomes(table, rows, label)
+    sizes, of_label = counts.sum(axis=1), f" of {label!r}" * (len(table.labels) > 1)
     parts = []
     for split, (misses, clicks, none), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
-      known, is_click = misses + clicks, kind.loss == "binary"
-      parts.append(f"{known:,} {split} rows{of_label}")
-      parts[-1] += f" ({clicks / max(known, 1):.1%} clicks)" * is_click
+      known = misses + clicks
+      parts.append(f"{known:,} {split} rows{of_label} ({clicks / max(known, 1):.1%} clicks)")
       if not known + none and (split == "train" or table.split[split]):
         raise UserError(f"the {split} split has no rows: see config.split{also}")
-      needed = totals[:2] if is_click else totals[:2].sum(keepdims=True)
-      if known + none and not needed.all():
+      if known + none and not totals[:2].all():
         raise UserError(
           f"{clicks} of the {known} rows{of_label} of the {split} split are clicks, and both "
           "outcomes are needed, with weights above 0: see config.split and the label's positive "
@@ -161,23 +158,13 @@ def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
   return sizes, lines
 
 
-def _outcomes(
-  table: Table, rows: Rows, label: str, kind: spec.Label
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns by split the rows of outcomes 0 and 1 and without a label, `[3, 3]`; their weights.
-
-  What is no click is an outcome 0.
-  """
+def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns by split the rows without and with a click and without a label, `[3, 3]`; weights."""
   name, column = table.name_of(spec.Weight), rows.columns[label]
   weight = f"sum({rows.columns[name]})" if name else "count(*)"
-  if kind.mask:
-    column = f"CASE WHEN {rows.columns[kind.mask]} = 1 THEN {column} END"
-  outcome = (
-    f"CAST({column} AS INTEGER)" if kind.loss == "binary" else f"CAST(0 * {column} AS INTEGER)"
-  )
   answer = rows.query(
-    f"SELECT split, {outcome} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
-    f"GROUP BY split, {outcome}"
+    f"SELECT split, {column} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
+    f"GROUP BY split, {column}"
   )
   counts, weights = np.zeros((3, 3), np.int64), np.zeros((3, 3))
   for split, value, number, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
@@ -192,7 +179,8 @@ def write_columns(
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.own_features)
   weight = table.name_of(spec.Weight)
-  shape, dtype = ((), np.uint8) if table.is_one_click else ((len(table.labels),), np.float32)
+  one, labels = ((), np.uint8), len(table.labels)
+  shape, dtype = one if labels == 1 else ((labels,), np.float32)
   columns = {
     "label": cache.column(folder, "label", (total, *shape), dtype),
     "dense": cache.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
@@ -202,7 +190,7 @@ def write_columns(
     columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
   ends = np.cumsum(sizes) - sizes
   for values, _, split in rows.batches():
-    blocks = {"label": labels(table, values), **encoder.encode(values, len(split))}
+    blocks = {"label": labels_of(table, values), **encoder.encode(values, len(split))}
     if weight:
       blocks["weight"] = numbers_of(values[weight])
     for part in range(3):
@@ -212,15 +200,11 @@ def write_columns(
       ends[part] += len(chosen)
 
 
-def labels(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
+def labels_of(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
   """Returns the label of rows; see `build`."""
-  of_label = {name: numbers_of(values[name]) for name in table.labels}
-  if table.is_one_click:
-    return next(iter(of_label.values())).astype(np.uint8)
-  columns = []
-  for name, kind in table.labels.items():
-    column = np.log1p(of_label[name]) if kind.loss == "squared_log" else of_label[name]
-    columns.append(np.where(of_label[kind.mask] == 1, column, np.nan) if kind.mask else column)
+  columns = [numbers_of(values[name]) for name in table.labels]
+  if len(columns) == 1:
+    return columns[0].astype(np.uint8)
   return np.stack(columns, axis=1).astype(np.float32)
 
 

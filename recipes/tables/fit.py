@@ -127,16 +127,10 @@ class _Fit:
     parts = [f"SELECT {self._exploded(name)} AS value FROM {self._relation}" for name in names]
     union = f"(SELECT value FROM ({' UNION ALL '.join(parts)}) AS parts WHERE value IS NOT NULL)"
     is_growing = names[0] in self._growing
+    has_any = lambda: self._query(f"SELECT value FROM {union} AS present LIMIT 1").num_rows
     if vocabulary_of(names[0], kind) is None:
-      is_id = f"value ~ '^[0-9]{{1,18}}$' AND TRY_CAST(value AS BIGINT) < {kind.size}"
-      wrong = f"count(CASE WHEN NOT coalesce({is_id}, false) THEN 1 END)" if kind.size else "0"
-      found = self._query(f"SELECT count(*), {wrong} FROM {union} AS present")
-      count, others = (column[0].as_py() for column in found.columns)
-      if not count and not is_growing:
+      if not is_growing and not has_any():
         raise self._empty(names[0])
-      if others:
-        note = f"{others:,} values of column {names[0]!r} are no ids from 0 to its size"
-        self.notes.append(f"{note}, and have no vector")
       return None
     counted = f"SELECT value, count(*) AS n FROM {union} AS present GROUP BY value"
     having = f" HAVING count(*) >= {kind.min_count}" if kind.min_count > 1 else ""
@@ -148,7 +142,7 @@ class _Fit:
       kept = self._query(ordered.replace(" ORDER BY", f" WHERE NOT ({drawn}) ORDER BY"))
     values = kept["value"].to_pylist()
     if not values and not is_growing:
-      if not self._query(f"SELECT value FROM {union} AS present LIMIT 1").num_rows:
+      if not has_any():
         raise self._empty(names[0])
       if not kind.oov:
         raise UserError(

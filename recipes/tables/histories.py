@@ -115,8 +115,8 @@ def declared(table: "Table") -> list[History]:
     place = f"config.columns[{name!r}]"
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
-    if kind.where and getattr(kinds.get(kind.where), "loss", "") != "binary":
-      raise UserError(f"{place}.where is {kind.where!r}: name a declared label of clicks")
+    if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
+      raise UserError(f"{place}.where is {kind.where!r}: name a declared label")
     if not _is_single(kinds.get(kind.of)):
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
@@ -146,8 +146,8 @@ def _is_single(kind: spec.Kind | None) -> bool:
 def _beside(table: "Table", name: str, of: str, column: str) -> Part:
   """Returns the values of a declared column beside those of a history."""
   kind, part = table.kinds.get(column), functools.partial(Part, f"{name}_{column}", column)
-  if isinstance(kind, spec.Label) and kind.loss != "squared_log":
-    return part("label", len(kind.classes) or 2)
+  if isinstance(kind, spec.Label):
+    return part("label", 2)
   if isinstance(kind, spec.Time):
     return part("time", AGES)
   if _is_single(kind):
@@ -157,7 +157,7 @@ def _beside(table: "Table", name: str, of: str, column: str) -> Part:
     return part("table")
   raise UserError(
     f"config.columns[{name!r}].beside names {column!r}: name categories of one value, of the rows "
-    f"or in the table of {of!r}, the time, or labels of clicks or classes"
+    f"or in the table of {of!r}, the time, or labels"
   )
 
 

@@ -72,7 +72,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
       "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
     )
-  if table.labels and not table.is_one_click:
+  if len(table.labels) > 1:
     raise UserError(
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
       "which are the interactions: remove the others from config.columns"
@@ -112,8 +112,8 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
     log.notes.append(_about_repeats(table, int(repeats.sum()), len(repeats)))
-  merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
-  if merge and repeats.any():
+  # What is left out of a ranking cannot be found in it.
+  if table.exclude_seen and repeats.any():
     rows = [each[~repeats] for each in rows]
   if table.core:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
@@ -135,15 +135,8 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
   rows = [user, item, split, row]
-  if not merge:  # an evaluation has each item of a user once
+  if not table.exclude_seen:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
-    if table.exclude_seen:  # what is left out of a ranking cannot be found in it
-      seen = (split > 0) & ~splitting.first_of_pairs(user, item)
-      once &= ~seen
-      log.notes.append(
-        f"{int(seen.sum()):,} repeats are not validated or tested on, since exclude_seen leaves "
-        "them out of the ranking"
-      )
     rows = [each[once] for each in rows]
   return rows
 
@@ -194,11 +187,6 @@ class _Log:
       side = kind.side if isinstance(kind, spec.Side) else "item"
       if isinstance(kind, spec.Side | spec.Title) and side and name not in (user, item):
         self._kinds[side][name] = kind
-      if isinstance(kind, spec.Cross) and side and {user, item} & set(kind.columns):
-        raise UserError(
-          f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a "
-          "row of its own: cross features alone"
-        )
     if self._is_list and self._kinds["item"]:
       raise UserError(
         "rows with several items cannot hold features of an item: use config.item_table"
@@ -331,15 +319,13 @@ def _joined(own: Entities, other: Entities, side: str) -> Entities:
 def _about_repeats(table: Table, repeats: int, rows: int) -> str:
   note = f"{repeats:,} of {rows:,} interactions repeat an earlier one of the same user and item"
   if table.exclude_seen:
-    note += ", and are merged with it" if table.duplicates != "keep" else ", and are kept"
+    note += ", and are merged with it"
     if repeats > _REPEATS * rows:
       note += (
         ". If people come back to the same items, set config.exclude_seen=False: repeats are then "
         "kept, and can be recommended"
       )
-  return note + ", and are merged with it" * (
-    not table.exclude_seen and table.duplicates == "merge"
-  )
+  return note
 
 
 def _about_splits(

@@ -20,7 +20,7 @@ from ..errors import DamagedFileError, UserError
 from . import source as source_lib
 from . import spec
 from .formats import Format, paths
-from .source import Source, first_time
+from .source import Source
 from .values import SPLITS
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
@@ -28,10 +28,9 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")  # of a `Table`
+_PLAIN = ("on_bad_row", "exclude_seen", "core", "refit", "engine")  # of a `Table`
 _CHOICES = {
   "on_bad_row": ("raise", "skip"),
-  "duplicates": ("", "merge", "keep"),
   "engine": ("duckdb", "spark"),
 }
 
@@ -54,11 +53,8 @@ DEFAULTS: dict[str, Any] = {
     "test": 0.1,
     "seed": 0,
     "on": "",  # by hash: the column whose equal values stay together; "" is the row
-    "valid_from": "",  # by time: the first time of the split; "" goes by the fraction
-    "test_from": "",
   },
-  "exclude_seen": True,  # whether rankings leave out what the user has had
-  "duplicates": "",  # repeated pairs of user and item: merge, keep, or "": merge if exclude_seen
+  "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
   "core": 0,  # users and items with fewer interactions are dropped, repeatedly
   "refit": False,  # True trains on the validation rows as well; then select must be ""
   "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
@@ -112,8 +108,6 @@ def _typed(value: Any, default: Any, place: str) -> Any:
     if not isinstance(value, Mapping):
       raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
     return merged(default, value, place)
-  if name in ("valid_from", "test_from") and is_number:
-    return str(value)
   if isinstance(default, str) and isinstance(value, os.PathLike):
     return os.fspath(value)
   if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
@@ -145,7 +139,6 @@ class Table:
   split: Mapping[str, Any]
   on_bad_row: str
   exclude_seen: bool
-  duplicates: str
   core: int
   refit: bool
   engine: str
@@ -215,11 +208,6 @@ class Table:
     """The labels by name, in the order of the declaration."""
     return spec.labels(self.kinds)
 
-  @property
-  def is_one_click(self) -> bool:
-    """Whether there is one label, and it is a click or none."""
-    return spec.is_one_click(self.labels)
-
   def name_of(self, cls: type[spec.Kind]) -> str | None:
     """Returns the name of the column of a kind that at most one column has."""
     return spec.only(self.kinds, cls)
@@ -254,11 +242,6 @@ def settings(config) -> dict[str, Any]:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
   table = parsed(about)
-  if table.engine == "spark" and table.labels and not table.is_one_click:
-    raise UserError(
-      "config.engine is 'spark', which prepares one label of clicks: write 'duckdb' for several, "
-      "for classes and for a regression"
-    )
   sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_tables({"config": table.kinds} | sides)
   serve = Path(config.init_from).expanduser().resolve() / "serve"
@@ -361,18 +344,8 @@ def _faults(config) -> Iterator[str]:
       f"config.{why}, and config.select={config.select!r} has nothing to look at: pass "
       "--config.select= to test the state of the last step"
     )
-  # "" may become any of these, and files without validation rows hash those of train.
-  by_time, by_hash = ("", "time"), ("", "hash", "files")
-  for name, protocols in (("on", by_hash), ("valid_from", by_time), ("test_from", by_time)):
-    if split[name] and split.by not in protocols:
-      yield (
-        f"config.split.{name} has no effect while config.split.by is {split.by!r}: remove it, or "
-        f"split by {protocols[1]!r}"
-      )
-  valid, test = (first_time(split[name], name) for name in ("valid_from", "test_from"))
-  if split.valid_from and split.test_from:
-    both = f"config.split.valid_from is {split.valid_from!r} and test_from {split.test_from!r}"
-    if valid[0] != test[0]:
-      yield f"{both}: write both as numbers or both as dates"
-    elif not valid[1] < test[1]:
-      yield f"{both}: validation must begin before the test"
+  if split.on and split.by not in ("", "hash", "files"):
+    yield (
+      f"config.split.on has no effect while config.split.by is {split.by!r}: remove it, or split "
+      "by 'hash'"
+    )

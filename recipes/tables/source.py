@@ -12,7 +12,6 @@ A value that has no such meaning makes its row bad.
 
 import codecs
 import dataclasses
-import datetime
 import functools
 import glob
 import os
@@ -329,11 +328,7 @@ class Source:
   @functools.cached_property
   def read_kinds(self) -> dict[str, spec.Kind]:
     """The kinds that columns of the files have, the key's by the name ""."""
-    kinds = {
-      name: kind
-      for name, kind in self.kinds.items()
-      if not isinstance(kind, spec.Cross) and not spec.is_history(kind)
-    }
+    kinds = {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
     return kinds | ({"": spec.User(column=self.key)} if self.key else {})
 
 
@@ -478,7 +473,8 @@ class Rows:
       split = by_hash((valid, test))
     elif by == "time":
       column = self.columns[str(spec.only(kinds, spec.Time))]
-      split = _at_or_after(column, self._first_times(column, settings))
+      first = [self._first_time(column, share) for share in (valid + test, test)]
+      split = _at_or_after(column, first)
     elif by == "order":
       rows = self.query(f"SELECT count(*) AS n FROM {self.table}")["n"][0].as_py()
       ranges = cache.cut(rows, valid, test)
@@ -500,61 +496,17 @@ class Rows:
       split = f"CASE WHEN false THEN 0 {cases} ELSE {index[-1]} END"
     self.define(split)
 
-  def _first_times(self, column: str, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the first times of validation and of test: as given, or by the shares of the rows."""
-    given = {}
-    for name in ("valid", "test"):
-      if text := settings[f"{name}_from"]:
-        is_date, given[name] = first_time(text, f"{name}_from")
-        if is_date != self.has_dates:
-          held = "dates" if self.has_dates else "numbers"
-          raise UserError(f"config.split.{name}_from is {text!r}, and the times are {held}")
-    valid, test = settings["valid"], settings["test"]
-
-    def quantile(share: float, where: str = "true", otherwise: float = float("inf")) -> float:
-      """Returns the first time of the last share of the rows."""
-      if not share:
-        return otherwise
-      time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
-      answer = self.query(f"SELECT {time} AS t FROM {self.table} WHERE bad IS NULL AND {where}")
-      found = answer["t"][0].as_py()
-      return otherwise if found is None else found
-
-    if len(given) == 2:
-      return given["valid"], given["test"]
-    if "test" in given:  # valid is the last part of what is before
-      before = f"{column} < {literal(given['test'])}"
-      return quantile(valid / max(1 - test, 1e-9), before, given["test"]), given["test"]
-    if "valid" in given:  # test is the last part of what is after
-      after = f"{column} >= {literal(given['valid'])}"
-      return given["valid"], quantile(test / max(valid + test, 1e-9), after)
-    return quantile(valid + test), quantile(test)
+  def _first_time(self, column: str, share: float) -> float:
+    """Returns the first time of the last share of the rows."""
+    if not share:
+      return float("inf")
+    time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
+    answer = self.query(f"SELECT {time} AS t FROM {self.table} WHERE bad IS NULL")["t"][0].as_py()
+    return float("inf") if answer is None else answer
 
 
 def _at_or_after(column: str, bounds: Sequence[float]) -> str:
   return " + ".join(f"CAST({column} >= {literal(bound)} AS INTEGER)" for bound in bounds)
-
-
-def first_time(text: str, name: str) -> tuple[bool, float]:
-  """Returns whether a setting of a first time is a date, and the time as rows have it.
-
-  Args:
-    text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
-
-  >>> first_time("1970-01-02", "test_from")
-  (True, 86400000000.0)
-  """
-  try:
-    return False, float(text or 0)
-  except ValueError:
-    pass
-  try:
-    time = datetime.datetime.fromisoformat(text)
-  except ValueError:
-    raise UserError(
-      f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31"
-    ) from None
-  return True, time.replace(tzinfo=time.tzinfo or datetime.UTC).timestamp() * 1e6
 
 
 def read(

@@ -7,7 +7,6 @@
       "price": {"kind": "number", "log": True},
       "city": {"kind": "category", "min_count": 5},
       "tags": {"kind": "bag", "separator": "|"},
-      "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 10_000},
       "seen": {"kind": "sequence", "of": "movie", "beside": ("genre", "clicked", "when")},
     }
 
@@ -79,25 +78,11 @@ class Label(Kind):
   positive: tuple[str, ...] = ()  # the values that are clicks; all others are none
   at_least: float | None = None  # the smallest number that is a click
   drop: tuple[str, ...] = ()  # values whose rows are left out
-  # Cross-entropy of a click, or of one of several classes, or the squared error of log(1 + value).
-  loss: str = _choice("binary", "softmax", "squared_log")
-  classes: tuple[str, ...] = ()  # the values of softmax
-  mask: str = ""  # a label of clicks: this one counts where that one is a click
   weight: float = 1.0  # of the loss in the sum over labels
 
   def __post_init__(self):
-    for name in ("positive", "drop", "classes"):
+    for name in ("positive", "drop"):
       object.__setattr__(self, name, tuple(map(as_text, getattr(self, name))))
-
-  @property
-  def num_outputs(self) -> int:
-    """The number of a model's outputs that are of this label."""
-    return len(self.classes) or 1
-
-  @property
-  def metric(self) -> str:
-    """The name of the metric that is the loss."""
-    return "squared_loss" if self.loss == "squared_log" else "logloss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +107,6 @@ class Number(Embedded):
   kind: ClassVar[str] = "number"
   log: bool = False  # take `sign(x) * log(1 + |x|)` first
   standardize: bool = True  # by mean and deviation of the training rows
-  missing: str = _choice("mean", "indicator")  # which adds a feature that is 1 where it is missing
   # Intervals with equally many training rows, or their boundaries, with a vector each; 0: none.
   buckets: int | tuple[float, ...] = 0
   decimal: str = _choice(".", ",")  # the mark before the fraction in texts
@@ -193,23 +177,12 @@ class Ordered(Bag):
 class Vector(Side):
   """Numbers that another model has computed, such as the embedding of a text or an image.
 
-  They are not trained. A missing vector is zeros.
+  They are not trained; a learned linear layer takes them to `config.dim`. A missing one is zeros.
   """
 
   kind: ClassVar[str] = "vector"
   width: int = 0  # how many numbers
   separator: str = "|"
-  # Whether a learned linear layer takes them to `config.dim`; else they are numbers like others.
-  project: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cross(Embedded):
-  """Combinations of several declared columns, by hash."""
-
-  kind: ClassVar[str] = "cross"
-  columns: tuple[str, ...] = ()  # declared names of categories, ids, numbers with buckets
-  buckets: int = 100_000  # rows of the table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,7 +244,7 @@ class Title(Kind):
 KINDS: dict[str, type[Kind]] = {
   cls.kind: cls
   for cls in (
-    Label, Number, Category, Bag, Ordered, Vector, Cross, User, Item, Time, Weight, Split, Title,
+    Label, Number, Category, Bag, Ordered, Vector, User, Item, Time, Weight, Split, Title,
   )
 }  # fmt: skip
 SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
@@ -283,16 +256,6 @@ _OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
 # What makes no sense: of which kinds, when, and what to write.
 _FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
-  (
-    Label,
-    lambda k: k.loss != "binary" and (k.positive or k.at_least is not None),
-    "positive and at_least tell clicks: remove them, or loss",
-  ),
-  (
-    Label,
-    lambda k: len(set(k.classes)) < 2 if k.loss == "softmax" else k.classes,
-    "classes are the values of loss='softmax', two or more: give both or none",
-  ),
   (Label, lambda k: not k.weight > 0, "weight must be above 0"),
   (
     Number,
@@ -329,7 +292,6 @@ _FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     lambda k: k.of and any(getattr(k, name) != getattr(Ordered, name) for name in _OF_COLUMN),
     "of names values of earlier rows, in the table of their column: leave out its options",
   ),
-  (Cross, lambda k: len(k.columns) < 2, "columns must name two or more declared columns"),
   (User, lambda k: k.separator, "a row has one user: remove separator"),
   (
     Time,
@@ -360,15 +322,6 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
-  for name, kind in kinds.items():
-    if isinstance(kind, Label) and kind.mask:
-      masking = kinds.get(kind.mask)
-      if kind.mask == name or not isinstance(masking, Label) or masking.loss != "binary":
-        raise UserError(f"{setting}[{name!r}]: mask must name another label, of clicks")
-    if isinstance(kind, Cross):
-      for part in kind.columns:
-        if fault := _fault_of_part(kinds.get(part), kind.side):
-          raise UserError(f"{setting}[{name!r}] crosses {part!r}, {fault}")
   return kinds
 
 
@@ -414,15 +367,6 @@ def _is_scalar(value: Any) -> bool:
   return isinstance(value, str | int | float)
 
 
-def _fault_of_part(part: Kind | None, side: str) -> str:
-  """Returns why a cross of that side cannot have a column, or ""."""
-  is_one = isinstance(part, Category) and not part.is_list
-  if not is_one and not (isinstance(part, Number) and part.buckets):
-    return "which must be a category, a user, an item of one value, or a number with buckets"
-  own = part.kind if isinstance(part, Id) else part.side  # type: ignore[union-attr]
-  return "which is of another side: declare both with the same one" if side not in ("", own) else ""
-
-
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
   """Returns kinds as declarations with all options, so that each can be set by a flag.
 
@@ -435,11 +379,6 @@ def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
 def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
   """Returns the labels by name, in the order of the declaration."""
   return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
-
-
-def is_one_click(labels: Mapping[str, Label]) -> bool:
-  """Whether there is one label, a click or none: then it and a model's output are `[B]`."""
-  return [label.loss for label in labels.values()] == ["binary"]
 
 
 def is_history(kind: Kind) -> TypeGuard[Ordered]:

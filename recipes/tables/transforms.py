@@ -94,8 +94,8 @@ class Transforms:
     if isinstance(kind, spec.Number):
       boundaries = self.numbers[name]["boundaries"]
       return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
-    if isinstance(kind, spec.Cross) or kind.hash:
-      return transforms.HashBucket(kind.buckets if isinstance(kind, spec.Cross) else kind.hash)
+    if kind.hash:
+      return transforms.HashBucket(kind.hash)
     if kind.size:
       return transforms.Identity(kind.size, default_value=-1)
     if kind.is_dynamic:
@@ -136,8 +136,6 @@ class Transforms:
     kind: Any = self.kinds[name]
     if isinstance(kind, spec.Number):
       return f"buckets {self._columns[name].boundaries}"
-    if isinstance(kind, spec.Cross):
-      return f"hash {kind.buckets} of {', '.join(kind.columns)}"
     if kind.is_dynamic:
       return f"dynamic {kind.capacity}"
     return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
@@ -150,9 +148,8 @@ class Transforms:
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
-    names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
-    names += [tuple(f"{n} {i}" for i in range(k.width)) for n, k in self._vectors.items()]
-    return tuple(name for each in names for name in each)
+    of_vectors = (f"{name} {i}" for name, k in self._vectors.items() for i in range(k.width))
+    return (*(name for name, _ in self._dense), *of_vectors)
 
   @property
   def _vectors(self) -> dict[str, spec.Vector]:
@@ -160,31 +157,22 @@ class Transforms:
 
   @property
   def vectors(self) -> dict[str, tuple[int, int]]:
-    """The columns of `dense` of each vector that is projected, from the first to past the last."""
-    places = dict[str, tuple[int, int]]()
-    start = len(self.dense_names) - sum(kind.width for kind in self._vectors.values())
+    """The columns of `dense` of each vector, from the first to past the last."""
+    places, start = dict[str, tuple[int, int]](), len(self._dense)
     for name, kind in self._vectors.items():
-      if kind.project:
-        places[name] = start, start + kind.width
-      start += kind.width
+      places[name] = start, (start := start + kind.width)
     return places
 
   def dense(self, values: Values, rows: int) -> np.ndarray:
     """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
-    dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
-    for name, kind in self._dense:
+    dense = np.empty((rows, len(self.dense_names)), np.float32)
+    for place, (name, kind) in enumerate(self._dense):
       numbers, about = numbers_of(values[name]), self.numbers[name]
       numbers = logarithm(numbers) if kind.log else numbers
-      missing = np.isnan(numbers)
-      filled = np.where(missing, about["fill"], numbers)
+      filled = np.where(np.isnan(numbers), about["fill"], numbers)
       dense[:, place] = (filled - about["mean"]) / about["deviation"]
-      place += 1
-      if kind.missing == "indicator":
-        dense[:, place] = missing
-        place += 1
-    for name, vector in self._vectors.items():
-      dense[:, place : place + vector.width] = stacked(values[name], vector.width)
-      place += vector.width
+    for name, (start, stop) in self.vectors.items():
+      dense[:, start:stop] = stacked(values[name], stop - start)
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
@@ -195,8 +183,6 @@ class Transforms:
     kind, column = self.kinds[name], self._columns[name]
     if isinstance(kind, spec.Number):
       return column.ids(numbers_of(values[name]))
-    if isinstance(kind, spec.Cross):
-      return self._crossed(kind, column, values)
     is_bag = isinstance(kind, spec.Bag)
     ids = self._of_texts(name, values[name].flatten() if is_bag else values[name])
     if not isinstance(kind, spec.Bag):
@@ -230,18 +216,6 @@ class Transforms:
     elif kind.oov:
       ids[unknown] = _looked_up(column, texts.filter(pa.array(unknown)))
     return ids
-
-  def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
-    parts = []
-    for name in kind.columns:
-      if isinstance(self.kinds[name], spec.Number):
-        ids = self.ids(values, name)
-        texts = pa.array(ids, mask=ids < 0).cast(pa.string())
-      else:
-        texts = values[name].cast(pa.string())
-      parts.append(texts)
-    encoded = pc.binary_join_element_wise(*parts, "\x1f").dictionary_encode()  # null if a part is
-    return _with_none(_looked_up(column, encoded.dictionary))[indices_of(encoded)]
 
   def merged(self, other: "Transforms") -> "Transforms":
     """Returns the transforms of both; no name is in both."""
@@ -391,7 +365,7 @@ class Encoder:
 
   @property
   def vectors(self) -> dict[str, tuple[int, int]]:
-    """The columns of `dense` of each vector that is projected, from the first to past the last."""
+    """The columns of `dense` of each vector, from the first to past the last."""
     places, start = dict[str, tuple[int, int]](), 0
     for each in self.all_transforms:
       places |= {name: (start + a, start + b) for name, (a, b) in each.vectors.items()}

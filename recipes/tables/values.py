@@ -271,26 +271,17 @@ def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:
     "is neither 0 nor 1. Give the values that are clicks as "
     f"{column}['positive'], or the smallest as {column}['at_least']"
   )
-  if kind.at_least is not None or kind.loss == "squared_log":
-    problem = "is no number" + " of 0 or more" * (kind.loss == "squared_log")
-  elif kind.loss == "softmax":
-    problem = f"is none of {column}['classes']"
+  if kind.at_least is not None:
+    problem = "is no number"
   is_kept = f" AND NOT {among(text, kind.drop)}" * bool(kind.drop)
   return f"{text} IS NOT NULL{is_kept} AND ({outcome(kind, text)}) IS NULL", problem
 
 
 def outcome(kind: spec.Label, text: str) -> str:
-  """Returns the SQL of what a model is trained on, given that of a label's text.
-
-  1 for a click and 0 for none, the number of the class, or the number itself of `squared_log`.
-  """
-  if kind.loss == "softmax":
-    return f"list_position({literal(kind.classes)}, {text}) - 1"
-  if kind.loss == "squared_log" or kind.at_least is not None:
+  """Returns the SQL of 1 for a click and 0 for none, given that of a label's text."""
+  if kind.at_least is not None:
     number = f"TRY_CAST({text} AS DOUBLE)"
-    least = f" AND {number} >= 0" * (kind.at_least is None)
-    what = number if kind.at_least is None else f"CAST({number} >= {kind.at_least!r} AS INTEGER)"
-    return f"CASE WHEN isfinite({number}){least} THEN {what} END"
+    return f"CASE WHEN isfinite({number}) THEN CAST({number} >= {kind.at_least!r} AS INTEGER) END"
   if kind.positive:
     return f"CAST({among(text, kind.positive)} AS INTEGER)"
   clicks, others = (among(f"lower({text})", each) for each in (spec.CLICKS, spec.NO_CLICKS))

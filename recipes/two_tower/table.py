@@ -123,8 +123,6 @@ def _check(table: Table) -> None:
         raise UserError(
           f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
         )
-      if isinstance(kind, spec.Vector) and not kind.project:
-        raise UserError(f"column {name!r} has project=False, which is for dlrm: remove it")
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def test_the_folder_says_what_it_holds_and_needs(clicks):
   about = json.loads((clicks.served / "served.json").read_text())
   assert about["recipe"] == "dlrm"
   assert about["step"] == 8
-  assert about["num_columns"] == 8
+  assert about["num_columns"] == 7
   assert set(about["header"]) == set(clicks.rows[0])
   assert about["text"]["missing"] == ["NA", "none"]
   assert re.fullmatch(r"pip install '\./sparse_embed-\S+\.whl\[serving\]'", about["install"])

@@ -74,7 +74,7 @@ def test_declarations_that_make_no_sense(tmp_path):
     ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
     ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
     ({"seen": SEEN | {"beside": ("part",)}}, r"\.beside names 'part': name categories"),
-    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label of clicks"),
+    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
     ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of names values of earlier rows"),
     ({"seen": SEEN | {"dim": 4}}, "of names values of earlier rows"),

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ways
-from cases import each
 from flax import nnx
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
 from recipes import evaluate, export, predict, serving
 from recipes.dlrm import data, tasks, train
-from recipes.errors import UserError
 from recipes.tables import spec
 
 NAN = float("nan")
@@ -25,15 +23,11 @@ LABELS = spec.labels(
   spec.parse(
     {
       "clicked": "label",
-      "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
-      "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
-      "seconds": {"kind": "label", "loss": "squared_log"},
+      "liked": {"kind": "label", "weight": 0.5},
     }
   )
 )
-TARGETS = np.array(
-  [[1, 1, 0, 2.0], [0, NAN, 2, NAN], [1, 0, NAN, 0.5], [1, NAN, 1, 1.0]], np.float32
-)
+TARGETS = np.array([[1, 1], [0, NAN], [1, 0], [1, NAN]], np.float32)
 
 
 class Fixed:
@@ -52,20 +46,18 @@ def loss(outputs, batch, labels):
 
 def test_losses_by_hand():
   """A label's loss is a mean over the rows in which it counts, and the sum is by the weights."""
-  outputs = np.zeros((4, 6), np.float32)
-  outputs[0, 0], outputs[2, 1], outputs[:, 5] = math.log(3), math.log(3), 1.0
+  outputs = np.zeros((4, 2), np.float32)
+  outputs[0, 0], outputs[2, 1] = math.log(3), math.log(3)
   batch = {"label": TARGETS, "dense": np.zeros((4, 0), np.float32)}
   total, losses = jax.jit(functools.partial(loss, labels=LABELS))(outputs, batch)
   half = math.log(2)
   wanted = {
     "clicked_loss": (math.log(4 / 3) + 3 * half) / 4,
     "liked_loss": (half + math.log(4)) / 2,  # rows 0 and 2
-    "size_loss": math.log(3),
-    "seconds_loss": (1 + 0.25 + 0) / 3,
   }
   assert losses == pytest.approx(wanted)
-  clicked, liked, size, seconds = wanted.values()
-  assert total == pytest.approx(clicked + 0.5 * liked + size + seconds)
+  clicked, liked = wanted.values()
+  assert total == pytest.approx(clicked + 0.5 * liked)
 
 
 def test_weights_of_rows_count_and_a_label_that_never_counts_has_no_loss():
@@ -85,7 +77,7 @@ def test_weights_of_rows_count_and_a_label_that_never_counts_has_no_loss():
 
 
 @pytest.mark.parametrize("structure", [*ways.ci("ple"), *ways.weekly("shared_bottom", "mmoe")])
-def test_structures_have_an_output_for_each_class_and_every_part_learns(structure):
+def test_structures_have_an_output_for_each_label_and_every_part_learns(structure):
   config = ConfigDict({"tasks": {"structure": structure}, "dropout": 0.0})
   head = tasks.head(config, LABELS, expert=5, dtype=jnp.float32)(8, rngs=nnx.Rngs(0))
   hidden = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
@@ -96,7 +88,7 @@ def test_structures_have_an_output_for_each_class_and_every_part_learns(structur
     return total + jnp.mean(outputs), outputs  # so that no ReLU's side decides
 
   (_, outputs), grads = nnx.jit(nnx.value_and_grad(all_outputs, has_aux=True))(head, hidden)
-  assert outputs.shape == (4, 6)
+  assert outputs.shape == (4, 2)
   learning = jax.tree.map(np.any, nnx.as_pure(grads))
   assert all(jax.tree.leaves(learning)), learning
 
@@ -128,12 +120,10 @@ def test_gates_sum_to_one_and_mix_their_own_and_the_shared_experts():
 
 # --- tables ---------------------------------------------------------------------------------------
 
-HEADER = ("clicked", "liked", "size", "seconds", "city", "price", "part")
+HEADER = ("clicked", "liked", "city", "price", "part")
 DECLARED = {
   "clicked": "label",
-  "liked": {"kind": "label", "mask": "clicked", "weight": 0.5},
-  "size": {"kind": "label", "loss": "softmax", "classes": ("S", "M", "L")},
-  "seconds": {"kind": "label", "loss": "squared_log"},
+  "liked": {"kind": "label", "weight": 0.5},
   "city": {"kind": "category", "min_count": 1},
   "price": "number",
   "part": "split",
@@ -147,19 +137,18 @@ def write_rows(path, rows=400):
     city = int(draw.integers(6))
     clicked = int(draw.random() < 0.2 + 0.1 * city)
     liked = int(draw.random() < 0.5) if clicked else ""
-    size = "SML"[city // 2] if draw.random() < 0.8 else ""
     part = ("train", "train", "valid", "test")[row % 4]
     price = f"{draw.normal():.2f}"
-    lines.append((clicked, liked, size, f"{np.exp(city) - 1:.3f}", f"c{city}", price, part))
+    lines.append((clicked, liked, f"c{city}", price, part))
   return write_csv(path, HEADER, lines)
 
 
-def test_labels_are_read_masked_and_may_be_missing(tmp_path):
+def test_labels_may_be_missing(tmp_path):
   rows = [
-    (1, 1, "M", 0, "a", 1, "train"),
-    (0, 1, "", 1, "a", 2, "train"),  # is not clicked, so the like does not count
-    (1, 0, "L", "", "b", 3, "train"),
-    (0, "", "S", 3, "b", 4, "train"),
+    (1, 1, "a", 1, "train"),
+    (0, "", "a", 2, "train"),
+    (1, 0, "b", 3, "train"),
+    ("", 0, "b", 4, "train"),
   ]
   path = write_csv(tmp_path / "rows.csv", HEADER, rows)
   config = completed(
@@ -167,35 +156,13 @@ def test_labels_are_read_masked_and_may_be_missing(tmp_path):
     split={"valid": 0.0, "test": 0.0},
   )  # fmt: skip
   loaded = data.load(config)
-  wanted = [[1, 1, 1, 0], [0, NAN, NAN, math.log(2)], [1, 0, 2, NAN], [0, NAN, 0, math.log(4)]]
-  np.testing.assert_allclose(loaded.columns["label"], wanted, rtol=1e-6)
-  assert list(loaded.labels) == ["clicked", "liked", "size", "seconds"]
-  assert loaded.statistics["liked rate"] == 0.5
-
-
-@pytest.mark.ci
-def test_what_is_declared_wrongly_is_refused(tmp_path):
-  cases = [
-    ({"liked": {"kind": "label", "mask": "price"}}, "name another label"),
-    ({"size": {"kind": "label", "loss": "softmax"}}, "two or more"),
-    ({"size": {"kind": "label", "classes": ("a", "b")}}, "give both or none"),
-    ({"seconds": {"kind": "label", "loss": "squared_log", "at_least": 3}}, "remove them"),
-    ({"liked": {"kind": "label", "weight": 0}}, "above 0"),
-    ({"size": {"kind": "label", "loss": "softmax", "classes": ("S", "M")}}, "'L'.*classes"),
-    ({"price": {"kind": "label", "loss": "squared_log"}}, "no number of 0 or more"),
-  ]
-
-  def check(columns, message):
-    path = write_rows(tmp_path / "rows.csv", rows=20)
-    given = {"files": str(path), "columns": COLUMNS | columns}
-    with pytest.raises(UserError, match=message):
-      data.load(completed("dlrm", tmp_path / "cache", **given))
-
-  each(cases, check)
+  np.testing.assert_array_equal(loaded.columns["label"], [[1, 1], [0, NAN], [1, 0], [NAN, 0]])
+  assert list(loaded.labels) == ["clicked", "liked"]
+  assert loaded.statistics["liked rate"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.weekly
-def test_a_whole_run_with_four_labels(tmp_path):
+def test_a_whole_run_with_two_labels(tmp_path):
   """From the table to a score for each label, and the same metrics wherever they are computed."""
   path = write_rows(tmp_path / "rows.csv")
   config = completed(
@@ -215,12 +182,9 @@ def test_a_whole_run_with_four_labels(tmp_path):
   file.write_text("\n".join([lines[0], *lines[4::4]]) + "\n")  # the rows that test
   predict.predict(str(served), str(file), out)
   rows = list(csv.DictReader(io.StringIO(out.getvalue())))
-  scores = ["clicked", "liked", "size_S", "size_M", "size_L", "seconds"]
-  assert list(rows[0])[len(HEADER) :] == [f"score_{name}" for name in scores]
-  shares = [sum(float(row[f"score_size_{c}"]) for c in "SML") for row in rows]
-  np.testing.assert_allclose(shares, 1, rtol=1e-6)
+  assert list(rows[0])[len(HEADER) :] == ["score_clicked", "score_liked"]
   model = serving.load(served)
-  assert model.predict([{"city": "c1", "price": 1.0}]).shape == (1, 6)
+  assert model.predict([{"city": "c1", "price": 1.0}]).shape == (1, 2)
   measured = evaluate.evaluate_files(workdir, str(file))["metrics"]
   assert measured == pytest.approx(
     {name: result["metrics"][f"test_{name}"] for name in names}, abs=2e-4

@@ -16,12 +16,11 @@ from recipes.evaluation import retrieval
 
 CLICKS = {
   "clicked": "label",
-  "price": {"kind": "number", "missing": "indicator"},
+  "price": "number",
   "age": {"kind": "number", "buckets": 4},
   "city": "category",
   "shop": {"kind": "category", "oov": 0},
   "tags": "bag",
-  "city_shop": {"kind": "cross", "columns": ("city", "shop"), "buckets": 50},
   "part": "split",
 }
 LOG = {

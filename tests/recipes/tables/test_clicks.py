@@ -27,7 +27,7 @@ ROWS = [
 COLUMNS = {
   "clicked": "label",
   "city": "category",
-  "price": {"kind": "number", "missing": "indicator"},
+  "price": "number",
   "tags": {"kind": "bag", "min_count": 1},
   "part": "split",
 }
@@ -52,7 +52,6 @@ def test_columns_by_hand(tmp_path):
   deviation = np.std([10, 20, 30])
   expected = [(10 - 20) / deviation, 0, (30 - 20) / deviation, 0, 0, (50 - 20) / deviation, 0, 0]
   np.testing.assert_allclose(loaded.columns["dense"][:, 0], expected, rtol=1e-6)
-  assert loaded.columns["dense"][:, 1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
   assert [f.vocabulary_size for f in loaded.features] == [3, 4]
 
 
@@ -107,11 +106,6 @@ def test_a_split_by_time_tests_on_the_latest_rows(tmp_path):
   loaded = load(tmp_path, rows=rows, columns=columns)
   sizes = {name: stop - start for name, (start, stop) in loaded.splits.items()}
   assert sizes == {"train": 1600, "valid": 200, "test": 200}
-  given = load(
-    tmp_path, rows=rows, columns=columns, split={"valid_from": "1000", "test_from": "1990"}
-  )
-  assert given.splits["test"] == (1990, 2000)
-  assert given.splits["train"] == (0, 1000)
 
 
 def test_labels(tmp_path):
@@ -181,16 +175,16 @@ def test_features_of_a_table_of_their_own(tmp_path):
   names = [feature.name for feature in loaded.features]
   assert names == ["city", "tags", "genres"]
   assert loaded.columns["ids"][:2, 3:].tolist() == [[1, 0], [0, -1]]
-  assert loaded.columns["dense"][:2, 2].tolist() == [-1.0, 1.0]
+  assert loaded.columns["dense"][:2, 1].tolist() == [-1.0, 1.0]
   assert loaded.columns["ids"][5, 3:].tolist() == [-1, -1]  # Bonn is not in the table
-  assert loaded.columns["dense"][5, 2] == 0.0
+  assert loaded.columns["dense"][5, 1] == 0.0
 
 
 def test_what_serving_needs_makes_the_same_ids(tmp_path):
   loaded = load(tmp_path)
   encoder = Encoder.load(loaded.serve)
   assert encoder.features == loaded.features
-  assert encoder.dense_names == ("price", "price is missing")
+  assert encoder.dense_names == ("price",)
 
 
 def problem(tmp_path, row, **columns):
@@ -233,19 +227,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     ({"clicked": "label", "city": "category"}, "the (valid|test) split"),
   ]
   refused(cases, lambda columns: load(tmp_path, columns=columns), UserError)
-
-
-@pytest.mark.ci
-def test_one_end_of_a_split_by_time_may_be_given(tmp_path):
-  columns = {"clicked": "label", "city": "category", "price": "time"}
-  sizes = lambda **split: {
-    name: stop - start
-    for name, (start, stop) in load(
-      tmp_path, rows=MANY, columns=columns, split=split
-    ).splits.items()
-  }
-  assert sizes(test_from="1400") == {"train": 1244, "valid": 156, "test": 600}
-  assert sizes(valid_from="1500") == {"train": 1500, "valid": 250, "test": 250}
 
 
 def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
@@ -346,7 +327,7 @@ def test_an_item_table_of_other_ids_is_refused(tmp_path):
 
 
 @pytest.mark.ci
-def test_crosses_and_flags_of_an_item_table_are_read_back(tmp_path):
+def test_flags_of_an_item_table_are_read_back(tmp_path):
   header = ("id", "year", "month", "day", "kind")
   rows = [("Oslo", 1, 0, 0, "x"), ("Rome", 0, 1, 1, "y"), ("Bonn", 0, 0, 1, "x")]
   movies = write_csv(tmp_path / "movies.csv", header, rows)
@@ -354,7 +335,6 @@ def test_crosses_and_flags_of_an_item_table_are_read_back(tmp_path):
     "kind": "category",
     "flags": {"kind": "bag", "columns": ("year", "month", "day"), "min_count": 1},
     "old": {"kind": "category", "column": "year", "side": "item"},
-    "both": {"kind": "cross", "columns": ("kind", "old"), "buckets": 50, "side": "item"},
   }
   table = {"files": str(movies), "key": "id", "columns": columns}
   loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
@@ -374,7 +354,7 @@ def test_a_date_in_several_columns_splits_by_time(tmp_path):
     "city": "category",
     "when": {"kind": "time", "columns": list("ymd")},
   }
-  split = {"valid_from": "2024-07-01", "test_from": "2024-10-01"}
+  split = {"valid": 0.125, "test": 0.125}
   loaded = load(tmp_path, rows=rows, columns=columns, header=header, split=split)
   assert loaded.splits == {"train": (0, 36), "valid": (36, 42), "test": (42, 48)}
   rows[30] = (*rows[30][:2], 2024, 2, 30)
@@ -440,11 +420,3 @@ def test_values_are_counted_on_the_rows_that_train(tmp_path):
     assert loaded.splits["train"] == (0, 4)
 
   each(cases, check)
-
-
-def test_what_an_item_table_lacks_is_missing(tmp_path):
-  movies = write_csv(tmp_path / "movies.csv", ("id", "year"), [("Oslo", 1990), ("Rome", 2000)])
-  year = {"kind": "number", "missing": "indicator"}
-  table = {"files": str(movies), "key": "id", "columns": {"year": year}}
-  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
-  assert loaded.columns["dense"][5, 2:].tolist() == [0.0, 1.0]  # Bonn

@@ -1,4 +1,4 @@
-"""Statistics and transforms, by hand: vocabularies, hashes, numbers, buckets, bags, crosses."""
+"""Statistics and transforms, by hand: vocabularies, hashes, numbers, buckets, bags."""
 
 import hashlib
 
@@ -119,7 +119,7 @@ LOGS = np.array([-np.log(2), 0, 1])
 
 def test_numbers_by_hand():
   cases = [
-    ({"missing": "indicator"}, [1, 2, np.nan, 3, 6], [3, 6, np.nan], [[0, 0], [3, 0], [0, 1]]),
+    ({}, [1, 2, np.nan, 3, 6], [3, 6, np.nan], [[0], [3], [0]]),
     ({"log": True}, [-1, 0, np.e - 1], [-1, 0, np.e - 1], (LOGS - LOGS.mean())[:, None]),
     ({}, [5, 5], [5, 7], [[0], [2]]),  # a constant number has no deviation
   ]
@@ -127,10 +127,8 @@ def test_numbers_by_hand():
   def check(options, trained, asked, expected):
     made = fitted({"x": {"kind": "number", **options}}, {"x": np.array(trained, float)})
     raw = np.array(trained) if "log" not in options else LOGS
-    scale = [np.nanstd(raw) or 1] + [1] * ("missing" in options)
     dense = made.dense({"x": np.array(asked, float)}, len(asked))
-    assert made.dense_names == ("x", "x is missing")[: len(scale)]
-    np.testing.assert_allclose(dense, np.array(expected) / scale, rtol=1e-6)
+    np.testing.assert_allclose(dense, np.array(expected) / (np.nanstd(raw) or 1), rtol=1e-6)
 
   each(cases, check)
 
@@ -164,27 +162,12 @@ def test_bags_are_cut_to_their_first_values_and_sequences_to_their_last():
   each([("bag", [1, 2]), ("sequence", [2, 0])], check)
 
 
-def test_a_cross_has_an_id_for_each_combination():
-  columns = {
-    "city": "category",
-    "x": {"kind": "number", "buckets": [0]},
-    "both": {"kind": "cross", "columns": ["city", "x"], "buckets": 1000},
-  }
-  values = {"city": pa.array(["Oslo", "Oslo", "Rome", None]), "x": np.array([-1.0, 1.0, 1.0, 1.0])}
-  ids = fitted(columns, values).ids(values, "both")
-  assert len(set(ids[:3].tolist())) == 3
-  assert ids[3] == -1
-  again = fitted(columns, values).ids({k: v[1:2] for k, v in values.items()}, "both")
-  assert again.tolist() == [ids[1]]
-
-
 def test_what_is_saved_is_loaded(tmp_path):
   columns = {
     "city": {"kind": "category", "oov": 2},
     "tags": {"kind": "bag", "min_count": 1, "dim": 4},
     "x": {"kind": "number", "buckets": 2},
-    "z": {"kind": "number", "missing": "indicator"},
-    "both": {"kind": "cross", "columns": ["city", "x"], "buckets": 50},
+    "z": "number",
   }
   values = {
     "city": pa.array(["a", "a", "b", "ü"]),

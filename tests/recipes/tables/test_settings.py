@@ -17,8 +17,7 @@ def test_everything_left_out_is_the_default(tmp_path):
   assert config.dlrm.top == (8,)
   assert config.dlrm.bottom == (128,)
   assert config.columns["y"].to_dict() == {
-    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (), "loss": "binary",
-    "classes": (), "mask": "", "weight": 1.0,
+    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (), "weight": 1.0,
   }  # fmt: skip
 
 
@@ -37,12 +36,9 @@ def test_paths_and_numbers_become_text(tmp_path):
     ([path, "b.csv"], [str(path), "b.csv"]),
     ({"train": path, "test": [path]}, {"train": str(path), "test": [str(path)]}),
   ]:
-    config = completed(
-      "dlrm", tmp_path, files=files, item_table={"files": path}, split={"valid_from": 170000}
-    )
+    config = completed("dlrm", tmp_path, files=files, item_table={"files": path})
     assert config.to_dict()["files"] == texts
     assert config.item_table.files == str(path)
-    assert config.split.valid_from == "170000"
 
 
 def test_mistakes_name_the_setting(tmp_path):
@@ -54,7 +50,7 @@ def test_mistakes_name_the_setting(tmp_path):
     ({"files": 3}, "config.files is 3: give a file"),
     ({"files": {"train": [None]}}, r"config.files\['train'\] is \[None\]: give a file"),
     ({"columns": ["a"]}, r"config.columns is \['a'\]: give a dict"),
-    ({"split": {"valid_from": True}}, "config.split.valid_from is True: give a value like ''"),
+    ({"split": {"on": True}}, "config.split.on is True: give a value like ''"),
     ({"columns": {"a": "lable"}}, r"config.columns\['a'\]"),
     ({"item_table": {"columns": {"a": "lable"}}}, r"config.item_table.columns\['a'\]"),
   ]
@@ -67,22 +63,9 @@ def test_settings_are_checked_before_anything_is_read(tmp_path):
     ({}, "config.files is empty"),
     ({"files": {"tran": "a"}}, "config.files has no split 'tran'; did you mean 'train'"),
     ({"on_bad_row": "drop"}, "config.on_bad_row is 'drop'"),
-    ({"duplicates": "drop"}, "config.duplicates is 'drop'"),
     ({"split": {"valid": 1.5}}, "config.split.valid is 1.5"),
     ({"split": {"valid": 0.6, "test": 0.5}}, "leave nothing to train on"),
     ({"files": "nowhere.csv"}, "nowhere.csv does not exist"),
-    ({"split": {"valid_from": 5, "test_from": 5.0}}, "validation must begin before the test"),
-    (
-      {"split": {"valid_from": "2024-02-01T01:00+02:00", "test_from": "2024-01-31"}},
-      "is '2024-02-01T01:00.02:00' and test_from '2024-01-31': validation must begin before",
-    ),
-    ({"split": {"valid_from": "5", "test_from": "2024-01-31"}}, "both as numbers or both as dates"),
-    ({"split": {"test_from": "soon"}}, "config.split.test_from is 'soon': write a number or a"),
-    (
-      {"split": {"by": "hash", "valid_from": "2024-01-31"}},
-      "config.split.valid_from has no effect while config.split.by is 'hash'.* split by 'time'",
-    ),
-    ({"split": {"by": "last", "test_from": 9}}, "config.split.test_from has no effect"),
     (
       {"split": {"by": "time", "on": "city"}},
       "config.split.on has no effect while config.split.by is 'time'.* split by 'hash'",

@@ -15,7 +15,7 @@ from recipes.errors import UserError
 from recipes.tables import source, spec
 from recipes.tables.formats import Format, file_format, paths
 
-SPLIT = {"valid": 0.1, "test": 0.1, "valid_from": "", "test_from": ""}
+SPLIT = {"valid": 0.1, "test": 0.1}
 
 
 def read(path, columns, *, on_bad_row="raise", by="", split=SPLIT, format=None, **how):
@@ -186,8 +186,6 @@ LABELS = [
   ({"positive": ["5", "x"]}, ["5.0", "x", "4"], [1, 1, 0]),
   ({"at_least": 4}, ["4", "3.9", "5"], [1, 0, 1]),
   ({"drop": ["3"], "at_least": 4}, ["3", "4", "1"], [1, 0]),
-  ({"loss": "softmax", "classes": ["a", "b"]}, ["b", "a"], [1, 0]),
-  ({"loss": "squared_log"}, ["0", "7.5"], [0, 7.5]),
 ]
 
 
@@ -320,13 +318,9 @@ def test_splits_by_hand(tmp_path):
   lines = (f"{when},{part}\n" for when, part in zip(times, parts, strict=True))
   text = "when,part\n" + "".join(lines)
   path = write(tmp_path / "a.csv", text)
-  given = SPLIT | {"valid_from": "30", "test_from": "90"}
   cases = [
     ("order", SPLIT, [0] * 8 + [1, 2]),
     ("time", SPLIT, [0, 0, 0, 0, 0, 1, 0, 0, 0, 2]),
-    ("time", given, [1, 0, 0, 1, 1, 2, 1, 1, 1, 2]),
-    # An eighth of what is before the test validates.
-    ("time", SPLIT | {"test_from": "55"}, [1, 0, 0, 0, 0, 2, 2, 2, 2, 2]),
     ("column", SPLIT, [0, 1, 2, 1] + [0] * 6),
   ]
 
@@ -348,12 +342,6 @@ def test_files_of_the_splits(tmp_path):
   counts = np.bincount(splits(rows))
   assert counts[2] == 2
   assert 25 < counts[1] < 75  # a tenth of the rows that train
-
-
-def test_a_first_time_is_as_the_times_are(tmp_path):
-  path = write(tmp_path / "a.csv", "when,x\n2024-01-01,1\n2024-01-02,1\n")
-  with pytest.raises(UserError, match="valid_from is '5', and the times are dates"):
-    read(path, {"when": "time"}, by="time", split=SPLIT | {"valid_from": "5"})
 
 
 @pytest.mark.ci

@@ -19,7 +19,6 @@ def test_expanded_declarations_parse_to_the_same():
     "y": {"kind": "label", "positive": [4, 5]},
     "user": "user",
     "tags": {"kind": "bag", "separator": ","},
-    "both": {"kind": "cross", "columns": ["user", "city"], "buckets": 10},
     "city": {"kind": "category", "hash": 100},
     "home.city": {"kind": "category", "hash": 50, "side": "user"},
   }
@@ -36,21 +35,6 @@ def test_values_of_a_label_are_written_as_files_are_read():
   )
 
 
-@pytest.mark.ci
-def test_crosses_have_columns_of_their_side():
-  city = {"kind": "category", "side": "user"}
-  cross = {"kind": "cross", "columns": ["u", "city"], "side": "user"}
-  spec.parse({"u": "user", "city": city, "x": cross})
-  spec.parse({"u": "user", "city": "category", "x": cross | {"side": ""}})
-  spec.parse({"u": "user", "city": "category", "x": cross}, "config.user_table.columns")
-  cases = [
-    ({"u": "user", "city": "category", "x": cross}, r"\['x'\] crosses 'city', .* another side"),
-    ({"u": "user", "city": city, "x": cross | {"side": "item"}}, r"\['x'\] crosses 'u'"),
-    ({"u": {"kind": "item", "separator": "|"}, "city": city, "x": cross}, "an item of one value"),
-  ]
-  refused(cases, spec.parse, UserError)
-
-
 def test_errors_name_the_column():
   number, category = {"kind": "number"}, {"kind": "category"}
   cases = [
@@ -65,15 +49,13 @@ def test_errors_name_the_column():
     ({"a": number | {"dim": [1, 2]}}, r"\['a'\]: dim is \[1, 2\]: give a value like 0"),
     ({"a": number | {"logg": 1}}, r"\['a'\]: a number has no option 'logg'; did you mean"),
     ({"a": number | {"log": 1}}, r"\['a'\]: log is 1: give a value like False"),
-    ({"a": number | {"missing": "zero"}}, "missing is 'zero': choose 'mean' or 'indicator'"),
+    ({"a": number | {"decimal": ";"}}, "decimal is ';': choose '.' or ','"),
     ({"a": category | {"min_count": 0}}, "min_count must be 1 or more"),
     ({"a": category | {"hash": 9, "size": 9}}, "give one of hash, size"),
     ({"a": category | {"pattern": "(a"}}, "a regular expression with one group"),
     ({"a": category | {"pattern": "a"}}, "a regular expression with one group"),
     ({"a": category | {"capacity": 32}}, "capacity is the number of rows of vocabulary='dynamic'"),
     ({"a": {"kind": "bag", "separator": ""}}, "separator is the text between two values"),
-    ({"a": {"kind": "cross", "columns": ["b"]}}, "two or more declared columns"),
-    ({"a": {"kind": "cross", "columns": ["b", "c"]}}, r"crosses 'b', which must be a category"),
     ({"a": {"kind": "label", "positive": ["x"], "at_least": 3}}, "not both"),
     ({"a": "user", "b": "user"}, "a and b are both a user"),
   ]

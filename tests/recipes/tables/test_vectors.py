@@ -24,7 +24,7 @@ COLUMNS = {
   "clicked": "label",
   "movie": "item",
   "price": "number",
-  "query": {"kind": "vector", "width": 2, "project": False},
+  "query": {"kind": "vector", "width": 2},
   "part": "split",
 }
 OF_ITEMS = {"image": {"kind": "vector", "width": 3}}
@@ -106,7 +106,7 @@ def test_columns_by_hand(tmp_path):
   assert dense[:, 1:3].tolist() == [[1, 2], [0, 0], [3, 4], [0, 0], [5, 6], [0, 0]]
   a, b, none = [1, 2, 3], [4, 5, 6], [0, 0, 0]
   assert dense[:, 3:].tolist() == [a, b, a, none, none, b]
-  assert dict(loaded.vectors) == {"image": (3, 6)}  # the query's numbers are used as they are
+  assert dict(loaded.vectors) == {"query": (1, 3), "image": (3, 6)}
 
 
 def inputs(dim, **more):

@@ -1,0 +1,295 @@
+"""The role of each column of a sample: its values and the label decide, and names are hints."""
+
+import re
+import shlex
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+from . import spec
+from .profile import Column, Sample
+from .values import outcome
+
+_ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
+_FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
+_REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
+_SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
+_SIDES = ("user", "item")
+_FEATURES = ("number", "category", "bag")
+_WORDS = {  # that a name consists of, besides those of `_IDS`
+  "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "reader"},
+  "item": {"item", "iid", "product", "movie", "film", "track", "song", "video", "book", "sku"},
+  "time": {"time", "timestamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
+}
+_IDS = {"id", "ids", "code", "hash", "key"}
+_OTHER_TIMES = {"birth", "born", "release", "released", "published", "expiry", "expires"}
+_Columns = dict[str, Column]  # by name, or by role
+
+
+class Proposal(NamedTuple):
+  """A column's role: a kind of `spec.KINDS`, "" to leave it out, and why in a few words."""
+
+  kind: str
+  why: str = ""
+  options: Mapping[str, Any] = types.MappingProxyType({})  # where they differ from the defaults
+
+
+class Plan(NamedTuple):
+  """What is proposed for a table; without a recipe, the last note says what to give."""
+
+  columns: dict[str, Proposal]
+  settings: dict[str, Any]  # of the config besides files, format and columns
+  recipes: list[str]  # that the config trains, the first being the one to try first
+  notes: list[str]  # sentences for the user
+
+
+def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
+  """Returns what each column is; raises UserError where one that is given cannot be.
+
+  Args:
+    given: the names of the columns that are the label, user, item or time, by role.
+  """
+  plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
+  roles = _checked(given, positive, columns)
+  roles |= _ids(columns, roles, plan)
+  roles |= _time(sample, roles)
+  for name, column in columns.items():
+    plan.columns[name] = _feature(sample, column, roles.get("time"))
+  plan.columns.update({column.name: Proposal(role) for role, column in roles.items()})
+  if "label" in roles:
+    plan.columns[roles["label"].name], y = _label(sample, roles["label"], positive, plan)
+    _leave_out_leaks(sample, y, plan)
+  if absent := [column.name for column in roles.values() if column.missing]:
+    plan.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
+  if absent or sample.skipped:
+    plan.settings["on_bad_row"] = "skip"
+  if {*_SIDES} <= {*roles}:
+    plan.recipes.extend(["sequence", "two_tower"] if "time" in roles else ["two_tower"])
+    _complete_rankings(sample, roles, y, plan)
+  if y:
+    plan.recipes[:] = ["dlrm", *reversed(plan.recipes)]
+    _complete_clicks(sample, roles, y, plan)
+  elif not plan.recipes:
+    plan.notes.append("For a config, give --label, the column to predict, or --user and --item.")
+  return plan
+
+
+def _checked(given: Mapping[str, str], positive: str, columns: _Columns) -> _Columns:
+  """Returns the columns by role; raises UserError where one cannot have its role."""
+  for role, name in given.items():
+    if name not in columns:
+      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
+    if not columns[name].rows or [*given.values()].count(name) > 1:
+      why = "has another role" if columns[name].rows else "has no value in the sample"
+      raise UserError(f"--{role}={name}: the column {why}")
+    if role == "time" and columns[name].type in ("text", "list"):
+      dates = "2024-12-31 or 2024-12-31T23:59:59"
+      raise UserError(f"--time={name}: a time is a number that grows, or a date such as {dates}")
+  if positive and "label" not in given:
+    raise UserError(f"--positive={positive} is a value of the label: give --label too")
+  return {role: columns[name] for role, name in given.items()}
+
+
+def _words(name: str) -> set[str]:
+  """Returns the words of a name in lower case, as of `lastVisit_at`."""
+  return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def _is_called(column: Column, role: str) -> bool:
+  core = _words(column.name) - _IDS
+  return bool(core) and core <= _WORDS[role]
+
+
+def _ids(columns: _Columns, roles: _Columns, plan: Plan) -> _Columns:
+  """Returns the user and the item that are not given: of those called so, with most values."""
+  found: _Columns = {}
+  for column in sorted(columns.values(), key=lambda each: each.distinct):
+    repeats = 1 < column.distinct <= _ROW_ID * column.rows
+    if repeats and column.type in ("text", "integer") and column not in roles.values():
+      found |= {s: column for s in _SIDES if s not in roles and _is_called(column, s)}
+  if not found or not {*_SIDES} <= {*roles, *found}:
+    return {}
+  guessed = " ".join(f"--{side}={found[side].name}" for side in _SIDES if side in found)
+  plan.notes.append(f"Guessed by name and values: {guessed}.")
+  return found
+
+
+def _is_moment(column: Column) -> bool:
+  """Whether a column may say when: by dates, seconds since 1970, or days as 20241231."""
+  if column.missing or column.distinct < 2 or _words(column.name) & _OTHER_TIMES:
+    return False
+  spans = [(3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9)] + [(19e6, 21.1e6)]
+  is_within = any(first <= column.low and column.high <= last for first, last in spans)
+  return column.type == "time" or (column.is_number and is_within)
+
+
+def _time(sample: Sample, roles: _Columns) -> _Columns:
+  """Returns the time if none is given: the finest column that says when a row happened."""
+  columns = sample.columns.values()
+  moments = [each for each in columns if each not in roles.values() and _is_moment(each)]
+  named = [each for each in moments if _is_called(each, "time")]
+  named = named or [each for each in moments if each.type == "time"]
+  if not named or "time" in roles:
+    return {}
+  first = max(named, key=lambda each: each.distinct)
+  finer = [each for each in moments if _follows(sample, first.value, each)]
+  return {"time": max([first, *finer], key=lambda each: each.distinct)}
+
+
+def _follows(sample: Sample, order: str, column: Column) -> bool:
+  """Returns whether the values never fall, or never rise, in an order of the rows."""
+  query = (
+    "SELECT bool_and(x >= low), bool_and(x <= high) FROM (SELECT x, lag(x) OVER (ORDER BY t, x) AS "
+    "low, lag(x) OVER (ORDER BY t, x DESC) AS high FROM "
+    f"(SELECT {order} AS t, {column.value} AS x FROM sample) WHERE x IS NOT NULL)"
+  )
+  return any(sample.ask(query)[0])
+
+
+def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
+  """Returns what a column without a role of its own is."""
+  name, distinct, rows = column.name, column.distinct, column.rows
+  if not rows or (distinct == 1 and not column.missing):
+    return Proposal("", "constant" if rows else "no values")
+  if hasattr(object, name) or name in (*_SIDES, "history"):
+    return Proposal("", "its name has another meaning")
+  if column.type == "time" or (_is_called(column, "time") and _is_moment(column)):
+    return Proposal("", "another time")
+  if column.is_number and time and distinct > 2 and _follows(sample, time.value, column):
+    return Proposal("", "follows the time")
+  if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
+    return Proposal("", column.shape or "numbers and texts: name those in format.missing")
+  if column.type == "list":
+    return Proposal("bag")
+  if column.separator:
+    parts = f"SELECT unnest(string_split(text, '{column.separator}')) AS part FROM counts"
+    query = f"SELECT count(DISTINCT trim(part)), count(*) FROM ({parts} WHERE n = {column.number})"
+    of_values, total = sample.ask(query)[0]
+    if 2 <= of_values < distinct and total >= 2 * of_values:
+      return Proposal("bag", "", {"separator": column.separator})
+  is_number = column.is_number and not column.has_zeros
+  is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
+  is_id |= max(abs(column.low), abs(column.high)) >= 1e10
+  is_row = not is_number or (column.is_whole and (is_id or _follows(sample, "rowid", column)))
+  if is_row and distinct >= _ROW_ID * rows and rows >= _FEW_ROWS:
+    return Proposal("", "unique per row")
+  is_few = distinct <= 2 or (distinct <= 32 and 5 * distinct <= rows)
+  if is_number and distinct > 2 and not (column.is_whole and (is_few or is_id)):
+    is_positive = column.low >= -column.high / 100 and column.high >= 20
+    if is_positive and column.tail > 5 * max(column.median, 1.0):
+      return Proposal("number", "heavy tail", {"log": True})
+    return Proposal("number")
+  return Proposal("category", "", {"min_count": 5} if distinct > 20_000 else {})
+
+
+def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[Proposal, str]:
+  """Returns a label, and SQL of its outcome, 1 for a click and 0 for none."""
+  texts, options, why = column.top, dict[str, Any](), ""
+  are_flags = {text.lower() for text in texts} <= {*spec.CLICKS, *spec.NO_CLICKS}
+  if positive:
+    options, why = {"positive": (positive,)}, f": {positive} is a click, and all else is none"
+  elif column.is_number and not are_flags:
+    least = column.median
+    if least == column.low:  # of more than half of the rows
+      query = f"SELECT min(number) FROM counts WHERE n = {column.number} AND number > {least}"
+      least = sample.ask(query)[0][0] or least
+    options = {"at_least": int(least) if least.is_integer() else least}
+    why = f": {options['at_least']} or more is a click, by the median"
+  elif column.distinct == 2 and not are_flags:
+    options, why = {"positive": (texts[1],)}, f": {texts[1]}, the rarer value, is a click"
+  y = outcome(spec.Label(**options), column.text)
+  clicks, rows = sample.ask(f"SELECT coalesce(sum({y}), 0)::BIGINT, count({y}) FROM sample")[0]
+  if clicks in (0, rows):
+    listed = ", ".join(texts[:5]) + " …" * (column.distinct > 5)
+    raise UserError(
+      f"--label={column.name} has {column.distinct:,} values ({listed}), and needs clicks and "
+      f"others: say which is a click, --positive={shlex.quote(texts[0])}, read more of a longer "
+      "file with --rows, or leave the label out and give --user and --item"
+    )
+  plan.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
+  return Proposal("label", "", options), y
+
+
+def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
+  """Leaves out columns that alone tell the outcome, with the values of few rows taken together."""
+  columns, leaks = [*sample.columns.values()], []
+  texts = ", ".join(each.text for each in columns)
+  cells = f"SELECT {y} AS y, unnest(range({len(columns)})) AS n, unnest([{texts}]) AS text"
+  values = (
+    f"SELECT n, text, count(*) AS rows, sum(y) AS clicks FROM ({cells} FROM sample) "
+    "WHERE y IS NOT NULL AND text IS NOT NULL GROUP BY n, text"
+  )
+  groups = (
+    f"SELECT n, sum(rows) AS rows, sum(clicks) AS clicks FROM ({values}) "
+    f"GROUP BY n, CASE WHEN rows >= {_FEW_ROWS} THEN text END"
+  )
+  errors = "least(sum(clicks), sum(rows - clicks)), sum(least(clicks, rows - clicks))"
+  (rate,) = sample.ask(f"SELECT avg({y}) FROM sample")[0]
+  for n, rows, clicks, rare, wrong in sample.ask(
+    f"SELECT n, sum(rows), sum(clicks), {errors} FROM ({groups}) GROUP BY n ORDER BY n"
+  ):
+    proposal = plan.columns[columns[n].name]
+    if proposal.kind in _FEATURES or proposal.why == "another time":
+      # Where all rows with a value have one outcome, the other one must be no chance.
+      absent = float(rows) * (1 - rate if clicks else rate)
+      is_leak = wrong <= 0.01 * float(rare) if rare else absent >= _FEW_ROWS
+      leaks += [columns[n].name] * is_leak
+  plan.columns.update(dict.fromkeys(leaks, Proposal("", "leak of the label")))
+  if leaks:
+    known = "Declare one only if its value is known before the outcome is."
+    plan.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
+
+
+def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
+  """Gives features their side, leaves out others without a label, and keeps many repeats."""
+  for side, ids in ((side, roles[side]) for side in _SIDES):
+    counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
+    query = f"SELECT {', '.join(counts)} FROM sample WHERE {ids.text} IS NOT NULL"
+    for column, count in zip(sample.columns.values(), sample.ask(query)[0], strict=True):
+      kind, _, options = plan.columns[column.name]
+      is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
+      if count > _SAME * ids.distinct or ids.rows - ids.distinct < _FEW_ROWS:
+        continue
+      if side == "item" and is_own and _words(column.name) & {"title", "name"}:
+        has_title = any(each.kind == "title" for each in plan.columns.values())
+        plan.columns[column.name] = (
+          Proposal("", "another title") if has_title else Proposal("title")
+        )
+      elif kind in _FEATURES:
+        plan.columns[column.name] = Proposal(kind, "", {**options, "side": side})
+  for name, (kind, _, options) in plan.columns.items():
+    if kind in _FEATURES and "side" not in options and not y:
+      plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
+      if column.is_number and 3 <= column.distinct <= 11 and column.low >= 0 and column.high <= 10:
+        how = f"--label={name} takes {column.median:g} or more"
+        plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
+  user, item = (roles[side].text for side in _SIDES)
+  clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
+  pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
+  rows, distinct = sample.ask(pairs)[0]
+  if rows - distinct > _REPEATS * rows:
+    plan.settings["exclude_seen"] = False
+    share = f"{1 - distinct / rows:.0%} of the rows repeat a user and an item"
+    plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
+
+
+def _complete_clicks(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
+  """Splits by hash where a part by time has one outcome, and gives dlrm a feature with vectors."""
+  if "time" in roles:
+    place = f"percent_rank() OVER (ORDER BY {roles['time'].value})"
+    part = f"CASE WHEN {place} >= 0.9 THEN 2 WHEN {place} >= 0.8 THEN 1 ELSE 0 END"
+    parts = f"SELECT {y} AS y, {part} AS part FROM sample"
+    if sample.ask(f"SELECT count(DISTINCT y) FROM ({parts}) GROUP BY part") != [(2,)] * 3:
+      plan.settings["split"] = {"by": "hash"}
+      plan.notes.append("By time, a part would have one outcome: the split is by hash.")
+  kinds = {name: each.kind for name, each in plan.columns.items()}
+  numbers = [sample.columns[name] for name, kind in kinds.items() if kind == "number"]
+  if {*kinds.values()} & {"category", "bag", "user", "item"}:
+    return
+  if not numbers:
+    reasons = "; ".join(f"{n}: {each.why}" for n, each in plan.columns.items() if not each.kind)
+    raise UserError(f"No column is left to learn from ({reasons}): declare one in a config")
+  name = max(numbers, key=lambda column: column.distinct).name
+  plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
+  plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
