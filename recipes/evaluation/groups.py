@@ -11,7 +11,7 @@ from ..errors import UserError
 from ..tables import spec
 from ..tables.transforms import Encoder
 from ..training.features import Feature
-from .metrics import CLICK_NAMES, click_metrics
+from .metrics import click_metrics
 
 _MAX_VALUES = 32  # of a column that slices
 _OTHER = "(other)"  # values that training has not seen, or too rarely
@@ -36,13 +36,6 @@ class Groups:
   def features(self) -> tuple[str, ...]:
     """The features that name the groups."""
     return tuple(dict.fromkeys(filter(None, (self.user, *self.slices))))
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """The metrics that can select a state, where their group has both outcomes."""
-    groups = [f"{name}={value}" for name, values in self.slices.items() for value in values]
-    slices = [f"{metric}[{group}]" for group in groups for metric in CLICK_NAMES]
-    return (*(("gauc",) if self.user else ()), *slices)
 
 
 def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | None) -> Groups:
