@@ -48,14 +48,7 @@ def in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except (UserError, OSError) as error:
-    parser.exit(2, f"error: {message(error)}\n")
-
-
-def message(error: Exception) -> str:
-  """Returns the line that tells the user what is wrong, with the file if there is one."""
-  if isinstance(error, OSError) and not isinstance(error, UserError):
-    return terminal(": ".join(str(x) for x in (error.strerror or error, error.filename) if x))
-  return terminal(error)
+    parser.exit(2, terminal(f"error: {error}\n"))
 
 
 # --- text from data -------------------------------------------------------------------------------

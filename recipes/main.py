@@ -86,7 +86,7 @@ def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], No
     except (errors.UserError, OSError) as error:
       if logging.level_debug():
         raise
-      sys.exit(f"error: {errors.message(error)} (--verbosity=1 shows the traceback)")
+      sys.exit(terminal(f"error: {error} (--verbosity=1 shows the traceback)"))
 
   return lambda: app.run(main, flags_parser=parse)
 

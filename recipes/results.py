@@ -16,13 +16,13 @@ def gain(metric: str, value: float) -> float:
   large.
 
   Args:
-    metric: its name, with or without a split and a slice, as "valid_auc[gender=F]".
+    metric: its name, with or without a split, as "valid_auc".
     value: of the metric.
 
-  >>> gain("test_logloss", 0.5), gain("calibration[gender=F]", 0.75), gain("ndcg@10", 0.2)
+  >>> gain("test_logloss", 0.5), gain("calibration", 0.75), gain("ndcg@10", 0.2)
   (-0.5, -0.25, 0.2)
   """
-  metric = metric.partition("[")[0].partition("@")[0].rpartition("_")[2]
+  metric = metric.rpartition("_")[2]
   if metric == "calibration":
     return -abs(value - 1)
   return -value if metric.endswith("loss") or metric == "ne" else value

@@ -142,11 +142,7 @@ def stop_signal() -> Iterator[Callable[[int], bool]]:
 
 
 class Preempted(SystemExit):
-  """Ends the program after a SIGTERM; the same command, started again, resumes.
-
-  Args:
-    step: that has been saved.
-  """
+  """Ends the program after a SIGTERM, with the step saved; the same command resumes."""
 
   def __init__(self, step: int):
     super().__init__(os.EX_TEMPFAIL)  # 75

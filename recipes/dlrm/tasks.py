@@ -182,8 +182,8 @@ def metrics(
 
 
 def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
-  """Returns the names of what a run is measured by."""
-  names = [*CLICK_NAMES, *groups.names]
+  """Returns the names of the metrics that can select a state."""
+  names = [*CLICK_NAMES, *(["gauc"] if groups.user else [])]
   if len(labels) == 1:
     return names
   return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import UserError
 from ..tables import spec
 from ..training.features import Feature
-from .metrics import CLICK_NAMES, click_metrics
+from .metrics import click_metrics
 
 _MAX_VALUES = 32  # of a column that slices
 _OTHER = "(other)"  # values that training has not seen, or too rarely
@@ -22,8 +22,8 @@ class Groups:
 
   Attributes:
     user: the feature with the user of each example; "" where none is known.
-    num_users: the first ids of `user`, each of which is one user; users that training has not seen
-      share the others, which have no part in GAUC. 0: every id is a user.
+    num_users: its first ids, each of which is one user; users that training has not seen share the
+      others, which have no part in GAUC. 0: every id is a user.
     slices: by feature, the names of its ids; larger ids have the last name too.
   """
 
@@ -35,13 +35,6 @@ class Groups:
   def features(self) -> tuple[str, ...]:
     """The features that name the groups."""
     return tuple(dict.fromkeys(filter(None, (self.user, *self.slices))))
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """The metrics that can select a state, where their group has both outcomes."""
-    groups = [f"{name}={value}" for name, values in self.slices.items() for value in values]
-    slices = [f"{metric}[{group}]" for group in groups for metric in CLICK_NAMES]
-    return (*(("gauc",) if self.user else ()), *slices)
 
 
 def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | None) -> Groups:

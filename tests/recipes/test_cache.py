@@ -20,7 +20,7 @@ def test_columns_travel_as_a_path(tmp_path):
     columns["y"]
 
 
-def test_preparation_goes_on_after_a_kill(tmp_path):
+def test_preparation_goes_on_after_a_kill(tmp_path, monkeypatch):
   calls = []
 
   def build(folder):
@@ -42,24 +42,6 @@ def test_preparation_goes_on_after_a_kill(tmp_path):
   assert len(calls) == 2
   cache.prepared(tmp_path, "toy", {"a": 2}, build)
   assert len(calls) == 3
-
-
-def test_data_of_another_format_are_built_again(tmp_path, monkeypatch):
-  assert prepare(tmp_path)[1]
-  assert not prepare(tmp_path)[1]
   monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
-  assert prepare(tmp_path)[1]
-
-
-def prepare(folder):
-  """Prepares eight numbers; returns them and whether they were built by this call."""
-  built = []
-
-  def build(folder):
-    built.append(True)
-    cache.column(folder, "x", (8,), np.int64)[:] = np.arange(8)
-    return {"rows": 8}
-
-  columns, meta = cache.prepared(folder, "toy", {}, build)
-  assert meta["rows"] == 8
-  return columns["x"].tolist(), bool(built)
+  cache.prepared(tmp_path, "toy", {"a": 2}, build)
+  assert len(calls) == 4

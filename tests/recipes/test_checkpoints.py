@@ -81,19 +81,15 @@ def test_the_last_two_and_the_best_are_kept(run):
   assert (step, memory, best) == (7, {"values": {"x": [0.5]}}, 2)
   assert_same(tree, trees[7])
   assert_same(restored(workdir, 2)[0], trees[2])
+  alone = make(1)["model"]
+  checkpoints.load(checkpoints.folder(workdir, 6), model=alone)
+  assert_same(tree_of({"model": alone}), {"model": trees[6]["model"]})
 
 
 @pytest.mark.ci
 def test_a_checkpoint_is_restored_to_the_bit_on_eight_devices(run):
   workdir, trees = run
   assert_same(restored(workdir, mesh=mesh_lib.start())[0], trees[7])
-
-
-def test_a_model_alone_is_restored_too(run):
-  workdir, trees = run
-  model = make(1)["model"]
-  checkpoints.load(checkpoints.folder(workdir, 6), model=model)
-  assert_same(tree_of({"model": model}), {"model": trees[6]["model"]})
 
 
 def test_a_checkpoint_of_another_vocabulary_is_named(run):

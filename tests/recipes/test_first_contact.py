@@ -145,4 +145,4 @@ def test_what_stops_a_run_is_no_traceback(command):
   code, _, err = command("sequence", raising(KeyboardInterrupt()))
   assert (code, err[1:]) == (130, ["", begins_again])
   code, _, _ = command("sequence", raising(OSError(errno.ENOSPC, "Disk full", "x/y")))
-  assert code.startswith("error: Disk full: x/y ")
+  assert code.startswith(f"error: [Errno {errno.ENOSPC}] Disk full: 'x/y' ")

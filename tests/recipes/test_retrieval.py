@@ -42,21 +42,14 @@ def check(found, wanted):
   assert ids.dtype == np.int32
 
 
-@pytest.mark.parametrize(
-  ("max_scores", "excluding"), [(1 << 20, True), (5 * 10, True), (5 * 10, False)]
-)
-def test_ties_and_chunks(max_scores, excluding):
+def test_ties_in_chunks_and_over_a_mesh():
   query, candidates, exclude = draw(0)
-  exclude = exclude if excluding else None
   wanted = slow(query @ candidates.T, K, exclude)
   assert len(np.unique(wanted[0])) < wanted[0].size / 2  # the test is about ties
-  check(top_k(query, candidates, K, exclude, max_scores=max_scores), wanted)
-
-
-def test_over_a_mesh_is_the_same():
-  query, candidates, exclude = draw(1)
-  wanted = slow(query @ candidates.T, K, exclude)
+  check(top_k(query, candidates, K, exclude), wanted)
+  check(top_k(query, candidates, K, exclude, max_scores=5 * 10), wanted)
   check(top_k(query, candidates, K, exclude, meshes.make_mesh(), max_scores=5 * 4), wanted)
+  check(top_k(query, candidates, K, max_scores=5 * 10), slow(query @ candidates.T, K))
 
 
 def test_what_fills_up_chunks_and_shards_never_wins():

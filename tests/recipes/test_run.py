@@ -6,9 +6,8 @@ import signal
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from cases import each, refused
+from cases import refused
 from etils import epath
 from recipe_runs import dlrm_smoke
 
@@ -130,19 +129,6 @@ def test_a_finished_run_only_reports_and_a_longer_one_goes_on(
     trained(workdir, steps=6, final_rate=1.0, warmup_steps=0)
 
 
-@pytest.mark.ci
-def test_a_run_resumes_on_other_devices(whole, trained, tmp_path, monkeypatch):
-  """On eight devices sums are in another order, so that numbers are close and not equal."""
-  with monkeypatch.context() as patch:
-    patch.setattr(train.mesh_lib, "start", lambda: None)
-    interrupted(patch, (checkpoints, "save"), 3, killed)
-    with pytest.raises(Killed):
-      trained(tmp_path / "run")
-  result = trained(tmp_path / "run")
-  for name, value in whole[0]["metrics"].items():
-    np.testing.assert_allclose(result["metrics"][name], value, rtol=1e-4)
-
-
 # --- which state is tested ------------------------------------------------------------------------
 
 
@@ -254,16 +240,12 @@ def test_the_rate_is_without_the_steps_that_compile(tmp_path, monkeypatch):
   monkeypatch.setattr(log, "_reports", lambda model: {})
   clock = [0.0]
   monkeypatch.setattr(log.time, "perf_counter", lambda: clock[0])
-
-  def check(log_every, rates):
-    with log_of(tmp_path, steps=8, log_every=log_every) as writer:
-      for step in range(1, 9):
-        clock[0] += 100 if step <= 2 else 1
-        writer.train(step, None, {"loss": step})
-    found = log.lines(tmp_path / log.FILE)
-    assert [line.get("examples_per_second") for line in found] == rates
-
-  each({"every 4": (4, [8.0, 8.0]), "every step": (1, [None] * 2 + [8.0] * 6)}, check)
+  with log_of(tmp_path, steps=8, log_every=4) as writer:
+    for step in range(1, 9):
+      clock[0] += 100 if step <= 2 else 1
+      writer.train(step, None, {"loss": step})
+  found = log.lines(tmp_path / log.FILE)
+  assert [line["examples_per_second"] for line in found] == [8.0, 8.0]
 
 
 def test_wandb_gets_the_metrics_and_a_resumed_run_continues(tmp_path, monkeypatch):

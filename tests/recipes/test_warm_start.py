@@ -117,17 +117,6 @@ def test_a_model_of_other_columns_takes_the_tables_that_it_shares(clicks, tmp_pa
 
 
 @pytest.mark.ci
-def test_a_run_of_another_recipe_lends_its_rows_alone(sequences, towers, tmp_path):
-  config, new = prepared(sequences, tmp_path, files=str(towers.file))
-  config.init_from = str(towers.workdir)
-  was = dense(new.model)
-  warm_start.take(config, new.model, new.serve)
-  item, source = tables(new.model)["item"], tables(towers.model)["item"]
-  np.testing.assert_array_equal(item["parameters"], source["parameters"])
-  jax.tree.map(np.testing.assert_array_equal, dense(new.model), was)
-
-
-@pytest.mark.ci
 def test_what_does_not_correspond_is_named(clicks, towers, tmp_path):
   config, new = prepared(clicks, tmp_path)
   config, model, serve = config_lib.copied(config), new.model, new.serve
