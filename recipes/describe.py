@@ -4,8 +4,7 @@
 
 reads a sample of any file that the recipes read, prints what each column holds and what it could
 be used for, and writes a config of at most 30 lines, which trains as it is and is for editing.
---label names the column to predict, and --positive its value that is a click; --user, --item and
---time name theirs; --names, or --no_header, is for files without a header.
+--positive is the value of the label that is a click; --names are for a file without a header.
 """
 
 import argparse
@@ -26,8 +25,7 @@ from .tables.profile import Column, Sample
 from .tables.propose import Plan, propose
 from .tables.values import literal
 
-_WIDTH = 100  # of the report and the config
-_LINES = 30  # of the config
+_WIDTH, _LINES = 100, 30  # of the config; the report is as wide
 _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _NAMES = "--names=user,item,…, or call them c1, c2, … with --no_header"
@@ -50,7 +48,7 @@ def report(sample: Sample, plan: Plan) -> str:
 
 def _values(column: Column) -> str:
   """Returns the range of the values, or the most frequent ones."""
-  if column.is_number and column.distinct > 20:
+  if column.type == "number" and column.distinct > 20:
     return " … ".join(f"{number:.10g}" for number in (column.low, column.median, column.high))
   pairs = zip(column.top, column.counts, strict=True)
   return ", ".join(f"{_cut(text, 30)} {count / column.rows:.0%}" for text, count in pairs)
@@ -106,8 +104,6 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")
   if out and Path(out).exists() and not arguments.force:
     raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
-  if arguments.rows < 1:
-    raise UserError(f"--rows={arguments.rows}: read one row or more")
   data_files = paths(files)
   format = _format(arguments, data_files[0])
   sample = profile.read(data_files, Format(**format), arguments.rows)
@@ -116,13 +112,12 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
   has_header = file_format(data_files[0]) == "text" and "names" not in format
   if has_header and (2 * numeric > len(names) or 1 < again > len(names) / 3):
-    how = f"name its {len(names)} columns, as {_NAMES}"
-    raise UserError(f"{data_files[0]}: the first line seems a row, not a header: {how}")
+    raise UserError(f"{data_files[0]}: the first line seems a row: name the columns, as {_NAMES}")
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
   plan = propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
-  which = "all" if sample.is_all else "the first"
-  yield f"{', '.join(files)}: {len(sample.columns)} columns, {which} {sample.rows:,} rows"
+  rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
+  yield f"{', '.join(files)}: {len(names)} columns, {rows}"
   yield report(sample, plan)
   lines = [f"{out} is written. Train on it:" if out else "--out=my.py writes a config, for", ""]
   for recipe in plan.recipes:
@@ -136,8 +131,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     settings = {"files": table} | ({"format": format} if format else {})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write(Path(out), config(plan, settings, command))
-  if plan.recipes:
-    yield "\n".join(lines)
+  yield "\n".join(lines) if plan.recipes else "Nothing is written."
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from .values import Column as FileColumn
 from .values import typed, value_of
 
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
+_FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
   "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
   "numbers of a vector: declare its width": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
@@ -35,6 +36,7 @@ class Column:
 
   name: str
   number: int  # in the order of the columns
+  text: str  # SQL of a value of the relation `sample` as a text, null where it is missing
   missing: float = 1.0  # share of the rows
   rows: int = _sql("sum(rows)::BIGINT", 0)  # with a value
   distinct: int = _sql("count(*)", 0)
@@ -54,26 +56,16 @@ class Column:
   counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
 
   @property
-  def text(self) -> str:
-    """SQL of a value of the relation `sample` as a text, null where it is missing."""
-    return f"c{self.number}"
-
-  @property
   def type(self) -> str:
     """The type of the values in a word."""
     if self.rows == self.numbers:
-      return "integer" if self.is_whole else "number" if self.rows else "empty"
+      return "number" if self.rows else "empty"
     return "time" if self.is_dated else "list" if self.shape == "list" else "text"
-
-  @property
-  def is_number(self) -> bool:
-    """Whether all values are numbers."""
-    return self.type in ("integer", "number")
 
   @property
   def value(self) -> str:
     """SQL of a number or a time, in whose order the values are."""
-    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.is_number else 'TIMESTAMPTZ'})"
+    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.type == 'number' else 'TIMESTAMPTZ'})"
 
 
 class Sample(NamedTuple):
@@ -115,25 +107,19 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
   con.execute(
-    f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows FROM (SELECT unnest(range("
-    f"{len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
+    f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows, any_value({_FINITE}) AS number FROM "
+    f"(SELECT unnest(range({len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
     "WHERE text IS NOT NULL GROUP BY n, text"
   )
-  return Sample(con, _profile(con, names, rows), rows, rows < num_rows, skipped)
-
-
-def _profile(con: Any, names: Sequence[str], num_rows: int) -> dict[str, Column]:
-  """Returns what the columns hold, by one query of the relation `counts`."""
   queries = {f.name: f.metadata["sql"] for f in dataclasses.fields(Column) if f.metadata}
-  finite = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
   found = con.execute(
     f"SELECT n, {', '.join(queries.values())} FROM (SELECT *, sum(rows) OVER (PARTITION BY n "
     "ORDER BY number) AS below, sum(rows) FILTER (number IS NOT NULL) OVER (PARTITION BY n) AS "
-    f"of_numbers FROM (SELECT *, {finite} AS number FROM counts)) GROUP BY n"
+    "of_numbers FROM counts) GROUP BY n"
   )
-  columns = {name: Column(name, n) for n, name in enumerate(names)}
+  columns = {name: Column(name, n, f"c{n}") for n, name in enumerate(names)}
   for n, *answers in found.fetchall():
     known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
-    known["missing"] = 1 - known["rows"] / num_rows
+    known["missing"] = 1 - known["rows"] / rows
     columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
-  return columns
+  return Sample(con, columns, rows, rows < num_rows, skipped)

@@ -45,15 +45,10 @@ class Plan(NamedTuple):
 
 
 def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
-  """Returns what each column is; raises UserError where one that is given cannot be.
-
-  Args:
-    given: the names of the columns that are the label, user, item or time, by role.
-  """
+  """Returns what each column is, given names of columns by "label", "user", "item" or "time"."""
   plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
   roles = _checked(given, positive, columns)
-  roles |= _ids(columns, roles, plan)
-  roles |= _time(sample, roles)
+  roles |= _guessed(sample, roles, plan)
   for name, column in columns.items():
     plan.columns[name] = _feature(sample, column, roles.get("time"))
   plan.columns.update({column.name: Proposal(role) for role, column in roles.items()})
@@ -97,22 +92,7 @@ def _words(name: str) -> set[str]:
 
 
 def _is_called(column: Column, role: str) -> bool:
-  core = _words(column.name) - _IDS
-  return bool(core) and core <= _WORDS[role]
-
-
-def _ids(columns: _Columns, roles: _Columns, plan: Plan) -> _Columns:
-  """Returns the user and the item that are not given: of those called so, with most values."""
-  found: _Columns = {}
-  for column in sorted(columns.values(), key=lambda each: each.distinct):
-    repeats = 1 < column.distinct <= _ROW_ID * column.rows
-    if repeats and column.type in ("text", "integer") and column not in roles.values():
-      found |= {s: column for s in _SIDES if s not in roles and _is_called(column, s)}
-  if not found or not {*_SIDES} <= {*roles, *found}:
-    return {}
-  guessed = " ".join(f"--{side}={found[side].name}" for side in _SIDES if side in found)
-  plan.notes.append(f"Guessed by name and values: {guessed}.")
-  return found
+  return bool(core := _words(column.name) - _IDS) and core <= _WORDS[role]
 
 
 def _is_moment(column: Column) -> bool:
@@ -121,20 +101,27 @@ def _is_moment(column: Column) -> bool:
     return False
   spans = [(3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9)] + [(19e6, 21.1e6)]
   is_within = any(first <= column.low and column.high <= last for first, last in spans)
-  return column.type == "time" or (column.is_number and is_within)
+  return column.type == "time" or (column.type == "number" and is_within)
 
 
-def _time(sample: Sample, roles: _Columns) -> _Columns:
-  """Returns the time if none is given: the finest column that says when a row happened."""
-  columns = sample.columns.values()
-  moments = [each for each in columns if each not in roles.values() and _is_moment(each)]
-  named = [each for each in moments if _is_called(each, "time")]
-  named = named or [each for each in moments if each.type == "time"]
-  if not named or "time" in roles:
-    return {}
-  first = max(named, key=lambda each: each.distinct)
-  finer = [each for each in moments if _follows(sample, first.value, each)]
-  return {"time": max([first, *finer], key=lambda each: each.distinct)}
+def _guessed(sample: Sample, roles: _Columns, plan: Plan) -> _Columns:
+  """Returns the user and the item, by their names, and the finest time of a row."""
+  columns = [each for each in sample.columns.values() if each not in roles.values()]
+  found: _Columns = {}
+  for column in sorted(columns, key=lambda each: each.distinct):
+    is_id = column.is_whole if column.type == "number" else not column.shape
+    if is_id and 1 < column.distinct <= _ROW_ID * column.rows:
+      found |= {side: column for side in _SIDES if _is_called(column, side)}
+  moments = [column for column in columns if _is_moment(column)]
+  named = [column for column in moments if _is_called(column, "time")]
+  if named := named or [column for column in moments if column.type == "time"]:
+    first = max(named, key=lambda column: column.distinct)
+    finer = [column for column in moments if _follows(sample, first.value, column)]
+    found["time"] = max([first, *finer], key=lambda column: column.distinct)
+  found = {role: column for role, column in found.items() if role not in roles}
+  guessed = [f"--{side}={found[side].name}" for side in _SIDES if side in found]
+  plan.notes.extend(f"Guessed by name and values: {option}." for option in guessed)
+  return found
 
 
 def _follows(sample: Sample, order: str, column: Column) -> bool:
@@ -152,14 +139,14 @@ def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
   name, distinct, rows = column.name, column.distinct, column.rows
   if not rows or (distinct == 1 and not column.missing):
     return Proposal("", "constant" if rows else "no values")
-  if hasattr(object, name) or name in (*_SIDES, "history"):
-    return Proposal("", "its name has another meaning")
   if column.type == "time" or (_is_called(column, "time") and _is_moment(column)):
     return Proposal("", "another time")
-  if column.is_number and time and distinct > 2 and _follows(sample, time.value, column):
+  if column.type == "number" and time and distinct > 2 and _follows(sample, time.value, column):
     return Proposal("", "follows the time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
     return Proposal("", column.shape or "numbers and texts: name those in format.missing")
+  if hasattr(object, name) or name in (*_SIDES, "history"):
+    return Proposal("", "its name has another meaning")
   if column.type == "list":
     return Proposal("bag")
   if column.separator:
@@ -168,7 +155,7 @@ def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
     of_values, total = sample.ask(query)[0]
     if 2 <= of_values < distinct and total >= 2 * of_values:
       return Proposal("bag", "", {"separator": column.separator})
-  is_number = column.is_number and not column.has_zeros
+  is_number = column.type == "number" and not column.has_zeros
   is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
   is_id |= max(abs(column.low), abs(column.high)) >= 1e10
   is_row = not is_number or (column.is_whole and (is_id or _follows(sample, "rowid", column)))
@@ -189,11 +176,11 @@ def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[P
   are_flags = {text.lower() for text in texts} <= {*spec.CLICKS, *spec.NO_CLICKS}
   if positive:
     options, why = {"positive": (positive,)}, f": {positive} is a click, and all else is none"
-  elif column.is_number and not are_flags:
+  elif column.type == "number" and not are_flags:
     least = column.median
     if least == column.low:  # of more than half of the rows
-      query = f"SELECT min(number) FROM counts WHERE n = {column.number} AND number > {least}"
-      least = sample.ask(query)[0][0] or least
+      above = f"FROM counts WHERE n = {column.number} AND number > {least}"
+      least = sample.ask(f"SELECT coalesce(min(number), {least}) {above}")[0][0]
     options = {"at_least": int(least) if least.is_integer() else least}
     why = f": {options['at_least']} or more is a click, by the median"
   elif column.distinct == 2 and not are_flags:
@@ -215,26 +202,22 @@ def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
   """Leaves out columns that alone tell the outcome, with the values of few rows taken together."""
   columns, leaks = [*sample.columns.values()], []
   texts = ", ".join(each.text for each in columns)
-  cells = f"SELECT {y} AS y, unnest(range({len(columns)})) AS n, unnest([{texts}]) AS text"
-  values = (
-    f"SELECT n, text, count(*) AS rows, sum(y) AS clicks FROM ({cells} FROM sample) "
-    "WHERE y IS NOT NULL AND text IS NOT NULL GROUP BY n, text"
-  )
   groups = (
-    f"SELECT n, sum(rows) AS rows, sum(clicks) AS clicks FROM ({values}) "
-    f"GROUP BY n, CASE WHEN rows >= {_FEW_ROWS} THEN text END"
+    "SELECT n, sum(rows) AS rows, sum(clicks) AS clicks FROM (SELECT n, text, count(*) AS rows, "
+    f"sum(y) AS clicks FROM (SELECT {y} AS y, unnest(range({len(columns)})) AS n, "
+    f"unnest([{texts}]) AS text FROM sample) WHERE y IS NOT NULL AND text IS NOT NULL GROUP BY n, "
+    f"text) GROUP BY n, CASE WHEN rows >= {_FEW_ROWS} THEN text END"
   )
   errors = "least(sum(clicks), sum(rows - clicks)), sum(least(clicks, rows - clicks))"
   (rate,) = sample.ask(f"SELECT avg({y}) FROM sample")[0]
   for n, rows, clicks, rare, wrong in sample.ask(
     f"SELECT n, sum(rows), sum(clicks), {errors} FROM ({groups}) GROUP BY n ORDER BY n"
   ):
-    proposal = plan.columns[columns[n].name]
-    if proposal.kind in _FEATURES or proposal.why == "another time":
+    kind, why, _ = plan.columns[columns[n].name]
+    if kind in _FEATURES or why == "another time":
       # Where all rows with a value have one outcome, the other one must be no chance.
-      absent = float(rows) * (1 - rate if clicks else rate)
-      is_leak = wrong <= 0.01 * float(rare) if rare else absent >= _FEW_ROWS
-      leaks += [columns[n].name] * is_leak
+      absent = rows * (1 - rate if clicks else rate)
+      leaks += [columns[n].name] * (wrong <= 0.01 * rare if rare else absent >= _FEW_ROWS)
   plan.columns.update(dict.fromkeys(leaks, Proposal("", "leak of the label")))
   if leaks:
     known = "Declare one only if its value is known before the outcome is."
@@ -247,21 +230,17 @@ def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> N
     counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
     query = f"SELECT {', '.join(counts)} FROM sample WHERE {ids.text} IS NOT NULL"
     for column, count in zip(sample.columns.values(), sample.ask(query)[0], strict=True):
-      kind, _, options = plan.columns[column.name]
-      is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
-      if count > _SAME * ids.distinct or ids.rows - ids.distinct < _FEW_ROWS:
-        continue
-      if side == "item" and is_own and _words(column.name) & {"title", "name"}:
-        has_title = any(each.kind == "title" for each in plan.columns.values())
-        plan.columns[column.name] = (
-          Proposal("", "another title") if has_title else Proposal("title")
-        )
-      elif kind in _FEATURES:
-        plan.columns[column.name] = Proposal(kind, "", {**options, "side": side})
+      name, (kind, _, options) = column.name, plan.columns[column.name]
+      if count <= _SAME * ids.distinct and ids.rows - ids.distinct >= _FEW_ROWS:
+        is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
+        if side == "item" and is_own and _words(name) & {"title", "name"}:
+          plan.columns[name] = Proposal("title")
+        elif kind in _FEATURES:
+          plan.columns[name] = Proposal(kind, "", {**options, "side": side})
   for name, (kind, _, options) in plan.columns.items():
     if kind in _FEATURES and "side" not in options and not y:
       plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
-      if column.is_number and 3 <= column.distinct <= 11 and column.low >= 0 and column.high <= 10:
+      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
         how = f"--label={name} takes {column.median:g} or more"
         plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
   user, item = (roles[side].text for side in _SIDES)
@@ -283,13 +262,13 @@ def _complete_clicks(sample: Sample, roles: _Columns, y: str, plan: Plan) -> Non
     if sample.ask(f"SELECT count(DISTINCT y) FROM ({parts}) GROUP BY part") != [(2,)] * 3:
       plan.settings["split"] = {"by": "hash"}
       plan.notes.append("By time, a part would have one outcome: the split is by hash.")
-  kinds = {name: each.kind for name, each in plan.columns.items()}
-  numbers = [sample.columns[name] for name, kind in kinds.items() if kind == "number"]
-  if {*kinds.values()} & {"category", "bag", "user", "item"}:
+  kinds = {each.kind for each in plan.columns.values()}
+  numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
+  if kinds & {"category", "bag", "user", "item"}:
     return
   if not numbers:
     reasons = "; ".join(f"{n}: {each.why}" for n, each in plan.columns.items() if not each.kind)
     raise UserError(f"No column is left to learn from ({reasons}): declare one in a config")
-  name = max(numbers, key=lambda column: column.distinct).name
+  name = max(numbers, key=lambda name: sample.columns[name].distinct)
   plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
   plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
