@@ -5,7 +5,6 @@ B is the number of queries, N of candidates, D the width of both, E the ids to l
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -199,18 +198,6 @@ class Approximate:
       ndim=candidates.shape[1], metric="ip", dtype="f32", expansion_search=_SEARCHED
     )
     self._index.add(np.arange(len(candidates)), np.asarray(candidates, np.float32))
-
-  def save(self, path: Path) -> None:
-    """Writes the index, which holds the candidates, for `load`."""
-    self._index.save(str(path))
-
-  @classmethod
-  def load(cls, path: Path) -> "Approximate":
-    """Opens a file of `save`."""
-    loaded = cls.__new__(cls)
-    loaded._index = _index_class().restore(str(path))
-    loaded._index.expansion_search = _SEARCHED  # not in the file
-    return loaded
 
   def top_k(
     self, query: np.ndarray, k: int, exclude: np.ndarray | None = None
