@@ -38,21 +38,13 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 class _Parts(NamedTuple):
-  """The parts of a recipe that are exported.
+  """What is exported of a recipe."""
 
-  Attributes:
-    model: built as in training, its tables split over the devices; not restored yet.
-    function: `(model, inputs) -> array`.
-    inputs: an example of two rows.
-    about: settings that serving reads.
-    candidates: returns the vectors of the items of the restored model.
-  """
-
-  model: nnx.Module
-  function: Callable[[Any, Any], Any]
-  inputs: Any
-  about: dict[str, Any]
-  candidates: Callable[[], np.ndarray] | None = None
+  model: nnx.Module  # built as in training, its tables split over the devices; not restored yet
+  function: Callable[[Any, Any], Any]  # of the model and inputs
+  inputs: Any  # of two rows
+  about: dict[str, Any]  # settings that serving reads
+  candidates: Callable[[], np.ndarray] | None = None  # of the restored model
 
 
 def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = PLATFORMS) -> Path:

@@ -12,6 +12,7 @@ package `recipes.serving`, which does the same from Python, says what is done wi
 missing values.
 """
 
+import contextlib
 import csv
 import shutil
 import sys
@@ -30,8 +31,8 @@ from .serving.rows import of_file
 from .tables.formats import free
 
 
-def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> list[str]:
-  """Reads rows, writes them with predictions, and returns lines about them.
+def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
+  """Reads rows, writes them with predictions, and returns a line about them.
 
   Args:
     folder: that `recipes.export` has written.
@@ -45,7 +46,7 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> list
   model = serving.load(folder)
   if isinstance(model, serving.ClickModel) and top is not None:
     raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-  rows, popular, writer = 0, 0, None
+  rows, blank, writer = 0, 0, None
   with tempfile.TemporaryDirectory() as temporary:
     source = path
     if path == "-":
@@ -53,13 +54,14 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> list
       with open(path, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
     for table in of_file(path, model.served.text_format, model.columns):
+      where: Any = {"source": source, "first_row": rows + 1}
       if isinstance(model, serving.ClickModel):
-        scores = model.predict(table, source=source, first_row=rows + 1)
-        added = _of_scores(model.names, scores)
+        scores = model.predict(table, **where)
+        columns = zip(model.names, scores.reshape(len(scores), -1).T, strict=True)
+        added = {name: pa.array(column) for name, column in columns}
       else:
-        answers = model.recommend(table, top, source=source, first_row=rows + 1)
-        added = _of_items(answers)
-        popular += int(answers.is_popular.sum())
+        added = _of_items(model.recommend(table, top, **where))
+        blank += added["score_1"].null_count
       for name, column in added.items():
         table = table.append_column(free(name, table.column_names), column)
       if isinstance(out, str):
@@ -72,11 +74,8 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> list
       rows += len(table)
   if writer is not None:
     writer.close()
-  notes = [f"{rows:,} rows"]
-  if popular:
-    which = "without a known user, feature or history"
-    notes.append(f"{popular:,} {which}: the most popular items, no scores")
-  return notes
+  why = f", {blank:,} without scores: no known user, feature or history, or no item left"
+  return f"{rows:,} rows{why if blank else ''}"
 
 
 def texts_of(table: pa.Table) -> list[pa.ChunkedArray]:
@@ -87,11 +86,6 @@ def texts_of(table: pa.Table) -> list[pa.ChunkedArray]:
       column = pc.binary_join(column.cast(pa.list_(pa.string())), "|")
     columns.append(column.cast(pa.string()))
   return columns
-
-
-def _of_scores(names: Sequence[str], scores: Any) -> dict[str, pa.Array]:
-  columns = scores.reshape(len(scores), -1).T
-  return {name: pa.array(column) for name, column in zip(names, columns, strict=True)}
 
 
 def _of_items(answers: serving.Recommended) -> dict[str, pa.Array]:
@@ -113,16 +107,11 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--out", default="", help="a .csv or .parquet file; default: standard output")
   parser.add_argument("--top", type=int, help="two_tower, sequence: how many items; default: 10")
   arguments = parser.parse_args(argv)
-  given = arguments.served, arguments.rows
-  with errors.in_one_line(parser):
-    if arguments.out.endswith((".parquet", ".pq")):
-      notes = predict(*given, arguments.out, top=arguments.top)
-    elif arguments.out:
-      with open(arguments.out, "w", encoding="utf-8", newline="") as file:
-        notes = predict(*given, file, top=arguments.top)
-    else:
-      notes = predict(*given, sys.stdout, top=arguments.top)
-    print("; ".join(notes), file=sys.stderr)
+  out: Any = arguments.out or sys.stdout
+  with errors.in_one_line(parser), contextlib.ExitStack() as stack:
+    if arguments.out and not arguments.out.endswith((".parquet", ".pq")):
+      out = stack.enter_context(open(out, "w", encoding="utf-8", newline=""))
+    print(predict(arguments.served, arguments.rows, out, top=arguments.top), file=sys.stderr)
 
 
 if __name__ == "__main__":

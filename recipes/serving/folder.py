@@ -1,6 +1,7 @@
 """The folder that `recipes.export` writes: its description, its program, and the arrays of both."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,31 +23,15 @@ CANDIDATES = "candidates.npy"
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """An exported model, in memory.
+  """An exported model, in memory."""
 
-  Attributes:
-    transforms: the folder of transforms, users and items.
-    kinds: the declared columns of the training rows.
-    text_format: of the training rows, where they were text.
-    arrays: of the program, on one device.
-    program: the compiled `(arrays, inputs) -> array`.
-    candidates: the vectors of the items, float32 `[items, D]`, with zeros at the end so that the
-      devices' parts are equally large; None of dlrm.
-    mesh: the devices that the candidates are split over.
-  """
-
-  transforms: Path
+  transforms: Path  # the folder of transforms, users and items
   about: Mapping[str, Any]
-  kinds: Mapping[str, spec.Kind]
-  text_format: Format
-  arrays: Mapping[str, jax.Array]
-  program: Callable[[Any, Any], jax.Array]
-  candidates: jax.Array | None
-  mesh: Mesh
-
-  def run(self, inputs: Any) -> np.ndarray:
-    """Runs the program on inputs of some rows; compiles it for each new number of them."""
-    return np.asarray(self.program(self.arrays, inputs))
+  kinds: Mapping[str, spec.Kind]  # the declared columns of the training rows
+  text_format: Format  # of the training rows
+  run: Callable[[Any], jax.Array]  # the program, compiled for each new number of rows
+  candidates: jax.Array | None  # of the items, float32 `[items, D]`, zeros at the end; None of dlrm
+  mesh: Mesh  # that the candidates are split over
 
 
 def read(folder: str | Path) -> Served:
@@ -63,8 +48,7 @@ def read(folder: str | Path) -> Served:
     about=about,
     kinds=spec.parse(about["columns"]),
     text_format=Format(**about["text"]),
-    arrays=jax.device_put(stored),
-    program=jax.jit(program.call),
+    run=functools.partial(jax.jit(program.call), jax.device_put(stored)),
     candidates=_split(folder / CANDIDATES, mesh) if (folder / CANDIDATES).exists() else None,
     mesh=mesh,
   )

@@ -112,7 +112,8 @@ class ClickModel:
     outputs = np.empty((len(inputs["dense"]), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      outputs[part] = self.served.run(batch).reshape(len(places), -1)[: part.stop - part.start]
+      logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)
+      outputs[part] = logits[: part.stop - part.start]
     scores, start = [], 0
     for kind in self.labels.values():
       own = outputs[:, start : start + kind.num_outputs]
@@ -220,7 +221,8 @@ class Recommender:
     inputs, is_known = self._inputs(users, own, features)
     ids, scores = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
     for part, places in _batches(count, _RANKED):
-      vectors = self.served.run(jax.tree.map(lambda x, places=places: x[places], inputs))
+      batch = jax.tree.map(lambda x, places=places: x[places], inputs)
+      vectors = np.asarray(self.served.run(batch))  # for any number of devices
       lists = [own[place] for place in places]
       seen = _padded(lists, retrieval.list_width(max(map(len, lists)))) if is_new else None
       best = self._top_k(vectors, self.served.candidates, k=top, exclude=seen)
@@ -268,7 +270,8 @@ class Recommender:
     stored = (self._users.vectors if is_vector else self._users.ids)[name]
     as_mask = lambda rows: rows.reshape(-1, *[1] * (stored.ndim - 1))
     ids = np.where(as_mask(users >= 0), stored[users], _none(stored)).astype(stored.dtype)
-    if not all(part in values for part in _parts(name, kind)):
+    parts = kind.columns if isinstance(kind, spec.Cross) else (name,)
+    if not all(part in values for part in parts):
       return ids
     row = stacked(values[name], stored.shape[1]) if is_vector else transforms.ids(values, name)
     return np.where(as_mask(_is_given(row)), row, ids)
@@ -293,11 +296,6 @@ class Recommender:
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
     dynamic = [f for f in self._users.features if f.is_dynamic and f.name in inputs]
     return inputs | {f.name: f.ids(inputs[f.name]) for f in dynamic}, is_known
-
-
-def _parts(name: str, kind: spec.Kind) -> tuple[str, ...]:
-  """Returns the names of the columns that a feature is made of."""
-  return kind.columns if isinstance(kind, spec.Cross) else (name,)
 
 
 def _none(values: np.ndarray) -> int:

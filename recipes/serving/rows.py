@@ -50,6 +50,9 @@ class Reader:
     missing: texts that mean no value.
     lists: of histories, by name, after those.
     has_dates: whether times are dates, as in training.
+
+  Attributes:
+    columns: of the rows, that are read.
   """
 
   def __init__(
@@ -64,14 +67,10 @@ class Reader:
     self.kinds = {name: kind for name, kind in kinds.items() if not isinstance(kind, spec.Cross)}
     self._missing, self._lists, self._required = missing, lists, required
     self._clock = "date" if has_dates else "fraction"
+    sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))
+    self.columns = tuple(dict.fromkeys(sources))
     self._con = duckdb.connect(config={"threads": 1})
     self._con.execute("SET TimeZone = 'UTC'")
-
-  @property
-  def columns(self) -> tuple[str, ...]:
-    """The columns of the rows that are read."""
-    sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))
-    return tuple(dict.fromkeys(sources))
 
   def read(self, table: pa.Table, source: str = "rows", first_row: int = 1) -> dict[str, Any]:
     """Returns values by declared name.
