@@ -113,11 +113,11 @@ def _ranking(
   order = np.argsort(user, kind="stable")
   targets = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
   codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
-  columns = {"": pairs.users, **pairs.values}
+  columns = {model.user: pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     part = targets[start : start + _USERS]
     values = {name: x[start : start + _USERS] for name, x in columns.items()}
-    answers = model.answers(values, np.zeros(len(part), bool), max(ks))
+    answers = model.answers(values, len(part), max(ks))
     top_ids = codes.find(pa.array(answers.items.ravel(), pa.string()))
     lengths = [*map(len, part)]
     relevant = packing.padded(np.concatenate(part), lengths, max(lengths))

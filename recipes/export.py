@@ -1,18 +1,18 @@
 """Writes the model of a finished run on a table for `recipes.predict`, with all that it needs.
 
-served.json     the recipe, the declared columns, and what to install for predictions
+served.json     the recipe, the declared columns, and settings that predictions read
 model.npz       the program of the model, as `jax.export` writes it, and the arrays that it reads
-candidates.npy  two_tower, sequence with a temperature: the vectors of the items
+candidates.npy  two_tower, sequence: the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
-README.md       how to use it
+
+An export contains a program: predict only with exports of people whose programs you would run.
 """
 
-import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -26,7 +26,7 @@ from . import config as config_lib
 from . import errors, files
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import MissingFileError, UserError, from_settings, markdown
+from .errors import MissingFileError, from_settings
 from .evaluation import retrieval
 from .serving import folder as folder_lib
 from .tables import spec
@@ -35,36 +35,19 @@ from .tables.transforms import Encoder, Entities
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# Not from an index by name: a package of that name there need not be ours.
-_WHEEL = "./sparse_embed-{}-py3-none-any.whl"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-  """The parts of a recipe that are exported.
+class _Parts(NamedTuple):
+  """What is exported of a recipe."""
 
-  Attributes:
-    model: built as in training, its tables split over the devices; not restored yet.
-    function: `(model, inputs) -> array`.
-    inputs: an example of two rows.
-    about: settings that serving reads.
-    candidates: returns the vectors of the items of the restored model, where they are no array of
-      the program.
-  """
-
-  model: nnx.Module
-  function: Callable[[Any, Any], Any]
-  inputs: Any
-  about: dict[str, Any]
-  candidates: Callable[[], np.ndarray] | None = None
+  model: nnx.Module  # built as in training, its tables split over the devices; not restored yet
+  function: Callable[[Any, Any], Any]  # of the model and inputs
+  inputs: Any  # of two rows
+  about: dict[str, Any]  # settings that serving reads
+  candidates: Callable[[], np.ndarray] | None = None  # of the restored model
 
 
-def export(
-  workdir: str | Path,
-  out: str | Path,
-  *,
-  platforms: Sequence[str] = PLATFORMS,
-) -> Path:
+def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = PLATFORMS) -> Path:
   """Exports the tested state of a run; returns the folder.
 
   Neither the data nor the cache of the run is read, nor does it matter how many devices trained it.
@@ -78,104 +61,39 @@ def export(
   Raises:
     UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
   """
-  workdir, out = Path(workdir), Path(out)
-  unknown = set(platforms) - {*PLATFORMS, "rocm"}
-  if unknown or not platforms:
-    raise UserError(f"--platforms is {','.join(platforms)!r}: choose of {', '.join(PLATFORMS)}")
-  run = _opened(workdir)
+  out, run = Path(out), run_lib.opened(workdir)
+  serve = Path(workdir) / "serve"
+  if not serve.is_dir():
+    raise MissingFileError(
+      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have"
+    )
   files.check_out(out, folder_lib.NAME)
-  config, recipe, serve = run.config, run.recipe, workdir / "serve"
   mesh = mesh_lib.start()
   with from_settings():
-    parts = _RECIPES[recipe](config, serve, mesh)
+    parts = _RECIPES[run.recipe](config_lib.with_even_evaluation(run.config, mesh), serve, mesh)
   mesh_lib.replicate(mesh, parts.model)
   run.restore(parts.model)
   parts.model.eval()
   program = embed.export(
-    parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
+    parts.function, parts.model, parts.inputs, any_batch=True, platforms=platforms
   )
+  reading = files.read_json(serve / READING)
+  about = {
+    "recipe": run.recipe,
+    "step": run.result["tested_step"],
+    "columns": reading["columns"],
+    "text": reading["format"],
+    "exclude_seen": run.config.get("exclude_seen", True),
+  }
   with files.replacing_folder(out) as partial:
     program.save(partial / folder_lib.MODEL)
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
-    shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
     # Popularity is in the vectors of the items: predictions do not read the order of the log.
-    (partial / folder_lib.TRANSFORMS / "history_when.npy").unlink(missing_ok=True)
-    about = _about(run, files.read_json(serve / READING)) | parts.about
-    files.write_json(partial / folder_lib.NAME, about)
-    files.write(partial / "README.md", _readme(about, workdir))
+    unread = shutil.ignore_patterns("history_when.npy")
+    shutil.copytree(serve, partial / folder_lib.TRANSFORMS, ignore=unread)
+    files.write_json(partial / folder_lib.NAME, about | parts.about)
   return out
-
-
-def _opened(workdir: Path) -> run_lib.Run:
-  """Opens a run on a table."""
-  if (workdir / "result.json").exists() and not (workdir / "serve").is_dir():
-    raise MissingFileError(
-      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have. If "
-      "its data set is a table now, train again"
-    )
-  return run_lib.opened(workdir)
-
-
-def _about(run: run_lib.Run, reading: dict[str, Any]) -> dict[str, Any]:
-  versions, columns = run_lib.versions(), reading["columns"]
-  names = ("sparse-embed", "jax", "numpy", "python")
-  header = [
-    kind.get("column") or name
-    for name, kind in columns.items()
-    if kind.get("kind") != "cross" and not kind.get("of")
-  ]
-  return {
-    "format": folder_lib.FORMAT,
-    "recipe": run.recipe,
-    "step": run.result["tested_step"],
-    "versions": {name: versions[name] for name in names},
-    "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[serving]'",
-    "columns": columns,
-    "num_columns": len(columns),
-    "header": header,
-    "text": reading["format"],
-    "exclude_seen": run.config.get("exclude_seen", True),
-  }
-
-
-def _readme(about: dict[str, Any], workdir: Path) -> str:
-  """Returns the page that tells how to use the folder."""
-  is_click, package = about["recipe"] == "dlrm", __package__
-  call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
-  several = sum(column.get("kind") == "label" for column in about["columns"].values()) > 1
-  scores = "a column `score_<label>` for each label" if several else "a column `score`"
-  read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
-  adds = (
-    f"{scores} to rows with the columns {read}, in any order; label, weight, split and "
-    "time may be missing"
-    if is_click
-    else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
-    "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
-  )
-  lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
-  histories = (
-    f"""
-Histories are lists in the rows, in the order of time: {lists}.
-"""
-    if lists
-    else ""
-  )
-  return f"""# A model of {markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
-
-    {about["install"]}
-    python -m {package}.predict FOLDER < rows.csv > out.csv
-
-adds {adds}. The wheel comes from a checkout: `pip wheel --no-deps CHECKOUT`. The same in Python:
-
-    from {package} import serving
-    model = serving.load("FOLDER")
-    {call}
-
-`help({package}.serving)` says what is done with unknown and missing values.
-{histories}
-An export contains a program: predict only with exports of people whose programs you would run.
-"""
 
 
 def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
@@ -184,21 +102,18 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
-  columns = {"dense": np.zeros((0, num_dense), np.float32)}
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
-  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
-  data = data_lib.ClickData(columns, {}, features, {}, {}, **known)
-  model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
     "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
   }
+  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
+  data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, **known)
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  lists = [p.name for h in encoder.histories for p in h.parts if p.by != "table"]
-  return _Parts(model, train.logits, inputs, {"lists": lists})
+  return _Parts(train.build_model(config, data, mesh), train.logits, inputs, {})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
@@ -216,9 +131,6 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
     item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
   )  # fmt: skip
-  count = 1 if mesh is None else mesh.size
-  size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
-  config = config_lib.copied(config, eval_batch_size=size)
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
@@ -229,16 +141,13 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     half_life = config.popularity.half_life
     popularity = data_lib.log_popularity(item, when, half_life, data.num_items)
     batches = train.catalogue(data, config, popularity, mesh)
-    items = (mesh_lib.to_global(mesh, batch) for batch in batches)
-    vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)
-    return np.asarray(vectors)[: data.num_items]
+    vectors = [encode(model, mesh_lib.to_global(mesh, batch)) for batch in batches]
+    return np.asarray(retrieval.joined(vectors, mesh))[: data.num_items]
 
   about = {
     "query": list(config.query),
     "eval_history": config.eval_history,
     "popularity": bool(config.popularity.weight),
-    "candidates": folder_lib.CANDIDATES,
-    "width": config.dim,
   }
   inputs = {name: query[name] for name in config.query}
   return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
@@ -246,25 +155,22 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
 def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .sequence import model as model_lib
-  from .sequence import train
 
   items = Entities.load(serve, "items")
-  model = train.build_model(config, len(items.texts), mesh)
+  model = model_lib.build_model(config, len(items.texts), mesh)
   row = np.zeros((2, config.max_length), np.int32)
   inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
   about = {
     "max_length": config.max_length,
     "positions": config.positions,
     "ask": config.model == "bert4rec",
-    "candidates": f"embed/{model_lib.ITEM}",
-    "width": config.dim,
   }
-  if not config.temperature:
-    return _Parts(model, model_lib.queries, inputs, about)
-  rows = lambda: np.asarray(model.candidates(model.embed.tables[model_lib.ITEM]))
-  return _Parts(
-    model, model_lib.queries, inputs, about | {"candidates": folder_lib.CANDIDATES}, rows
-  )
+
+  def candidates() -> np.ndarray:
+    vectors = model.candidates(model.embed.tables[model_lib.ITEM])
+    return np.asarray(vectors, np.float32)[: len(items.texts)]
+
+  return _Parts(model, model_lib.queries, inputs, about, candidates)
 
 
 _RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {
@@ -278,14 +184,10 @@ def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.export", __doc__)
   parser.add_argument("run", help="the workdir of a run on a table that has ended")
   parser.add_argument("--out", required=True, help="the folder to write")
-  parser.add_argument(
-    "--platforms", default=",".join(PLATFORMS), help="that can predict; default: %(default)s"
-  )
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
-  platforms = tuple(filter(None, arguments.platforms.split(",")))
   with errors.in_one_line(parser):
-    out = export(arguments.run, arguments.out, platforms=platforms)
+    out = export(arguments.run, arguments.out)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

@@ -1,10 +1,8 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
-import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,12 +14,12 @@ from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import spec
 from ..tables.transforms import Encoder, Entities, lengths_of, stacked
-from ..training.features import Feature, cut_ids
+from ..training.features import cut_ids
 from . import histories
 from . import rows as rows_lib
 from .folder import Served
 
-HISTORY = "history"  # the column with a user's own items
+_HISTORY = "history"  # the column with a user's own items
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
 
@@ -37,99 +35,56 @@ def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
 # --- clicks ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Scored:
-  """Probabilities of N rows, and how many rows have values that say little about them.
-
-  Attributes:
-    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read. Of several labels
-      `[N, len(model.names)]`: a probability of each label of clicks and of each class, and the
-      value of a regression.
-    is_bad: bool `[N]`, rows that cannot be read and are left out.
-    unknown: by column, how many rows have a value that training has not seen, or, of users and
-      items with features in a table of their own, that this table lacks.
-    missing: by column, how many rows have no value.
-  """
-
-  scores: np.ndarray
-  is_bad: np.ndarray
-  unknown: Mapping[str, int]
-  missing: Mapping[str, int]
-
-
 class ClickModel:
   """Predicts the probability of a click.
 
   Attributes:
-    names: of the scores: "score", or of several labels "score_<label>".
+    columns: that rows must have.
     labels: what is predicted, in the order of the scores.
+    names: of the scores: "score", or of several labels "score_<label>".
   """
 
   def __init__(self, served: Served):
-    self.served = served
+    self.served, kinds = served, served.kinds
     self.encoder = Encoder.load(served.transforms)
-    missing = served.text_format.missing
-    self._features = {
+    past = self.encoder.histories
+    features = {
       name: kind
-      for name, kind in served.kinds.items()
+      for name, kind in kinds.items()
       if isinstance(kind, spec.Side) and not spec.is_history(kind)
     }
-    self.labels = spec.labels(served.kinds)
-    self._lists = histories.Lists(self.encoder, served.kinds, missing)
-    self._reader = rows_lib.Reader(
-      self._features | self._lists.kinds,
-      missing,
-      has_dates=self._lists.has_dates,
-      aligned=self._lists.lists,
-    )
+    lists = histories.lists(past, kinds)
+    separators = {history.name: history.separator for history in past}
+    read: dict[str, spec.Kind] = {
+      name: spec.Bag(separator=separators[each.history]) for name, each in lists.items()
+    }
+    self._time = str(spec.only(kinds, spec.Time))
+    if any(each.has_ages for each in past):
+      read[self._time] = kinds[self._time]
+    has_dates = any(history.has_dates for history in past)
+    missing = served.text_format.missing
+    self._reader = rows_lib.Reader(features | read, missing, lists=lists, has_dates=has_dates)
+    self.columns = self._reader.columns
+    self.labels = spec.labels(kinds)
     several = tuple(f"score_{name}" for name in self.labels)
     self.names = several if len(several) > 1 else ("score",)
 
-  @property
-  def columns(self) -> tuple[str, ...]:
-    """The columns that rows must have."""
-    return self._reader.columns
-
-  def predict(
-    self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
-  ) -> np.ndarray:
-    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`.
+  def predict(self, rows: Any, *, source: str = "rows", first_row: int = 1) -> np.ndarray:
+    """Returns the probability of a click for every row, above 0 and below 1, float64 `[N]`.
 
     Of several labels `[N, len(model.names)]`.
-    """
-    return self.score(rows, on_bad_row=on_bad_row, source=source, first_row=first_row).scores
-
-  def score(
-    self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
-  ) -> Scored:
-    """Returns the probability of a click for every row, and counts of unknown and missing values.
 
     Args:
       rows: N of them; see `rows.as_table`.
-      on_bad_row: "raise", or "skip", which makes the score of a row that cannot be read NaN.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
-      UserError: a column is missing, or a row cannot be read; names row and column.
+      UserError: a column is missing, or a row cannot be read; names row, column and value.
     """
-    values, bad = self._reader.read(rows_lib.as_table(rows), on_bad_row, source, first_row)
-    positions, wrong = self._lists.positions(values, on_bad_row, source, first_row)
-    bad = bad | wrong if len(wrong) else bad
-    inputs = self.inputs(values, len(bad), positions)
-    absent = {name: rows_lib.absent(values[name]) for name in self._features}
-    of_row = lambda name: (name, values[name], inputs["features"].get(name))
-    transforms = self.encoder.transforms
-    unseen = {name: rows_lib.unseen(transforms, *of_row(name)) for name in self._features}
-    for name, side in self.encoder.sides.items():
-      unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
-    scores = self.scores(inputs)
-    scores[bad] = np.nan
-    return Scored(
-      scores,
-      bad,
-      rows_lib.by_column(unseen, self._features, bad),
-      rows_lib.by_column(absent, self._features, bad),
-    )
+    table = rows_lib.as_table(rows)
+    values = self._reader.read(table, source, first_row)
+    positions = histories.positions(self.encoder, values, self._time)
+    return self.scores(self.inputs(values, len(table), positions))
 
   def inputs(
     self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray] = ()
@@ -146,13 +101,12 @@ class ClickModel:
     return {"dense": encoded["dense"], "features": cut_ids(ids, self.encoder.features)}
 
   def scores(self, inputs: Mapping[str, Any]) -> np.ndarray:
-    """Returns `scores` of `Scored` for inputs of N rows."""
-    count = len(inputs["dense"])
-    outputs = np.empty((count, len(self.names)))
-    for part, places in _batches(count, _SCORED):
+    """Returns as `predict`, for inputs of N rows."""
+    outputs = np.empty((len(inputs["dense"]), len(self.names)))
+    for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      found = np.asarray(self.served.run(batch))[: part.stop - part.start]
-      outputs[part] = found.reshape(len(found), -1)
+      logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)
+      outputs[part] = logits[: part.stop - part.start]
     # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
     scores = np.clip(expit(outputs), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
     return scores if len(self.names) > 1 else scores[:, 0]
@@ -161,8 +115,7 @@ class ClickModel:
 # --- recommendations ------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Recommended:
+class Recommended(NamedTuple):
   """The best items of N rows, the best first; `top` of each.
 
   Attributes:
@@ -171,156 +124,102 @@ class Recommended:
     titles: object `[N, top]`, None where training has declared no title.
     is_popular: bool `[N]`, rows that name nothing known: they have the most popular items, without
       scores.
-    is_bad: bool `[N]`, rows that cannot be read and are left out.
-    num_unknown_items: items of histories that training has not seen.
-    unknown: by column, how many rows have a user or a feature's value that training has not seen.
   """
 
   items: np.ndarray
   scores: np.ndarray
   titles: np.ndarray | None
   is_popular: np.ndarray
-  is_bad: np.ndarray
-  num_unknown_items: int
-  unknown: Mapping[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Queries:
-  """What N rows say: users, -1 for unknown ones, their items in the order of time, features."""
-
-  users: np.ndarray
-  histories: list[np.ndarray]
-  features: dict[str, np.ndarray]
-
-  def at(self, places: np.ndarray) -> "_Queries":
-    histories = [self.histories[place] for place in places]
-    features = {name: ids[places] for name, ids in self.features.items()}
-    return _Queries(self.users[places], histories, features)
 
 
 class Recommender:
-  """Recommends items to users."""
+  """Recommends items to users.
+
+  Attributes:
+    user: the name of the user's declaration; "" where training has none.
+    columns: that rows may have, of which they need at least one.
+  """
 
   def __init__(self, served: Served):
     self.served = served
     folder, about, kinds = served.transforms, served.about, served.kinds
-    self._is_towers = about["recipe"] == "two_tower"
     self._users, self._items = Entities.load(folder, "users"), Entities.load(folder, "items")
     self._history = np.load(folder / "history.npy", mmap_mode="r")
     self._offsets = np.load(folder / "history_offsets.npy")
-    counts = np.bincount(self._history, minlength=len(self._items.texts))
-    # Where scores have popularity, they rank a query of nothing in this order.
-    liked = counts
-    if about.get("popularity"):
-      liked = np.asarray(served.candidates)[: len(counts), -1]
-    self._popular = np.argsort(-liked, kind="stable").astype(np.int32)
-    user = spec.only(kinds, spec.User)
+    count = len(self._items.texts)
+    popularity = np.bincount(self._history, minlength=count)
+    if about.get("popularity"):  # scores have it, and rank a query of nothing in this order
+      popularity = np.asarray(served.candidates)[:count, -1]
+    self._popular = np.argsort(-popularity, kind="stable").astype(np.int32)
+    self.user = spec.only(kinds, spec.User) or ""
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
-    pattern = lambda name: getattr(kinds[name], "pattern", "") if name else ""
-    self._codes = {
-      "user": (self._users.codes, pattern(user)), "item": (self._items.codes, pattern(item))
-    }  # fmt: skip
-    # What is read of rows: the user, as "", features of the user, and own items from one of `_own`.
-    self._kinds: dict[str, spec.Kind] = {}
-    if user:
-      (column,) = kinds[user].sources(user)
-      self._kinds[""] = spec.User(column=column)
-    self._own: dict[str, spec.Kind] = {HISTORY: spec.Bag(column=HISTORY)}
-    if item and (separator := getattr(kinds[item], "separator", "")):
-      column = kinds[item].column or item
-      self._own[column] = spec.Bag(column=column, separator=separator)
+    pattern = getattr(kinds[item], "pattern", "") if item else ""
     of_users = self._users.transforms.kinds
-    self._features = {
-      n: kind for n, kind in of_users.items() if self._is_towers and n in about["query"]
-    }
-    self._kinds |= self._features
-    missing = served.text_format.missing
-    self._readers = {
-      own: rows_lib.Reader(
-        self._kinds | ({"own": self._own[own]} if own else {}), missing, required=False
-      )
-      for own in ("", *self._own)
-    }
-    self._parts = {n: (n,) for n in self._features if n not in self._users.vectors}
-    search = functools.partial(retrieval.top_k, mesh=served.mesh, size=len(self._items.texts))
-    self._exact = jax.jit(search, static_argnames="k")
-
-  @property
-  def columns(self) -> tuple[str, ...]:
-    """The columns that rows may have, of which they need at least one."""
-    return tuple(dict.fromkeys([*self._readers[""].columns, *self._own]))
+    self._features = [name for name in of_users if name in about.get("query", ())]
+    read = {self.user: kinds[self.user]} if self.user else {}
+    read |= of_users if self._features else {}
+    read |= {_HISTORY: spec.Bag(pattern=pattern)}
+    self._reader = rows_lib.Reader(read, served.text_format.missing, required=False)
+    self.columns = self._reader.columns
+    search = functools.partial(retrieval.top_k, mesh=served.mesh, size=count)
+    self._top_k = jax.jit(search, static_argnames="k")
 
   def recommend(
-    self,
-    rows: Any,
-    top: int | None = None,
-    *,
-    on_bad_row: str = "raise",
-    source: str = "rows",
-    first_row: int = 1,
+    self, rows: Any, top: int | None = None, *, source: str = "rows", first_row: int = 1
   ) -> Recommended:
     """Returns the best items for every row.
 
     Args:
       rows: N of them; see `rows.as_table`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
-      on_bad_row: "raise", or "skip", which leaves out a row that cannot be read.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
-      UserError: there are not `top` items, no column is of use, or a row cannot be read; names row
-        and column.
+      UserError: there are not `top` items, no column is of use, or a row cannot be read; names row,
+        column and value.
     """
-    top = self.checked_top(top)
     table = rows_lib.as_table(rows)
     if not any(column in table.column_names for column in self.columns):
       raise UserError(
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    own = next((column for column in self._own if column in table.column_names), "")
-    values, bad = self._readers[own].read(table, on_bad_row, source, first_row)
-    return self.answers(values, bad, top)
+    return self.answers(self._reader.read(table, source, first_row), len(table), top)
 
-  def checked_top(self, top: int | None) -> int:
-    """Returns `top` of `recommend` as a number; raises UserError where there are not so many."""
-    count = len(self._items.texts)
-    if top is None:
-      return min(10, count)
-    if not 1 <= top <= count:
-      raise UserError(f"top is {top}: choose 1 to {count}, the number of items")
-    return top
-
-  def answers(self, values: Mapping[str, Any], bad: np.ndarray, top: int) -> Recommended:
-    """Returns as `recommend`, for values as training reads them.
+  def answers(self, values: Mapping[str, Any], count: int, top: int | None) -> Recommended:
+    """Returns as `recommend`, for N values as training reads them.
 
     Args:
-      values: users by the name "", their own items by "own", and features by declared name.
-      bad: bool `[N]`, rows to leave out.
+      values: users, their own items as "history", and features by declared name.
+      count: N.
+      top: as of `recommend`.
     """
-    count, transforms = len(bad), self._users.transforms
-    given = [n for n, parts in self._parts.items() if all(part in values for part in parts)]
-    own = {name: transforms.ids(values, name) for name in given}
-    queries, unknown = self._queries(values, own, count)
-    ids = np.full((count, top), -1, np.int32)
-    scores = np.full((count, top), np.nan, np.float32)
-    popular = np.zeros(count, bool)
+    num_items, is_new = len(self._items.texts), self.served.about["exclude_seen"]
+    top = min(10, num_items) if top is None else top
+    if not 1 <= top <= num_items:
+      raise UserError(f"top is {top}: choose 1 to {num_items}, the number of items")
+    users = np.full(count, -1, np.int32)
+    if self.user in values:
+      users = self._users.codes.find(values[self.user])
+    own = self._histories(users, values)
+    features = {name: self._feature(name, users, values) for name in self._features}
+    inputs, is_known = self._inputs(users, own, features)
+    ids, scores = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
     for part, places in _batches(count, _RANKED):
-      best = self._best(queries.at(places), top)
-      ids[part], scores[part], popular[part] = (x[: part.stop - part.start] for x in best)
-    ids[bad], scores[bad], popular[bad] = -1, np.nan, False
-    named = lambda texts: np.array([*texts, None], object)[ids]
-    titles = None if self._items.titles is None else named(self._items.titles)
-    unseen = {
-      name: rows_lib.unseen(transforms, name, values[name], own.get(name))
-      if name
-      else (queries.users < 0) & ~rows_lib.absent(values[""])
-      for name in self._kinds
-      if name in values
-    }
-    counts = rows_lib.by_column(unseen, self._kinds, bad)
-    return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown, counts)
+      batch = jax.tree.map(lambda x, places=places: x[places], inputs)
+      vectors = np.asarray(self.served.run(batch))  # for any number of devices
+      lists = [own[place] for place in places]
+      seen = _padded(lists, retrieval.list_width(max(map(len, lists)))) if is_new else None
+      best = self._top_k(vectors, self.served.candidates, k=top, exclude=seen)
+      scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
+    scores[(ids < 0) | ~is_known[:, None]] = np.nan
+    for row in np.flatnonzero(~is_known):
+      liked = self._popular[: top + len(own[row])]
+      liked = liked[~np.isin(liked, own[row])][:top] if is_new else liked[:top]
+      ids[row] = [*liked, *[-1] * (top - len(liked))]
+    texts = lambda each: np.array([*each, None], object)[ids]
+    titles = None if self._items.titles is None else texts(self._items.titles)
+    return Recommended(texts(self._items.texts), scores, titles, ~is_known)
 
   def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
     """Returns whether an item is never recommended to a user, who has had it; bool `[N]`.
@@ -336,113 +235,67 @@ class Recommender:
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
     return had & (user >= 0) & (item >= 0)
 
-  def _queries(
-    self, values: Mapping[str, Any], ids: Mapping[str, np.ndarray], count: int
-  ) -> tuple[_Queries, int]:
-    """Returns what rows with `ids` of features say, and how many items of histories are unknown."""
-    users = np.full(count, -1, np.int32)
-    if "" in values:
-      users = self._find("user", values[""])
-    own: pa.ListArray = values.get("own", pa.nulls(count, pa.list_(pa.string())))
-    lengths = lengths_of(own)
-    items = self._find("item", own.flatten().cast(pa.string()))
-    stops = np.cumsum(lengths)
-    histories = []
-    for user, start, stop in zip(users.tolist(), stops - lengths, stops, strict=True):
-      if stop > start:
-        history = items[start:stop]
-        histories.append(history[history >= 0])
-      elif user >= 0:
-        histories.append(self._history[self._offsets[user] : self._offsets[user + 1]])
-      else:
-        histories.append(items[:0])
-    features = {name: self._feature(name, users, values, ids) for name in self._features}
-    return _Queries(users, histories, features), int((items < 0).sum())
+  def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns the known items of rows, or else of their users."""
+    given = values.get(_HISTORY, pa.nulls(len(users), pa.list_(pa.string())))
+    items = self._items.codes.find(given.flatten())
+    own, start = [], 0
+    for user, count in zip(users.tolist(), lengths_of(given).tolist(), strict=True):
+      row = items[start : (start := start + count)]
+      if not count and user >= 0:
+        row = self._history[self._offsets[user] : self._offsets[user + 1]]
+      own.append(row[row >= 0])
+    return own
 
-  def _find(self, side: str, texts: pa.Array) -> np.ndarray:
-    """Returns the numbers of ids, as they are or cut by the pattern of their column; or -1."""
-    codes, pattern = self._codes[side]
-    found = codes.find(texts)
-    if pattern:
-      matches = [re.search(pattern, text or "") for text in texts.to_pylist()]
-      cut = pa.array([match[1] if match else None for match in matches], pa.string())
-      found = np.where(found < 0, codes.find(cut), found)
-    return found
+  def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
+    """Returns a feature's ids, or a vector: of the row where it has one, else of the user."""
+    transforms = self._users.transforms
+    kind = transforms.kinds[name]
+    is_vector = isinstance(kind, spec.Vector)
+    stored = (self._users.vectors if is_vector else self._users.ids)[name]
+    as_mask = lambda rows: rows.reshape(-1, *[1] * (stored.ndim - 1))
+    ids = np.where(as_mask(users >= 0), stored[users], _none(stored)).astype(stored.dtype)
+    if name not in values:
+      return ids
+    row = stacked(values[name], stored.shape[1]) if is_vector else transforms.ids(values, name)
+    return np.where(as_mask(_is_given(row)), row, ids)
 
-  def _feature(
-    self, name: str, users: np.ndarray, values: Mapping[str, Any], of_rows: Mapping[str, np.ndarray]
-  ) -> np.ndarray:
-    """Returns a feature's ids: of the row where it has one, else of the user, else -1.
-
-    Of a vector its numbers, else zeros.
-    """
-    if name in (vectors := self._users.vectors):
-      own = np.where(users[:, None] >= 0, vectors[name][users], np.float32(0))
-      row = stacked(values[name], own.shape[1]) if name in values else np.zeros_like(own)
-      return np.where(row.any(axis=1, keepdims=True), row, own)
-    stored = self._users.ids[name]
-    known = (users >= 0).reshape(-1, *[1] * (stored.ndim - 1))
-    ids = np.where(known, stored[users], -1).astype(np.int32)
-    if name in of_rows:
-      row = of_rows[name]
-      # Halves of raw ids may be negative.
-      has = (row != -1).reshape(len(row), -1).any(axis=1).reshape(-1, *[1] * (row.ndim - 1))
-      ids = np.where(has, row, ids)
-    return ids
-
-  def _best(self, queries: _Queries, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns ids and scores `[B, top]`, and which rows have the popular items, `[B]`."""
+  def _inputs(
+    self, users: np.ndarray, own: Sequence[np.ndarray], features: Mapping[str, np.ndarray]
+  ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the program's inputs of N rows, and which rows name anything known, bool `[N]`."""
     about = self.served.about
-    inputs, known = (
-      _two_tower_inputs(queries, about, self._users.features)
-      if self._is_towers
-      else _sequence_inputs(queries, about)
-    )
-    vectors, seen = np.asarray(self.served.run(inputs)), None  # for any number of devices
-    if about["exclude_seen"]:
-      width = retrieval.list_width(max(map(len, queries.histories)))
-      seen = _padded(queries.histories, width)
-    found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
-    scores, ids = map(np.array, found)
-    scores[ids < 0] = np.nan
-    for row in np.flatnonzero(~known).tolist():
-      ids[row], scores[row] = -1, np.nan
-      popular = self._popular[: top + len(queries.histories[row])]
-      if about["exclude_seen"]:
-        popular = popular[~np.isin(popular, queries.histories[row])]
-      ids[row, : len(popular[:top])] = popular[:top]
-    return ids, scores, ~known
+    if about["recipe"] == "sequence":
+      width, ask = about["max_length"], about["ask"]
+      latest = [items[max(len(items) - width + ask, 0) :] for items in own]
+      counts = np.array([*map(len, latest)], np.int64)
+      how = {"places": width, "aligned": about["positions"], "ask": ask}
+      return packing.inference_batch(_joined(latest), counts, width, **how), counts > 0
+    width, thinned = about["eval_history"], []
+    for items in own:  # evenly
+      count = min(len(items), width)
+      thinned.append(items[np.arange(count) * len(items) // max(count, 1)])
+    every = {"user": users, _HISTORY: _padded(thinned, width), **features}
+    inputs = {name: every[name] for name in about["query"]}
+    is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
+    dynamic = [f for f in self._users.features if f.is_dynamic and f.name in inputs]
+    return inputs | {f.name: f.ids(inputs[f.name]) for f in dynamic}, is_known
 
 
-def _two_tower_inputs(
-  queries: _Queries, about: Mapping[str, Any], features: Sequence[Feature]
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Returns the query tower's features, histories evenly thinned out, and who has any, `[B]`."""
-  width, histories = about["eval_history"], []
-  for items in queries.histories:
-    count = min(len(items), width)
-    histories.append(items[np.arange(count) * len(items) // max(count, 1)])
-  history = _padded(histories, width)
-  inputs = {"user": queries.users, HISTORY: history} | queries.features
-  inputs = {name: inputs[name] for name in about["query"]}
-  none = lambda x: 0 if x.dtype == np.float32 else -1  # of a vector, of ids
-  known = [(x != none(x)).reshape(len(x), -1).any(axis=1) for x in inputs.values()]
-  raw = {f.name: f.ids(inputs[f.name]) for f in features if f.is_dynamic and f.name in inputs}
-  return inputs | raw, np.any(known, axis=0)
+def _none(values: np.ndarray) -> int:
+  """Returns what is no value: 0 of vectors, -1 of ids."""
+  return 0 if values.dtype == np.float32 else -1
 
 
-def _sequence_inputs(
-  queries: _Queries, about: Mapping[str, Any]
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Returns the `packing.inference_batch` of the last items, and which rows have any, `[B]`."""
-  width, ask = about["max_length"], about["ask"]
-  kept = np.array([min(len(items), width - ask) for items in queries.histories])
-  latest = zip(queries.histories, kept.tolist(), strict=True)
-  items = np.concatenate([history[len(history) - count :] for history, count in latest])
-  how = {"places": width, "aligned": about["positions"], "ask": ask}
-  return packing.inference_batch(items, kept, width, **how), kept > 0
+def _is_given(values: np.ndarray) -> np.ndarray:
+  """Returns which rows of vectors or ids, `[N, ...]`, have a value, bool `[N]`."""
+  return (values != _none(values)).reshape(len(values), -1).any(axis=1)
+
+
+def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
+  return np.concatenate([np.empty(0, np.int32), *lists])
 
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:
-  """Returns lists of ids as int32 `[B, width]`, -1 after each."""
-  return packing.padded(np.concatenate(lists), [*map(len, lists)], width)
+  """Returns lists of ids as int32 `[N, width]`, -1 after each."""
+  return packing.padded(_joined(lists), [*map(len, lists)], width)
