@@ -49,23 +49,19 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
 
 
 def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
-  """Returns `{"rows", "metrics"}` of a run on a table, measured on other files; see `of_export`.
-
-  Raises:
-    UserError: the run is of no table, or has not ended; or a file cannot be read.
-  """
-  run = run_lib.opened(workdir)
-  config = config_lib.copied(run.config, files=files)
+  """Returns as `of_export`, of a run on a table and other files."""
+  config = config_lib.copied(run_lib.opened(workdir).config, files=files)
   with tempfile.TemporaryDirectory() as folder:
     return of_export(export.export(workdir, Path(folder) / "served"), config)
 
 
 def of_export(served: Path, config) -> dict[str, Any]:
-  """Returns `{"rows", "metrics"}` of an exported model on the files of a table.
+  """Returns the number of `rows` and the `metrics` of an exported model on the files of a table.
 
-  Returns:
-    `rows`, their number, and `metrics`: of clicks as `dlrm.tasks.metrics` returns them, or of one
-    ranking for each user as `RankingMetrics` computes them.
+  Metrics are those of `dlrm.tasks.metrics`, or of one ranking for each user by `RankingMetrics`.
+
+  Raises:
+    UserError: a file cannot be read.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
@@ -83,18 +79,16 @@ def _clicks(
     rows = source.read(con, table.rows, table.on_bad_row)
     positions = clicks.positions_of(table, rows, model.encoder)
     for values, place, _ in rows.batches():
-      count = len(place)
-      inputs = model.inputs(values, count, next(positions))
-      chunk = {name: inputs["features"][name] for name in grouping.features}
-      label = clicks.labels_of(table, values)
-      weight = numbers_of(values[weight_name]) if weight_name else np.ones(count)
-      chunks.append((model.scores(inputs), label, weight, chunk))
-  score, label, weight, of_rows = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
+      inputs = model.inputs(values, len(place), next(positions))
+      grouped = {name: inputs["features"][name] for name in grouping.features}
+      weight = numbers_of(values[weight_name]) if weight_name else np.ones(len(place))
+      chunks.append((model.scores(inputs), clicks.labels_of(table, values), weight, grouped))
+  score, label, weight, grouped = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = logit(score)
   # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, of_rows)
+  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, grouped)
   return {"rows": len(label), "metrics": {k: x for k, x in metrics.items() if not np.ndim(x)}}
 
 
@@ -110,11 +104,11 @@ def _ranking(
   pairs = interactions.pairs(table)
   repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
   user, item = pairs.user[~repeats], pairs.item[~repeats]
-  order = np.argsort(user, kind="stable")
-  targets = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
+  ends = np.cumsum(np.bincount(user, minlength=len(pairs.users)))
+  targets = np.split(item[np.argsort(user, kind="stable")], ends[:-1])
   codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
   columns = {model.user: pairs.users, **pairs.values}
-  for start in range(0, len(pairs.users), _USERS):
+  for start in range(0, len(targets), _USERS):
     part = targets[start : start + _USERS]
     values = {name: x[start : start + _USERS] for name, x in columns.items()}
     answers = model.answers(values, len(part), max(ks))
@@ -124,7 +118,7 @@ def _ranking(
     metrics.update(top_ids.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   mesh_lib.say(
-    f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
+    f"{len(targets):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
     f"{int(repeats.sum()):,} items that they had before do not count"
   )
   return {"rows": len(item), "metrics": metrics.compute() if len(item) else {}}

@@ -144,11 +144,8 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     vectors = [encode(model, mesh_lib.to_global(mesh, batch)) for batch in batches]
     return np.asarray(retrieval.joined(vectors, mesh))[: data.num_items]
 
-  about = {
-    "query": list(config.query),
-    "eval_history": config.eval_history,
-    "popularity": bool(config.popularity.weight),
-  }
+  about = {"query": list(config.query), "eval_history": config.eval_history}
+  about |= {"popularity": bool(config.popularity.weight)}
   inputs = {name: query[name] for name in config.query}
   return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
 
@@ -160,11 +157,8 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   model = model_lib.build_model(config, len(items.texts), mesh)
   row = np.zeros((2, config.max_length), np.int32)
   inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
-  about = {
-    "max_length": config.max_length,
-    "positions": config.positions,
-    "ask": config.model == "bert4rec",
-  }
+  about = {name: config[name] for name in ("max_length", "positions")}
+  about |= {"ask": config.model == "bert4rec"}
 
   def candidates() -> np.ndarray:
     vectors = model.candidates(model.embed.tables[model_lib.ITEM])
@@ -173,11 +167,7 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   return _Parts(model, model_lib.queries, inputs, about, candidates)
 
 
-_RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {
-  "dlrm": _dlrm,
-  "two_tower": _two_tower,
-  "sequence": _sequence,
-}
+_RECIPES = {"dlrm": _dlrm, "two_tower": _two_tower, "sequence": _sequence}
 
 
 def main(argv: Sequence[str]) -> None:

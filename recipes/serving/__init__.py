@@ -5,8 +5,8 @@
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
 
 `rows` are a dict of columns, a list of dicts, or a table of Arrow or pandas, with the columns of
-the training file in any order; other columns are ignored. A row that cannot be read is an error,
-which names row, column and value. `python -m recipes.predict` does the same with files.
+the training file in any order; other columns are ignored. `python -m recipes.predict` does the same
+with files.
 
 **Clicks.** Every declared feature needs its column. A category outside the vocabulary has one of
 the `oov` rows of its table, or no vector with `oov=0`. A missing category has no vector, a missing

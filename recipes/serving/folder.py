@@ -14,7 +14,6 @@ from .. import files
 from ..tables import spec
 from ..tables.spec import Format
 
-_PACKAGE = __package__.rpartition(".")[0]
 NAME = "served.json"
 MODEL = "model.npz"
 TRANSFORMS = "transforms"
@@ -37,7 +36,7 @@ class Served:
 def read(folder: str | Path) -> Served:
   """Reads an export; raises MissingFileError for another folder."""
   folder = Path(folder)
-  advice = f"`python -m {_PACKAGE}.export RUN --out=FOLDER` writes a folder to give here"
+  advice = "`python -m recipes.export RUN --out=FOLDER` writes a folder to give here"
   about = files.read_json(files.require(folder, NAME, hint=advice))
   with np.load(folder / MODEL) as file:
     stored = dict(file)

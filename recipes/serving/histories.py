@@ -12,34 +12,22 @@ from ..tables.values import Value, among, outcome
 
 
 class Beside(NamedTuple):
-  """A list in the rows, of one value for each item of a history.
+  """A list in the rows, of one value for each item of a history, or the history itself."""
 
-  Attributes:
-    history: the name of the history, which is a list of its own.
-    of: the column whose values training has put there.
-    number: the SQL of what a model reads, given a text `x`.
-    bad: a condition of texts `x` that have no meaning.
-  """
-
-  history: str
-  of: str
-  number: str = "x"
-  bad: str = "false"
+  history: History
+  of: str  # the column whose values training has put there
+  number: str  # the SQL of what a model reads, given a text `x`
+  bad: str  # a condition of texts `x` that have no meaning
 
   def read(self, value: Value, items: str) -> Value:
-    """Returns how the list is read; one without any value beside its items has missing ones.
-
-    Args:
-      value: the list of texts.
-      items: the SQL of the history.
-    """
+    """Returns how a list of texts is read beside items; if it is empty, all values are missing."""
     none = f"list_transform({items}, lambda x: CAST(NULL AS VARCHAR))"
     texts = f"CASE WHEN coalesce(len({value.sql}), 0) = 0 THEN {none} ELSE {value.sql} END"
     return value._replace(
       sql=f"list_transform({texts}, lambda x: {self.number})",
       bad=f"len({texts}) <> coalesce(len({items}), 0) OR "
       f"len(list_filter({texts}, lambda x: {self.bad})) > 0",
-      problem=f"is not one value for each item of {self.history!r}, as training reads {self.of!r}",
+      problem=f"is not one value of {self.of!r} for each item of {self.history.name!r}",
     )
 
 
@@ -59,7 +47,7 @@ def lists(histories: Sequence[History], kinds: Mapping[str, Any]) -> dict[str, B
         bad = f"x IS NOT NULL AND ({number}) IS NULL"
         bad += f" AND NOT {among('x', label.drop)}" if label.drop else ""
       if part.by != "table":  # which the export holds
-        by_name[part.name] = Beside(history.name, part.of, number, bad)
+        by_name[part.name] = Beside(history, part.of, number, bad)
   return by_name
 
 

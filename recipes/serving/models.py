@@ -48,22 +48,13 @@ class ClickModel:
     self.served, kinds = served, served.kinds
     self.encoder = Encoder.load(served.transforms)
     past = self.encoder.histories
-    features = {
-      name: kind
-      for name, kind in kinds.items()
-      if isinstance(kind, spec.Side) and not spec.is_history(kind)
-    }
-    lists = histories.lists(past, kinds)
-    separators = {history.name: history.separator for history in past}
-    read: dict[str, spec.Kind] = {
-      name: spec.Bag(separator=separators[each.history]) for name, each in lists.items()
-    }
+    is_own = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
+    features = {name: kind for name, kind in kinds.items() if is_own(kind)}
     self._time = str(spec.only(kinds, spec.Time))
-    if any(each.has_ages for each in past):
-      read[self._time] = kinds[self._time]
-    has_dates = any(history.has_dates for history in past)
-    missing = served.text_format.missing
-    self._reader = rows_lib.Reader(features | read, missing, lists=lists, has_dates=has_dates)
+    if any(history.has_ages for history in past):
+      features[self._time] = kinds[self._time]
+    missing, lists = served.text_format.missing, histories.lists(past, kinds)
+    self._reader = rows_lib.Reader(features, missing, lists=lists)
     self.columns = self._reader.columns
     self.labels = spec.labels(kinds)
     several = tuple(f"score_{name}" for name in self.labels)
@@ -202,8 +193,7 @@ class Recommender:
     if self.user in values:
       users = self._users.codes.find(values[self.user])
     own = self._histories(users, values)
-    features = {name: self._feature(name, users, values) for name in self._features}
-    inputs, is_known = self._inputs(users, own, features)
+    inputs, is_known = self._inputs(users, own, values)
     ids, scores = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
     for part, places in _batches(count, _RANKED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
@@ -222,18 +212,12 @@ class Recommender:
     return Recommended(texts(self._items.texts), scores, titles, ~is_known)
 
   def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
-    """Returns whether an item is never recommended to a user, who has had it; bool `[N]`.
-
-    Args:
-      users, items: N raw ids each, cut by the patterns of their columns.
-    """
-    if not self.served.about["exclude_seen"]:
-      return np.zeros(len(users), bool)
+    """Returns which of N items, raw ids, are never recommended to N users, who have had them."""
     user, item = self._users.codes.find(users), self._items.codes.find(items)
     owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
     count = len(self._items.texts)
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
-    return had & (user >= 0) & (item >= 0)
+    return had & (user >= 0) & (item >= 0) & self.served.about["exclude_seen"]
 
   def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the known items of rows, or else of their users."""
@@ -261,7 +245,7 @@ class Recommender:
     return np.where(as_mask(_is_given(row)), row, ids)
 
   def _inputs(
-    self, users: np.ndarray, own: Sequence[np.ndarray], features: Mapping[str, np.ndarray]
+    self, users: np.ndarray, own: Sequence[np.ndarray], values: Mapping[str, Any]
   ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Returns the program's inputs of N rows, and which rows name anything known, bool `[N]`."""
     about = self.served.about
@@ -270,12 +254,14 @@ class Recommender:
       latest = [items[max(len(items) - width + ask, 0) :] for items in own]
       counts = np.array([*map(len, latest)], np.int64)
       how = {"places": width, "aligned": about["positions"], "ask": ask}
-      return packing.inference_batch(_joined(latest), counts, width, **how), counts > 0
+      items = np.concatenate([np.empty(0, np.int32), *latest])
+      return packing.inference_batch(items, counts, width, **how), counts > 0
     width, thinned = about["eval_history"], []
     for items in own:  # evenly
       count = min(len(items), width)
       thinned.append(items[np.arange(count) * len(items) // max(count, 1)])
-    every = {"user": users, _HISTORY: _padded(thinned, width), **features}
+    every = {"user": users, _HISTORY: _padded(thinned, width)}
+    every |= {name: self._feature(name, users, values) for name in self._features}
     inputs = {name: every[name] for name in about["query"]}
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
     dynamic = [f for f in self._users.features if f.is_dynamic and f.name in inputs]
@@ -292,10 +278,7 @@ def _is_given(values: np.ndarray) -> np.ndarray:
   return (values != _none(values)).reshape(len(values), -1).any(axis=1)
 
 
-def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
-  return np.concatenate([np.empty(0, np.int32), *lists])
-
-
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:
   """Returns lists of ids as int32 `[N, width]`, -1 after each."""
-  return packing.padded(_joined(lists), [*map(len, lists)], width)
+  items = np.concatenate([np.empty(0, np.int32), *lists])
+  return packing.padded(items, [*map(len, lists)], width)

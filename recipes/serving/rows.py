@@ -48,8 +48,7 @@ class Reader:
   Args:
     kinds: by declared name; columns that rows lack are left out where they are not `required`.
     missing: texts that mean no value.
-    lists: of histories, by name, after those.
-    has_dates: whether times are dates, as in training.
+    lists: of histories, by name, each history before the values beside it.
 
   Attributes:
     columns: of the rows, that are read.
@@ -61,11 +60,12 @@ class Reader:
     missing: Sequence[str],
     *,
     lists: Mapping[str, Beside] = {},
-    has_dates: bool = False,
     required: bool = True,
   ):
-    self.kinds = kinds
+    self.kinds = dict(kinds)
+    self.kinds |= {n: spec.Bag(separator=each.history.separator) for n, each in lists.items()}
     self._missing, self._lists, self._required = missing, lists, required
+    has_dates = any(each.history.has_dates for each in lists.values())
     self._clock = "date" if has_dates else "fraction"
     sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))
     self.columns = tuple(dict.fromkeys(sources))
@@ -103,8 +103,8 @@ class Reader:
           )
         except DamagedFileError as error:
           raise UserError(f"{source}: {error}") from error
-        if beside is not None and beside.history != name:
-          value = beside.read(value, values[columns[beside.history]].sql)
+        if beside is not None and beside.history.name != name:
+          value = beside.read(value, values[columns[beside.history.name]].sql)
         values[columns[name]] = value
       answer = con.execute(typed("given", values)).to_arrow_table()
     bad = answer["bad"].is_valid().to_numpy()

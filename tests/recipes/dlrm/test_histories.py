@@ -310,7 +310,7 @@ def test_requests_with_little_or_wrong_in_them(run):
   for wrong, match in [
     (
       {"seen_where": "s1"},
-      "column 'seen_where': .* is not one value for each item of 'seen'",
+      "column 'seen_where': .* is not one value of 'where' for each item of 'seen'",
     ),
     ({"seen_when": "5|soon"}, "row 1, column 'seen_when'"),
     ({"seen_when": None}, "row 1, column 'seen_when'"),
