@@ -68,13 +68,6 @@ def find_delimiter(lines: Sequence[str], path: str, format: Format) -> str:
   return max(scores, key=lambda each: scores[each], default=",")
 
 
-def other_delimiter(text: str, delimiter: str) -> str:
-  """Returns the most frequent delimiter of a text but one; "" without any."""
-  counts = {each: text.count(each) for each in DELIMITERS if each not in (delimiter, " ")}
-  best = max(counts, key=lambda each: counts[each])
-  return best if counts[best] else ""
-
-
 def file_format(path: str | Path) -> str | None:
   """Returns "parquet", "json" or "text", as the suffix says; None if it says nothing.
 

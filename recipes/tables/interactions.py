@@ -17,7 +17,6 @@ from .transforms import Entities
 from .values import SPLITS
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
-_REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
 _SIDES = ("user", "item")
 
 
@@ -111,7 +110,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
   rows = log.numbered()
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
-    log.notes.append(_about_repeats(table, int(repeats.sum()), len(repeats)))
+    log.notes.append(_about_repeats(int(repeats.sum()), len(repeats), table.exclude_seen))
   # What is left out of a ranking cannot be found in it.
   if table.exclude_seen and repeats.any():
     rows = [each[~repeats] for each in rows]
@@ -199,12 +198,7 @@ class _Log:
     )
     self.rows.split(by, table.split, holds_out=False)
     self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number
-    self.notes = self.rows.notes + [
-      f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
-      "here: every user and item has a row of its own, and config.core leaves out rare ones"
-      for name in (user, item)
-      if name and (options := _differing(kinds[name], (*spec.OF_TABLE, "table")))
-    ]
+    self.notes = list(self.rows.notes)
 
   def numbered(self) -> list[np.ndarray]:
     """Returns user, item, split and row of each interaction, in the order of time.
@@ -300,12 +294,6 @@ class _Log:
     return made
 
 
-def _differing(kind: spec.Kind, options: tuple[str, ...]) -> list[str]:
-  """Returns the options of a declaration that are not the defaults of its kind."""
-  default = type(kind)()
-  return [name for name in options if getattr(kind, name) != getattr(default, name)]
-
-
 def _joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
   for name in own.transforms.kinds.keys() & other.transforms.kinds.keys():
@@ -316,16 +304,14 @@ def _joined(own: Entities, other: Entities, side: str) -> Entities:
   return Entities(own.texts, transforms, ids, dense, titles)
 
 
-def _about_repeats(table: Table, repeats: int, rows: int) -> str:
+def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:
   note = f"{repeats:,} of {rows:,} interactions repeat an earlier one of the same user and item"
-  if table.exclude_seen:
-    note += ", and are merged with it"
-    if repeats > _REPEATS * rows:
-      note += (
-        ". If people come back to the same items, set config.exclude_seen=False: repeats are then "
-        "kept, and can be recommended"
-      )
-  return note
+  if not exclude_seen:
+    return note
+  return note + (
+    ", and are merged with it. If people come back to the same items, set "
+    "config.exclude_seen=False: repeats are then kept, and can be recommended"
+  )
 
 
 def _about_splits(

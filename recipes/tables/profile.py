@@ -95,11 +95,12 @@ def read(paths: Sequence[str], format: Format, num_rows: int) -> Sample:
     into = "INSERT INTO sample" if rows else "CREATE OR REPLACE TABLE sample AS"
     con.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
     source.asked(con, path, f"{into} SELECT * FROM ({query}) LIMIT {num_rows - rows}")
-    bad, problems = source.rejected(con, file, format, "skip")
+    problems = source.rejected(con, file, format, "skip")
+    bad = sum(count for count, _ in problems.values())
     if no_rows := con.execute("DELETE FROM sample WHERE bad = 0").fetchall()[0][0]:
       problems[file.bad[1]] = no_rows, path
     before, rows = rows, source.count(con, "sample")
-    if len(bad) > _BAD * (rows - before + len(bad)):
+    if bad > _BAD * (rows - before + bad):
       source.rejected(con, file, format, "raise")  # says what to write
     skipped += [f"{n:,} rows: {what} (first: {first})." for what, (n, first) in problems.items()]
     if rows == num_rows:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import glob
 import os
-import re
 import shutil
 import tempfile
 import weakref
@@ -36,7 +35,6 @@ from .formats import (
   file_format,
   find_delimiter,
   named,
-  other_delimiter,
 )
 from .values import (
   MISSING,
@@ -93,14 +91,12 @@ class File:
     relation: what a query names after FROM.
     columns: an expression and its type by the name of the column; JSON Lines has any path.
     bad: a condition of rows that are no rows, and what they are called.
-    advice: what to try where a column is missing, or "".
   """
 
   path: str
   relation: str
   columns: Mapping[str, tuple[str, str]]
   bad: tuple[str, str] = ("false", "")
-  advice: str = ""
 
   def column(self, name: str) -> Column:
     """Returns a column; raises DamagedFileError where there is none."""
@@ -110,8 +106,8 @@ class File:
     if below and self.columns.get(top, ("", ""))[1] == "JSON":
       return Column(name, _field(top, *below), "VARCHAR")
     raise DamagedFileError(
-      f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. "
-      f"{self.advice}".rstrip()
+      f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. If the "
+      "first line is a row, name the columns: config.format.names=('…', '…')"
     )
 
 
@@ -228,11 +224,6 @@ def _text(path: str, format: Format, lines: Sequence[str]) -> File:
   quote = "" if format.rest or len(delimiter) > 1 else format.quote
   first = next(iter(fields_of(lines, delimiter, quote)), [])
   names = _names(path, format, [name.strip() for name in first])
-  advice = ""
-  if not format.names and len(names) == 1 and (other := other_delimiter(names[0], delimiter)):
-    advice = f"Is the delimiter another? Write config.format.delimiter={other!r}."
-  elif any(re.fullmatch(r"[-+.\d]+", name) for name in names):
-    advice = "If the first line is a row, name the columns: config.format.names=('…', '…')."
   if format.rest:
     last = len(names) - 1
     parts = f"string_split(trim(line, ' '), {literal(delimiter)})"
@@ -251,7 +242,7 @@ def _text(path: str, format: Format, lines: Sequence[str]) -> File:
   if len(names) == 1:  # an empty line is a row of one column to DuckDB
     relation = f"(FROM {relation} WHERE f0 IS NOT NULL)"
   columns = {name: (f"f{place}", "VARCHAR") for place, name in enumerate(names)}
-  return File(path, relation, columns, advice=advice)
+  return File(path, relation, columns)
 
 
 def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
@@ -395,7 +386,6 @@ class Rows:
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
     self.starts: list[int] = []  # the first row of each file
-    self.rejected: list[np.ndarray] = []  # lines of each file that are no rows
     self.place = "rowid"  # in `table`: where a row is in all files
 
   @property
@@ -445,16 +435,10 @@ class Rows:
   def numbers_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.
 
-    Lines that are no rows count, empty ones do not.
+    Lines with another number of fields and empty ones do not count.
     """
     file = np.searchsorted(self.starts, place, side="right") - 1
-    number = place - np.array([0, *self.starts])[file + 1] + 1
-    for index, lines in enumerate(self.rejected):
-      of_file = file == index
-      if lines.size and of_file.any():
-        kept = lines - np.arange(lines.size)
-        number[of_file] += np.searchsorted(kept, number[of_file], side="right")
-    return file, number
+    return file, place - np.array(self.starts)[file] + 1
 
   def split(self, by: str, settings: Mapping[str, Any], *, holds_out: bool = True) -> None:
     """Splits the rows: by "hash", "time", "order", "column" or "files"; by "" none is held out.
@@ -552,9 +536,7 @@ def read(
       into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
       rows.starts.append(count(con, rows.table) if number else 0)
       asked(con, file.path, f"{into} {query}")
-      lines, left_out = rejected(con, file, source.format, on_bad_row)
-      rows.rejected.append(lines)
-      for problem, (number_of, first) in left_out.items():
+      for problem, (number_of, first) in rejected(con, file, source.format, on_bad_row).items():
         rows.leave_out(problem, number_of, first)
       _refuse(rows, file, checks, on_bad_row)
       bar.update()
@@ -645,12 +627,12 @@ def _shown(value: str) -> str:
 
 def rejected(
   con: duckdb.DuckDBPyConnection, file: File, format: Format, on_bad_row: str
-) -> tuple[np.ndarray, dict[str, tuple[int, str]]]:
-  """Raises for the first line that DuckDB has left out; or returns their numbers and `left_out`."""
+) -> dict[str, tuple[int, str]]:
+  """Raises for the first line that DuckDB has left out; or returns `left_out` of all of them."""
   left_out: dict[str, tuple[int, str]] = {}
   tables = "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
   if not con.execute(tables).fetchone()[0]:  # type: ignore[index]
-    return np.empty(0, np.int64), left_out
+    return left_out
   found = con.execute(
     "SELECT line, any_value(error_type), any_value(left(csv_line, 200)) FROM reject_errors "
     "GROUP BY line ORDER BY line"
@@ -673,4 +655,4 @@ def rejected(
       )
     before, first = left_out.get(problem, (0, at))
     left_out[problem] = before + 1, first
-  return np.array([line for line, *_ in found], np.int64) - (not format.names), left_out
+  return left_out

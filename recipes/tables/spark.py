@@ -58,7 +58,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     encoder.save(serve_folder(settings, folder))
     for name in ("split.parquet", _SHARDS):
       files.new_folder(folder / name)
-    write = functools.partial(task.write, split=rows.split_sql, starts=rows.starts, read=read)
+    write = functools.partial(task.write, split=rows.split_sql, starts=rows.starts)
     shards = _run(session, write, len(read))
   table.check_unchanged()
   files.new_folder(stage).rmdir()
@@ -120,7 +120,6 @@ class _Read:
   """What is known of a file that was read; see `source.Rows`."""
 
   rows: int
-  rejected: np.ndarray
   left_out: dict[str, tuple[int, str]]
 
 
@@ -154,15 +153,13 @@ class _Task:
       hashed = ", hash" * (hashing["seed"] is not None)
       stored = f"SELECT {rows.values}, rowid AS place, bad{hashed} FROM {rows.table}"
       con.execute(f"COPY ({stored}) TO {literal(folder / _ROWS)} (FORMAT parquet)")
-      return _Read(source.count(con, rows.table), rows.rejected[0], rows.left_out)
+      return _Read(source.count(con, rows.table), rows.left_out)
 
-  def write(
-    self, number: int, *, split: str, starts: Sequence[int], read: Sequence[_Read]
-  ) -> list[int]:
+  def write(self, number: int, *, split: str, starts: Sequence[int]) -> list[int]:
     """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
     with source.connect() as con:
       rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
-      rows.starts, rows.rejected = [0], [read[number].rejected]
+      rows.starts = [0]
       placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
       stored = f"({placed} FROM read_parquet({literal(glob.escape(str(self.path(number))))}))"
       columns = ", ".join([*rows.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])

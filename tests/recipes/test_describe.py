@@ -300,5 +300,5 @@ def test_odd_names_of_columns_are_described_trained_and_served(tmp_path, monkeyp
   predicted = io.StringIO()
   notes = predict.predict(str(served), str(path), predicted)
   header, *rows = csv.reader(io.StringIO(predicted.getvalue()))
-  assert notes == [f"{ROWS} rows"]  # nothing is unknown or missing
+  assert notes == f"{ROWS} rows"
   assert (header[-1], len(header), len(rows)) == ("score_", len(ODD) + 2, ROWS)

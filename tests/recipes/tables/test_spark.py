@@ -111,7 +111,7 @@ def simple(folder):
     "user": "user",
     "city": {"kind": "category", "min_count": 1},
     "price": {"kind": "number", "buckets": 5},
-    "both": {"kind": "cross", "columns": ["city", "price"], "buckets": 50},
+    "again": {"kind": "label", "column": "y", "weight": 0.5},
   }
   table = {"files": users, "key": "id", "columns": {"land": "category"}}
   return {"files": str(folder), "columns": columns, "user_table": table}
