@@ -77,10 +77,9 @@ def test_declarations_that_make_no_sense(tmp_path):
     ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
     ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of names values of earlier rows"),
-    ({"seen": SEEN | {"dim": 4}}, "of names values of earlier rows"),
     (
       {"seen": SEEN, "more": SEEN | {"combiner": "sum", "beside": ()}},
-      r"'seen'\] and 'more' share a table: give both one combiner",
+      "'seen' and 'more' share the table 'what', and differ in combiner",
     ),
     ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
   ]
