@@ -72,5 +72,5 @@ def positions(encoder: Encoder, values: Mapping[str, Any], time: str) -> list[np
     lengths = lengths_of(values[history.name])
     ends = np.cumsum(lengths, dtype=np.int64)
     spans = np.stack([ends - lengths, ends], axis=1)
-    blocks += Log(parts, times, history.width).positions(spans, now)
+    blocks += Log(history.width, parts, spans, times, now).positions(slice(None))
   return blocks

@@ -241,7 +241,7 @@ def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np
   logs = [*log.logs(encoder.own_features, all_ids)]
   for block in ids:
     part = slice(start, start := start + len(block))
-    yield [x for each, spans in logs for x in each.positions(spans[part], log.times[part])]
+    yield [x for each in logs for x in each.positions(part)]
 
 
 def _id_name(table: Table, side: str) -> str:

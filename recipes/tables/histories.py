@@ -38,8 +38,8 @@ class Part:
   Attributes:
     name: of its feature, and of the list column that has it in rows to predict for.
     of: the declared column.
-    by: "row", where the value is of the earlier row, "table" of a file of items or users by their
-      ids, "label" or "time".
+    by: "row" or "table", where the value is of the earlier row or of the table of items or users;
+      "label" or "time".
     size: rows of its table, of labels and times.
   """
 
@@ -125,7 +125,6 @@ def _is_single(kind: spec.Kind | None) -> bool:
 
 
 def _beside(table: "Table", name: str, of: str, column: str) -> Part:
-  """Returns the values of a declared column beside those of a history."""
   kind, part = table.kinds.get(column), functools.partial(Part, f"{name}_{column}", column)
   if isinstance(kind, spec.Label):
     return part("label", 2)
@@ -174,37 +173,30 @@ def ordered(
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-  """The values of M rows in order, of which spans are histories.
+  """The values of M rows in order, of which spans are the histories of N rows.
 
   Attributes:
+    width: positions of a history.
     parts: the values of each part but for the age, int32 `[M, C]`: C is 2 for raw ids of a dynamic
       vocabulary, else 1.
-    times: `[M]`; None where no age is asked for.
-    width: positions of a history.
+    spans: where the history of a row starts and stops, `[N, 2]`.
+    times, now: `[M]`, and of the rows `[N]`, if they have ages.
   """
 
-  parts: Sequence[np.ndarray]
-  times: np.ndarray | None
   width: int
+  parts: Sequence[np.ndarray]
+  spans: np.ndarray
+  times: np.ndarray | None = None
+  now: np.ndarray | None = None
 
-  @property
-  def columns(self) -> int:
-    """The columns of a history in `ids` of a row."""
-    return self.width * (sum(part.shape[1] for part in self.parts) + (self.times is not None))
-
-  def positions(self, spans: np.ndarray, now: np.ndarray | None) -> list[np.ndarray]:
-    """Returns the last positions of B spans for each part, int32 `[B, width * C]`, -1 after.
-
-    Args:
-      spans: where each starts and stops, `[B, 2]`.
-      now: the times that ages are counted to, `[B]`.
-    """
+  def positions(self, rows: Any) -> list[np.ndarray]:
+    """Returns the last positions of B rows for each part, int32 `[B, width * C]`, -1 after."""
+    spans = self.spans[rows]
     kept = np.minimum(spans[:, 1] - spans[:, 0], self.width)
     first = spans[:, 1] - kept
     blocks = [taken(part, first, kept, self.width) for part in self.parts]
-    if self.times is not None:
-      assert now is not None
-      passed = now[:, None] - taken(self.times, first, kept, self.width)
+    if self.times is not None and self.now is not None:
+      passed = self.now[rows][:, None] - taken(self.times, first, kept, self.width)
       inside = np.arange(self.width) < kept[:, None]
       blocks.append(np.where(inside, ages(passed), np.int32(-1)))
     return [block.reshape(len(spans), -1) for block in blocks]
@@ -243,7 +235,6 @@ class Rows:
   Attributes:
     histories: with their widths.
     notes: a line about each.
-    times: of the rows, those of a split together, `[N]`.
   """
 
   def __init__(
@@ -263,9 +254,9 @@ class Rows:
     self._labels = {
       name: pc.fill_null(column(name).cast(pa.int32()), -1).to_numpy() for name in table.labels
     }
-    self._by_split = np.argsort(split, kind="stable")
-    self._places = np.argsort(self._by_split)
-    self.times, self.histories, self.notes = times[self._by_split], list[History](), list[str]()
+    by_split = np.argsort(split, kind="stable")
+    self._places = np.argsort(by_split)
+    self._times, self.histories, self.notes = times[by_split], list[History](), list[str]()
     self._spans = []
     for history in declared:
       kept = self._labels[history.where] == 1 if history.where else np.ones(len(times), bool)
@@ -279,10 +270,10 @@ class Rows:
         f"most {longest:,}{used if longest > width else ''}"
       )
       self.histories.append(dataclasses.replace(history, width=width, has_dates=rows.has_dates))
-      self._spans.append((order, spans[self._by_split]))
+      self._spans.append((order, spans[by_split]))
 
-  def logs(self, features: Sequence[Feature], ids: np.ndarray) -> Iterator[tuple[Log, np.ndarray]]:
-    """Yields the log of each history, and the spans of all N rows in it, those of a split together.
+  def logs(self, features: Sequence[Feature], ids: np.ndarray) -> Iterator[Log]:
+    """Yields the log of each history.
 
     Args:
       features: in the order of their columns in `ids`.
@@ -297,21 +288,19 @@ class Rows:
           parts.append(self._labels[part.of][order][:, None])
         elif part.by != "time":
           parts.append(ids[:, of[part.of]][places])
-      times = self.times[places] if history.has_ages else None
-      yield Log(parts, times, history.width), spans
+      timed = (self._times[places], self._times) if history.has_ages else ()
+      yield Log(history.width, parts, spans, *timed)
 
   def write(self, folder: Path, features: Sequence[Feature]) -> list[Any]:
-    """Writes the logs and the spans for `Columns`; returns their meta; see `logs`."""
+    """Writes the logs for `Columns`, and returns their meta; see `logs`."""
     past, about = files.new_folder(folder / _FOLDER), []
-    np.save(past / "now", self.times)
-    ids = np.load(folder / "ids.npy", mmap_mode="r")
-    for number, (log, spans) in enumerate(self.logs(features, ids)):
-      np.save(past / f"{number}_spans", spans)
-      for place, part in enumerate(log.parts):
-        np.save(past / f"{number}_{place}", part)
-      if log.times is not None:
-        np.save(past / f"{number}_times", log.times)
-      about.append((log.width, len(log.parts), log.times is not None))
+    for log in self.logs(features, np.load(folder / "ids.npy", mmap_mode="r")):
+      arrays = {"spans": log.spans, "times": log.times, "now": log.now}
+      arrays |= {str(place): part for place, part in enumerate(log.parts)}
+      for name, array in arrays.items():
+        if array is not None:
+          np.save(past / f"{len(about)}_{name}", array)
+      about.append((log.width, len(log.parts)))
     return about
 
 
@@ -325,26 +314,23 @@ class Columns(cache.Columns):
   def _ids(self) -> "_Ids":
     past, logs = cache.Columns(self.folder / _FOLDER), []
     about = files.read_json(self.folder / cache.META)["histories"]
-    for number, (width, parts, has_ages) in enumerate(about):
-      times = past[f"{number}_times"] if has_ages else None
-      log = Log([past[f"{number}_{place}"] for place in range(parts)], times, width)
-      logs.append((log, past[f"{number}_spans"]))
-    return _Ids(super().__getitem__("ids"), past["now"], logs)
+    for number, (width, count) in enumerate(about):
+      parts = [past[f"{number}_{place}"] for place in range(count)]
+      spans, times, now = (past.get(f"{number}_{name}") for name in ("spans", "times", "now"))
+      logs.append(Log(width, parts, spans, times, now))
+    return _Ids(super().__getitem__("ids"), logs)
 
 
 class _Ids:
   """Ids int32 `[N, W]` of rows and of their histories; indexing makes those."""
 
-  def __init__(self, ids: np.ndarray, now: np.ndarray, logs: Sequence[tuple[Log, np.ndarray]]):
-    self._ids, self._now, self._logs = ids, now, logs
-    self.shape = (len(ids), ids.shape[1] + sum(log.columns for log, _ in logs))
-    self.dtype = ids.dtype
+  def __init__(self, ids: np.ndarray, logs: Sequence[Log]):
+    self._ids, self._logs = ids, logs
+    self.shape, self.dtype = (len(ids), self[:1].shape[1]), ids.dtype
 
   def __len__(self) -> int:
     return len(self._ids)
 
   def __getitem__(self, rows: Any) -> np.ndarray:
-    blocks, now = [self._ids[rows]], self._now[rows]
-    for log, spans in self._logs:
-      blocks += log.positions(spans[rows], now)
+    blocks = [self._ids[rows], *(x for log in self._logs for x in log.positions(rows))]
     return np.concatenate(blocks, axis=1)
