@@ -1,13 +1,12 @@
-"""What a ranker makes of the positions of a history: pooled, DIN, a transformer, or HSTU.
+"""Models of the positions of a history: pooled, DIN, a transformer, or HSTU.
 
-A history has one part or several: the item at each position, and perhaps its genre, the action and
-the age beside it. `Histories` replaces the vectors of each part at all positions by one vector of
-the same width, so that a backbone sees no difference between the models.
+`Histories` replaces the vectors of each part of a history at all positions by one vector of the
+same width, so that a backbone sees no difference between the models.
 
 B is the batch, L the number of positions, D the width of a position, all parts together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,15 +36,12 @@ class DIN(nnx.Module):
     self.mlp = layers.MLP(4 * dim, hidden, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, 1, dtype=dtype, rngs=rngs)
 
-  def weights(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
-    """Returns the weight of each position, `[B, L]`, 0 where the mask is False."""
-    query = jnp.broadcast_to(query_BxD[:, None], keys_BxLxD.shape)
-    pairs = jnp.concatenate([keys_BxLxD, query, keys_BxLxD - query, keys_BxLxD * query], axis=-1)
-    return jnp.where(mask_BxL, self.out(self.mlp(pairs))[..., 0], 0)
-
   def __call__(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
     """Returns `[B, D]` for positions, a candidate, and a mask of the positions in use."""
-    return jnp.einsum("bl,bld->bd", self.weights(keys_BxLxD, query_BxD, mask_BxL), keys_BxLxD)
+    query = jnp.broadcast_to(query_BxD[:, None], keys_BxLxD.shape)
+    pairs = jnp.concatenate([keys_BxLxD, query, keys_BxLxD - query, keys_BxLxD * query], axis=-1)
+    weights_BxL = jnp.where(mask_BxL, self.out(self.mlp(pairs))[..., 0], 0)
+    return jnp.einsum("bl,bld->bd", weights_BxL, keys_BxLxD)
 
 
 class Encoder(nnx.Module):
@@ -94,8 +90,7 @@ class Histories(nnx.Module):
   history. For a part without one, such as an action or an age, it is zeros.
 
   Args:
-    widths: of their vectors by name.
-    make: returns the module for a width and a length.
+    widths: of the features' vectors by name.
     linear: how many of the last columns are first-order weights, whose mean is taken.
 
   Raises:
@@ -104,12 +99,13 @@ class Histories(nnx.Module):
 
   def __init__(
     self,
+    config,
     features: Sequence[Feature],
     widths: Mapping[str, int],
-    make: Callable[[int, int], Callable[..., jax.Array]],
-    dtype: Any = jnp.float32,
     *,
     linear: int = 0,
+    dtype: Any,
+    rngs: nnx.Rngs,
   ):
     self.dtype, self.linear = dtype, linear
     self.widths = {name: width - linear for name, width in widths.items()}
@@ -128,10 +124,15 @@ class Histories(nnx.Module):
             "which config.history.model attends for: set `of`, or declare it as a bag"
           )
     lengths = {feature.name: feature.valency for feature in features}
-    width = lambda parts: sum(self.widths[part] for part in parts)
-    self.models = nnx.Dict(
-      {name: make(width(parts), lengths[name]) for name, parts in self.parts.items()}
-    )
+    model, options, models = config.history.model, {"dtype": dtype, "rngs": rngs}, {}
+    for name, parts in self.parts.items():
+      dim = sum(self.widths[part] for part in parts)
+      models[name] = (
+        DIN(dim, **options)
+        if model == "din"
+        else Encoder(model, dim, lengths[name], dropout=config.dropout, **options)
+      )
+    self.models = nnx.Dict(models)
 
   def __call__(
     self, activations: Mapping[str, jax.Array], inputs: Mapping[str, Any]
@@ -172,27 +173,6 @@ class Histories(nnx.Module):
     return jnp.concatenate(keys, axis=-1), jnp.concatenate(queries, axis=-1), mask_BxL
 
 
-def make(
-  config,
-  features: Sequence[Feature],
-  widths: Mapping[str, int],
-  dtype: Any,
-  rngs: nnx.Rngs,
-  linear: int = 0,
-) -> Histories | None:
-  """Returns the `Histories` that `config.history.model` names; None where vectors are pooled."""
-  model, options = config.history.model, {"dtype": dtype, "rngs": rngs}
-  if not attends(config, features):
-    return None
-
-  def of_width(dim: int, length: int) -> Callable[..., jax.Array]:
-    if model == "din":
-      return DIN(dim, **options)
-    return Encoder(model, dim, length, dropout=config.dropout, **options)
-
-  return Histories(features, widths, of_width, dtype, linear=linear)
-
-
 def attends(config, features: Sequence[Feature]) -> bool:
-  """Whether a model sees each position of a history, instead of one pooled vector."""
+  """Returns whether a model sees each position of a history, instead of one pooled vector."""
   return config.history.model != "pooled" and any(feature.history for feature in features)

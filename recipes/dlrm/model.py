@@ -272,5 +272,8 @@ def build_model(
     **options,
   )
   by_name = {name: feature.table.dim for name, feature in features.items()}
-  model.histories = histories_lib.make(config, data.features, by_name, **options, linear=linear)
+  if histories_lib.attends(config, data.features):
+    model.histories = histories_lib.Histories(
+      config, data.features, by_name, linear=linear, **options
+    )
   return model

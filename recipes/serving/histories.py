@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..tables import spec
-from ..tables.histories import History
+from ..tables.histories import History, Log
 from ..tables.transforms import Encoder, lengths_of, numbers_of
 from ..tables.values import Value, among, outcome
 
@@ -56,13 +56,21 @@ def positions(encoder: Encoder, values: Mapping[str, Any], time: str) -> list[np
   blocks = list[np.ndarray]()
   for history in encoder.histories:
     flat = {part.name: values[part.name].flatten() for part in history.parts if part.by != "table"}
+    parts, times, now = list[np.ndarray](), None, None
     for part in history.parts:
-      if part.by == "label":
-        flat[part.name] = np.nan_to_num(numbers_of(flat[part.name]), nan=-1).astype(np.int64)
-    times = numbers_of(flat[history.parts[-1].name]) if history.has_ages else None
-    now = numbers_of(values[time]) if history.has_ages else None
+      if part.by == "time":
+        times, now = numbers_of(flat[part.name]), numbers_of(values[time])
+        continue
+      if part.by == "row":
+        ids = encoder.transforms.ids({part.of: flat[part.name]}, part.of)
+      elif part.by == "table":
+        side = encoder.sides[history.parts[0].of]
+        ids = side.of_rows(side.codes.find(flat[history.name]))[0][part.of]
+      else:
+        ids = np.nan_to_num(numbers_of(flat[part.name]), nan=-1).astype(np.int32)
+      parts.append(ids if ids.ndim == 2 else ids[:, None])
     lengths = lengths_of(values[history.name])
     ends = np.cumsum(lengths, dtype=np.int64)
     spans = np.stack([ends - lengths, ends], axis=1)
-    blocks += encoder.log(history, flat, times).positions(spans, now)
+    blocks += Log(history.width, parts, spans, times, now).positions(slice(None))
   return blocks

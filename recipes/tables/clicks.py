@@ -46,16 +46,18 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     write_splits(rows, folder, table.names)
     base = base_of(table)
     encoder, notes, sizes = fitted(table, rows, base)
-    log = histories.Rows(table, declared, rows) if declared else None
-    if log is not None:
-      made, lines = log.ordered({each.name: each.width for each in base.histories} if base else {})
-      encoder, notes = Encoder(encoder.transforms, encoder.sides, made), [*notes, *lines]
+    log = None
+    if declared:
+      widths = {each.name: each.width for each in base.histories} if base else {}
+      log = histories.Rows(table, declared, rows, widths)
+      encoder = Encoder(encoder.transforms, encoder.sides, log.histories)
+      notes += log.notes
     notes.append(summary(encoder))
     encoder.save(serve_folder(settings, folder))
     write_columns(rows, table, encoder, folder, sizes)
     about: dict[str, Any] = {"sha256": digests.result()}
     if log is not None:
-      about["histories"] = log.write(folder, encoder.histories, encoder.places)
+      about["histories"] = log.write(folder, encoder.own_features)
   table.check_unchanged()
   files.new_folder(folder / "stage").rmdir()
   return meta(table, encoder, notes, sizes) | about
@@ -233,14 +235,13 @@ def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np
   if not encoder.histories:
     while True:
       yield []
-  log = histories.Rows(table, encoder.histories, rows)
-  log.ordered({})
+  log = histories.Rows(table, encoder.histories, rows, {})
   ids = [encoder.encode(values, len(place))["ids"] for values, place, _ in rows.batches()]
   all_ids, start = np.concatenate(ids), 0
-  logs = log.logs(encoder.histories, encoder.places, all_ids, np.arange(len(all_ids)))
+  logs = [*log.logs(encoder.own_features, all_ids)]
   for block in ids:
     part = slice(start, start := start + len(block))
-    yield [x for each, spans in logs for x in each.positions(spans[part], log.times[part])]
+    yield [x for each in logs for x in each.positions(part)]
 
 
 def _id_name(table: Table, side: str) -> str:

@@ -38,8 +38,8 @@ class Part:
   Attributes:
     name: of its feature, and of the list column that has it in rows to predict for.
     of: the declared column.
-    by: "row", where the value is of the earlier row, "table" of a file of items or users by their
-      ids, "label" or "time".
+    by: "row" or "table", where the value is of the earlier row or of the table of items or users;
+      "label" or "time".
     size: rows of its table, of labels and times.
   """
 
@@ -75,12 +75,6 @@ class History:
     return cls(**{**about, "parts": tuple(Part(**part) for part in about["parts"])})
 
   @property
-  def labels(self) -> tuple[str, ...]:
-    """The labels that it is of."""
-    labels = [part.of for part in self.parts if part.by == "label"]
-    return (*filter(None, [self.where]), *labels)
-
-  @property
   def has_ages(self) -> bool:
     """Whether positions tell how long ago they were."""
     return self.parts[-1].by == "time"
@@ -103,12 +97,6 @@ def declared(table: "Table") -> list[History]:
     UserError: a history names what is no column of its kind, or user or time are not declared.
   """
   kinds, found = table.kinds, []
-  for side, source in table.sides.items():
-    for name, kind in source.kinds.items():
-      if spec.is_history(kind):
-        raise UserError(
-          f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
-        )
   for name, kind in kinds.items():
     if not spec.is_history(kind):
       continue
@@ -121,21 +109,14 @@ def declared(table: "Table") -> list[History]:
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    parts = [Part(name, kind.of)]
-    parts += [_beside(table, name, kind.of, each) for each in kind.beside]
-    for part in parts[1:]:
+    beside = [_beside(table, name, kind.of, each) for each in kind.beside]
+    for part in beside:
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
-    parts.sort(key=lambda part: part.by == "time")
+    parts = sorted([Part(name, kind.of), *beside], key=lambda part: part.by == "time")
     found.append(
       History(name, tuple(parts), kind.max_length, kind.where, kind.combiner, kind.separator)
     )
-    table_of = spec.table_of(kind.of, kinds[kind.of])
-    for other, each in kinds.items():  # one table has one combiner
-      if isinstance(each, spec.Bag) and each.combiner != kind.combiner:
-        owner = each.of if spec.is_history(each) else other
-        if owner in kinds and spec.table_of(owner, kinds[owner]) == table_of:
-          raise UserError(f"{place} and {other!r} share a table: give both one combiner")
   return found
 
 
@@ -144,7 +125,6 @@ def _is_single(kind: spec.Kind | None) -> bool:
 
 
 def _beside(table: "Table", name: str, of: str, column: str) -> Part:
-  """Returns the values of a declared column beside those of a history."""
   kind, part = table.kinds.get(column), functools.partial(Part, f"{name}_{column}", column)
   if isinstance(kind, spec.Label):
     return part("label", 2)
@@ -164,84 +144,62 @@ def _beside(table: "Table", name: str, of: str, column: str) -> Part:
 # --- which rows -----------------------------------------------------------------------------------
 
 
-class Order:
-  """Rows in the order of users and, of each, of time.
+def ordered(
+  users: np.ndarray, times: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns rows in the order of users and of time, and the spans of what was before each row.
 
   Args:
     users: int `[N]`, -1 where a row has none.
     times: numbers `[N]`.
     kept: bool `[N]`, the rows that histories hold.
 
-  Attributes:
-    rows: the numbers of these rows in order; those of one time are in the order they came in.
+  Returns:
+    The numbers of the kept rows, those of one time in the order they came in; and where in them the
+    earlier ones of the user of each row start and stop, `[N, 2]`.
 
-  >>> order = Order(np.array([0, 1, 0, 0]), np.array([30, 10, 10, 30]), np.ones(4, bool))
-  >>> order.rows.tolist(), order.before(np.array([0, 1, 0]), np.array([30, 30, 31])).tolist()
-  ([2, 0, 3, 1], [[0, 1], [3, 4], [0, 3]])
+  >>> rows, spans = ordered(np.array([0, 1, 0, 0]), np.array([30, 10, 10, 30]), np.ones(4, bool))
+  >>> rows.tolist(), spans.tolist()
+  ([2, 0, 3, 1], [[0, 1], [3, 3], [0, 0], [0, 1]])
   """
-
-  def __init__(self, users: np.ndarray, times: np.ndarray, kept: np.ndarray):
-    self._clock = np.unique(times)
-    rows = np.flatnonzero(kept & (users >= 0))
-    keys = self._keys(users[rows], times[rows])
-    order = np.argsort(keys, kind="stable")
-    self.rows, self._sorted = rows[order], keys[order]
-
-  def _keys(self, users: np.ndarray, times: np.ndarray) -> np.ndarray:
-    ticks = np.searchsorted(self._clock, times)
-    return users.astype(np.int64) * (len(self._clock) + 1) + ticks
-
-  def before(self, users: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns where the rows of these users start, and those before these times stop: `[n, 2]`."""
-    first = users.astype(np.int64) * (len(self._clock) + 1)
-    ends = np.stack([first, self._keys(users, times)], axis=1)
-    return np.where((users >= 0)[:, None], np.searchsorted(self._sorted, ends), 0)
+  clock, ticks = np.unique(times, return_inverse=True)
+  starts = users.astype(np.int64) * len(clock)
+  keys = starts + ticks
+  rows = np.flatnonzero(kept & (users >= 0))
+  rows = rows[np.argsort(keys[rows], kind="stable")]
+  spans = np.searchsorted(keys[rows], np.stack([starts, keys], axis=1))
+  return rows, np.where((users >= 0)[:, None], spans, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-  """The values of rows in order, of which spans are histories.
+  """The values of M rows in order, of which spans are the histories of N rows.
 
   Attributes:
-    ids: int32 `[M, C]`, the values of the parts side by side, but for the age.
-    times: `[M]`; None where no age is asked for.
     width: positions of a history.
-    columns: how many each part has in `ids`: two for a raw id of a dynamic vocabulary.
+    parts: the values of each part but for the age, int32 `[M, C]`: C is 2 for raw ids of a dynamic
+      vocabulary, else 1.
+    spans: where the history of a row starts and stops, `[N, 2]`.
+    times, now: `[M]`, and of the rows `[N]`, if they have ages.
   """
 
-  ids: np.ndarray
-  times: np.ndarray | None
   width: int
-  columns: Sequence[int]
+  parts: Sequence[np.ndarray]
+  spans: np.ndarray
+  times: np.ndarray | None = None
+  now: np.ndarray | None = None
 
-  @classmethod
-  def joined(cls, blocks: Sequence[np.ndarray], times: np.ndarray | None, width: int) -> "Log":
-    """Returns the log of parts, int `[M, columns]` each."""
-    ids = np.concatenate(blocks, axis=1).astype(np.int32)
-    return cls(ids, times, width, [block.shape[1] for block in blocks])
-
-  @property
-  def row(self) -> int:
-    """The columns of a history in `ids` of a row."""
-    return self.width * (sum(self.columns) + (self.times is not None))
-
-  def positions(self, spans: np.ndarray, now: np.ndarray | None) -> list[np.ndarray]:
-    """Returns the last positions of B spans for each part, int32 `[B, width * columns]`, -1 after.
-
-    Args:
-      spans: where each starts and stops, `[B, 2]`.
-      now: the times that ages are counted to, `[B]`.
-    """
+  def positions(self, rows: Any) -> list[np.ndarray]:
+    """Returns the last positions of B rows for each part, int32 `[B, width * C]`, -1 after."""
+    spans = self.spans[rows]
     kept = np.minimum(spans[:, 1] - spans[:, 0], self.width)
     first = spans[:, 1] - kept
-    blocks = taken(self.ids, first, kept, self.width)
-    ids = np.split(blocks, np.cumsum(self.columns)[:-1], axis=-1)
-    if self.times is not None:
-      assert now is not None
-      passed = now[:, None] - taken(self.times, first, kept, self.width)
+    blocks = [taken(part, first, kept, self.width) for part in self.parts]
+    if self.times is not None and self.now is not None:
+      passed = self.now[rows][:, None] - taken(self.times, first, kept, self.width)
       inside = np.arange(self.width) < kept[:, None]
-      ids.append(np.where(inside, ages(passed), np.int32(-1)))
-    return [np.ascontiguousarray(part).reshape(len(spans), -1) for part in ids]
+      blocks.append(np.where(inside, ages(passed), np.int32(-1)))
+    return [block.reshape(len(spans), -1) for block in blocks]
 
 
 def ages(differences: np.ndarray) -> np.ndarray:
@@ -265,141 +223,114 @@ def taken(flat: np.ndarray, first: np.ndarray, kept: np.ndarray, width: int) -> 
 
 # --- prepared tables ------------------------------------------------------------------------------
 
-_PREFIX = "history_"  # of the columns that batches do not have
+_FOLDER = "histories"  # of prepared columns
 
 
 class Rows:
-  """Users, times, splits and labels of all rows of a table, while it is prepared."""
+  """The rows of a table in the order of users and times, while it is prepared.
 
-  def __init__(self, table: "Table", declared: Sequence[History], rows: "source.Rows"):
-    self._declared, self._has_dates = declared, rows.has_dates
-    self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
-    self._labels = {label for history in declared for label in history.labels}
-    parts = [*rows.batches([self._user, self._time, *self._labels])]
-    users = [part.values[self._user].dictionary_encode() for part in parts]
-    merged = pa.chunked_array(users).unify_dictionaries().combine_chunks()
-    self._users = pc.fill_null(merged.indices, -1).to_numpy(zero_copy_only=False)
-    column = lambda name: np.concatenate([part.values[name].to_numpy(False) for part in parts])
-    self._split, times = np.concatenate([part.split for part in parts]), column(self._time)
-    labels = {name: np.nan_to_num(column(name).astype(float), nan=-1) for name in self._labels}
-    self._values = {self._time: times} | {n: each.astype(np.int32) for n, each in labels.items()}
+  Args:
+    widths: of the histories of an earlier run, which do not shrink.
 
-  def ordered(self, widths: Mapping[str, int]) -> tuple[list[History], list[str]]:
-    """Puts the rows in order; returns the histories with their widths, and lines about them.
+  Attributes:
+    histories: with their widths.
+    notes: a line about each.
+  """
 
-    Args:
-      widths: of an earlier run, which do not shrink.
-    """
-    users, times = self._users, self._values[self._time]
-    self._made, made, notes = [], [], []
-    for history in self._declared:
-      kept = self._values[history.where] == 1 if history.where else np.ones(len(times), bool)
-      order = Order(users, times, kept)
-      spans = order.before(users, times)
-      lengths = (spans[:, 1] - spans[:, 0])[self._split == 0]
+  def __init__(
+    self,
+    table: "Table",
+    declared: Sequence[History],
+    rows: "source.Rows",
+    widths: Mapping[str, int],
+  ):
+    user, time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
+    names = dict.fromkeys([user, time, *table.labels])
+    parts = [*rows.batches([*names])]
+    column = lambda name: pa.chunked_array([part.values[name] for part in parts])
+    encoded = column(user).dictionary_encode().combine_chunks()
+    users = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
+    split, times = np.concatenate([part.split for part in parts]), column(time).to_numpy()
+    self._labels = {
+      name: pc.fill_null(column(name).cast(pa.int32()), -1).to_numpy() for name in table.labels
+    }
+    by_split = np.argsort(split, kind="stable")
+    self._places = np.argsort(by_split)
+    self._times, self.histories, self.notes = times[by_split], list[History](), list[str]()
+    self._spans = []
+    for history in declared:
+      kept = self._labels[history.where] == 1 if history.where else np.ones(len(times), bool)
+      order, spans = ordered(users, times, kept)
+      lengths = (spans[:, 1] - spans[:, 0])[split == 0]
       longest = max(int(lengths.max(initial=0)), widths.get(history.name, 1))
       width = history.width or min(longest, _LONGEST)
       used = f", of which the last {width} are used: its max_length says how many"
-      notes.append(
+      self.notes.append(
         f"history {history.name!r}: {lengths.mean():.1f} earlier rows in a training row, at "
         f"most {longest:,}{used if longest > width else ''}"
       )
-      made.append(dataclasses.replace(history, width=width, has_dates=self._has_dates))
-      self._made.append((order, spans))
-    return made, notes
+      self.histories.append(dataclasses.replace(history, width=width, has_dates=rows.has_dates))
+      self._spans.append((order, spans[by_split]))
 
-  def write(
-    self, folder: Path, histories: Sequence[History], places: Mapping[str, slice]
-  ) -> list[Any]:
-    """Writes the log of each history, and the spans of the table's rows; returns their meta.
+  def logs(self, features: Sequence[Feature], ids: np.ndarray) -> Iterator[Log]:
+    """Yields the log of each history.
 
     Args:
-      folder: with `ids` of all rows, those of a split together.
-      places: of the features in `ids`.
+      features: in the order of their columns in `ids`.
+      ids: int32 `[N, W]`, the rows of a split together.
     """
-    by_split = np.argsort(self._split, kind="stable")
-    at = np.empty_like(by_split)
-    at[by_split] = np.arange(len(at))
-    ids, about = np.load(folder / "ids.npy", mmap_mode="r"), []
-    _write(folder, "now", self.times[by_split])
-    for number, (log, spans) in enumerate(self.logs(histories, places, ids, at)):
-      _write(folder, f"{number}_spans", spans[by_split])
-      _write(folder, f"{number}_ids", log.ids)
-      if log.times is not None:
-        _write(folder, f"{number}_times", log.times)
-      about.append((log.width, log.columns, log.times is not None))
-    return about
-
-  def logs(
-    self, histories: Sequence[History], places: Mapping[str, slice], ids: np.ndarray, at: np.ndarray
-  ) -> list[tuple[Log, np.ndarray]]:
-    """Returns the log of each history, and the spans of all N rows in it.
-
-    Args:
-      places: of the features in `ids`.
-      ids: int32 `[N, W]`.
-      at: of each row, its place in `ids`.
-    """
-    logs = []
-    for history, (order, spans) in zip(histories, self._made, strict=True):
-      rows, blocks = order.rows, []
+    ends = np.cumsum([feature.columns for feature in features])
+    of = {f.name: slice(end - f.columns, end) for f, end in zip(features, ends, strict=True)}
+    for history, (order, spans) in zip(self.histories, self._spans, strict=True):
+      places, parts = self._places[order], []
       for part in history.parts:
         if part.by == "label":
-          blocks.append(self._values[part.of][rows][:, None])
+          parts.append(self._labels[part.of][order][:, None])
         elif part.by != "time":
-          blocks.append(ids[:, places[part.of]][at[rows]])
-      times = self.times[rows] if history.has_ages else None
-      logs.append((Log.joined(blocks, times, history.width), spans))
-    return logs
+          parts.append(ids[:, of[part.of]][places])
+      timed = (self._times[places], self._times) if history.has_ages else ()
+      yield Log(history.width, parts, spans, *timed)
 
-  @property
-  def times(self) -> np.ndarray:
-    """The times of the rows, `[N]`."""
-    return self._values[self._time]
-
-
-def _write(folder: Path, name: str, values: np.ndarray) -> None:
-  cache.column(folder, _PREFIX + name, values.shape, values.dtype)[:] = values
+  def write(self, folder: Path, features: Sequence[Feature]) -> list[Any]:
+    """Writes the logs for `Columns`, and returns their meta; see `logs`."""
+    past, about = files.new_folder(folder / _FOLDER), []
+    for log in self.logs(features, np.load(folder / "ids.npy", mmap_mode="r")):
+      arrays = {"spans": log.spans, "times": log.times, "now": log.now}
+      arrays |= {str(place): part for place, part in enumerate(log.parts)}
+      for name, array in arrays.items():
+        if array is not None:
+          np.save(past / f"{len(about)}_{name}", array)
+      about.append((log.width, len(log.parts)))
+    return about
 
 
 class Columns(cache.Columns):
   """Prepared columns; `ids` have the positions of histories behind them when they are read."""
 
-  def __init__(self, folder: str | Path):
-    super().__init__(folder)
-    self._histories = files.read_json(self.folder / "meta.json")["histories"]
-
-  def __iter__(self) -> Iterator[str]:
-    return (name for name in self._names if not name.startswith(_PREFIX))
-
-  def __len__(self) -> int:
-    return sum(1 for _ in self)
-
   def __getitem__(self, name: str) -> Any:
-    column = super().__getitem__
-    if name != "ids":
-      return column(name)
-    logs = []
-    for number, (width, columns, has_ages) in enumerate(self._histories):
-      of = lambda what, number=number: column(f"{_PREFIX}{number}_{what}")
-      times = of("times") if has_ages else None
-      logs.append((Log(of("ids"), times, width, columns), of("spans")))
-    return _Ids(column("ids"), column(f"{_PREFIX}now"), logs)
+    return self._ids if name == "ids" else super().__getitem__(name)
+
+  @functools.cached_property
+  def _ids(self) -> "_Ids":
+    past, logs = cache.Columns(self.folder / _FOLDER), []
+    about = files.read_json(self.folder / cache.META)["histories"]
+    for number, (width, count) in enumerate(about):
+      parts = [past[f"{number}_{place}"] for place in range(count)]
+      spans, times, now = (past.get(f"{number}_{name}") for name in ("spans", "times", "now"))
+      logs.append(Log(width, parts, spans, times, now))
+    return _Ids(super().__getitem__("ids"), logs)
 
 
 class _Ids:
   """Ids int32 `[N, W]` of rows and of their histories; indexing makes those."""
 
-  def __init__(self, ids: np.ndarray, now: np.ndarray, logs: Sequence[tuple[Log, np.ndarray]]):
-    self._ids, self._now, self._logs = ids, now, logs
-    self.shape = (len(ids), ids.shape[1] + sum(log.row for log, _ in logs))
-    self.dtype = ids.dtype
+  def __init__(self, ids: np.ndarray, logs: Sequence[Log]):
+    self._ids, self._logs = ids, logs
+    self.shape, self.dtype = (len(ids), self[:1].shape[1]), ids.dtype
 
   def __len__(self) -> int:
     return len(self._ids)
 
   def __getitem__(self, rows: Any) -> np.ndarray:
-    blocks, now = [self._ids[rows]], self._now[rows]
-    for log, spans in self._logs:
-      blocks += log.positions(spans[rows], now)
+    blocks = [self._ids[rows], *(x for log in self._logs for x in log.positions(rows))]
     return np.concatenate(blocks, axis=1)

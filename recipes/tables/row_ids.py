@@ -1,10 +1,8 @@
 """The raw ids of a run's table rows, by which another run finds the rows that it starts from."""
 
-import hashlib
 from pathlib import Path
 
 from ..warm_start import RowIds
-from .settings import READING
 from .transforms import Encoder, Entities, Transforms
 
 
@@ -28,13 +26,6 @@ def inputs(serve: Path) -> list[str]:
     return [name for side in sides for name in side.transforms.kinds]
   encoder = Encoder.load(serve)
   return [*(feature.name for feature in encoder.features), *encoder.dense_names]
-
-
-def digest(serve: Path) -> str:
-  """Returns a hash of the fitted transforms: raw ids by row, numbers, and declarations."""
-  paths = sorted(path for path in serve.glob("*.json") if path.name != READING)
-  content = [path.read_text() for path in paths], sorted(read(serve).items(), key=str)
-  return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _of(transforms: Transforms) -> dict[str, RowIds]:

@@ -10,8 +10,7 @@
       "seen": {"kind": "sequence", "of": "movie", "beside": ("genre", "clicked", "when")},
     }
 
-The classes below are the kinds; their attributes are the options. Columns of the files that are not
-declared are not read. In JSON Lines a column is a path: `"column": "user.id"`.
+The classes below are the kinds; their attributes are the options.
 """
 
 import codecs
@@ -19,7 +18,7 @@ import dataclasses
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from ..errors import UserError
@@ -31,13 +30,6 @@ WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column wi
 def _choice(*names: str) -> Any:
   """Makes an option with these values; the first is the default."""
   return dataclasses.field(default=names[0], metadata={"choices": names})
-
-
-def _groups(pattern: str) -> int:
-  try:
-    return re.compile(pattern).groups
-  except re.error:
-    return -1
 
 
 def as_text(value: str | int | float) -> str:
@@ -52,15 +44,15 @@ def as_text(value: str | int | float) -> str:
 
 # --- files ----------------------------------------------------------------------------------------
 
-ENCODINGS = {"utf-8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16"}
-ENCODINGS |= {"iso8859-1": "latin-1", "utf-16-le": "utf-16"}
+_ENCODINGS = {  # as DuckDB names them
+  "utf-8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16",
+  "utf-16-le": "utf-16", "iso8859-1": "latin-1",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """How text files are written.
-
-  Parquet files and JSON Lines use `missing` alone.
+  """The format of text files; Parquet files and JSON Lines use `missing` alone.
 
   Attributes:
     delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`
@@ -104,7 +96,7 @@ class Format:
   def codec(self) -> str | None:
     """The encoding as DuckDB names it; None if it reads no such files."""
     try:
-      return ENCODINGS.get(codecs.lookup(self.encoding).name)
+      return _ENCODINGS.get(codecs.lookup(self.encoding).name)
     except LookupError:
       return None
 
@@ -132,11 +124,9 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Label(Kind):
-  """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
+  """What is predicted: a click (1, true, yes) or none (0, false, no).
 
   Values are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
-  One model of dlrm predicts several labels. Then a row without a value of one of them counts for
-  the others; a row without the only label cannot be read.
   """
 
   kind: ClassVar[str] = "label"
@@ -181,11 +171,9 @@ class Number(Embedded):
 class Category(Embedded):
   """A category, by a vocabulary of the training rows, a hash or its own number.
 
-  Values outside the vocabulary share `oov` rows of the table, by hash. A missing value has no
-  vector: it adds zeros. A dynamic vocabulary counts nothing beforehand: while training, a new value
-  gets a row, if need be that of a value which has not been used for longest; see
-  `embed.DynamicVocabulary`. With `min_count` 1, a tenth of the values that one row has are left out
-  of a vocabulary of 100 or more, so that the vectors of unknown values are trained.
+  Values outside the vocabulary share `oov` rows of the table, by hash. A missing value adds zeros.
+  With `min_count` 1, a tenth of the values that one row has are left out of a vocabulary of 100 or
+  more, so that the vectors of unknown values are trained.
   """
 
   kind: ClassVar[str] = "category"
@@ -222,28 +210,21 @@ class Bag(Category):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ordered(Bag):
-  """As a bag, in the order of time: the last `max_length` values are used of a longer row.
+  """A bag in the order of time: the last `max_length` values are used of a longer row.
 
-  With `of` it is the history of the row's user, and no column of the files: the values that this
-  category has in the user's rows of an earlier time, whatever their split. Rows of the same time
-  are not seen. The values share the table of their column.
+  With `of` it is no column of the files but the history of the row's user; see `histories`.
   """
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
   of: str = ""  # a declared category, such as the item
-  # Declared columns whose values in the same earlier rows go along: categories, of the row or in a
-  # table of the users or items, the label, or the time, which tells how long ago the row was.
-  beside: tuple[str, ...] = ()
+  beside: tuple[str, ...] = ()  # declared columns whose values in the same earlier rows go along
   where: str = ""  # the label: only rows where it is 1 are in the history; "" takes all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vector(Side):
-  """Numbers that another model has computed, such as the embedding of a text or an image.
-
-  They are not trained; a learned linear layer takes them to `config.dim`. A missing one is zeros.
-  """
+  """Numbers that another model has computed; a learned linear layer takes them to `config.dim`."""
 
   kind: ClassVar[str] = "vector"
   width: int = 0  # how many numbers
@@ -255,11 +236,6 @@ class Id(Category):
   """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about."""
 
   min_count: int = 1
-  separator: str = ""  # of ids in a field that holds several; "" for one
-
-  @property
-  def is_list(self) -> bool:
-    return bool(self.separator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +250,11 @@ class Item(Id):
   """The item of a row, or its items."""
 
   kind: ClassVar[str] = "item"
+  separator: str = ""  # of ids in a field that holds several; "" for one
+
+  @property
+  def is_list(self) -> bool:
+    return bool(self.separator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,52 +299,43 @@ OF_TABLE = (  # options that columns of one table share
   "optimizer",
 )  # fmt: skip
 _OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
-# What makes no sense: of which kinds, when, and what to write.
-_FAULTS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
-  (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
-  (Label, lambda k: not k.weight > 0, "weight must be above 0"),
-  (
-    Number,
-    lambda k: (
-      k.buckets == 1 if isinstance(k.buckets, int) else sorted(set(k.buckets)) != [*k.buckets]
-    ),
-    "buckets: give 2 or more, 0 for none, or boundaries that increase",
-  ),
-  (Category, lambda k: k.min_count < 1, "min_count must be 1 or more"),
-  (
-    Category,
-    lambda k: bool(k.hash) + bool(k.size) + k.is_dynamic > 1,
-    "give one of hash, size and vocabulary='dynamic'",
-  ),
-  (
-    Category,
-    lambda k: k.is_dynamic != bool(k.capacity) or k.capacity % 16,
-    "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both or none",
-  ),
-  (
-    Category,
-    lambda k: k.pattern and _groups(k.pattern) != 1,
-    "pattern must be a regular expression with one group, which is the value",
-  ),
-  (Bag, lambda k: not k.separator, "separator is the text between two values, and not empty"),
-  (Vector, lambda k: not k.width, "width is the number of values in each vector: give it"),
-  (
-    Ordered,
-    lambda k: not k.of and (k.beside or k.where),
-    "beside and where are for a history: name its column with of",
-  ),
-  (
-    Ordered,
-    lambda k: k.of and any(getattr(k, name) != getattr(Ordered, name) for name in _OF_COLUMN),
-    "of names values of earlier rows, in the table of their column: leave out its options",
-  ),
-  (User, lambda k: k.separator, "a row has one user: remove separator"),
-  (
-    Time,
-    lambda k: k.columns and not 3 <= len(k.columns) <= 6,
-    "columns are those of year, month, day, and perhaps hour, minute and second",
-  ),
-)
+
+
+def _faults(kind: Any) -> Iterator[str]:
+  """Yields what to write instead of options that make no sense together."""
+  if isinstance(kind, Label) and kind.positive and kind.at_least is not None:
+    yield "give positive or at_least, not both"
+  if isinstance(kind, Number):
+    boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
+    if kind.buckets == 1 or sorted(set(boundaries)) != [*boundaries]:
+      yield "buckets: give 2 or more, 0 for none, or boundaries that increase"
+  if isinstance(kind, Category):
+    if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
+      yield "give one of hash, size and vocabulary='dynamic'"
+    if kind.is_dynamic != bool(kind.capacity) or kind.capacity % 16:
+      yield (
+        "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both or "
+        "none"
+      )
+    if kind.pattern and not _has_one_group(kind.pattern):
+      yield "pattern must be a regular expression with one group, which is the value"
+  if isinstance(kind, Bag) and not kind.separator:
+    yield "separator is the text between two values, and not empty"
+  if isinstance(kind, Vector) and not kind.width:
+    yield "width is the number of values in each vector: give it"
+  if isinstance(kind, Ordered) and not kind.of and (kind.beside or kind.where):
+    yield "beside and where are for a history: name its column with of"
+  if is_history(kind) and any(getattr(kind, name) != getattr(Ordered, name) for name in _OF_COLUMN):
+    yield "of names values of earlier rows, in the table of their column: leave out its options"
+  if isinstance(kind, Time) and kind.columns and not 3 <= len(kind.columns) <= 6:
+    yield "columns are those of year, month, day, and perhaps hour, minute and second"
+
+
+def _has_one_group(pattern: str) -> bool:
+  try:
+    return re.compile(pattern).groups == 1
+  except re.error:
+    return False
 
 
 def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[str, Kind]:
@@ -378,11 +350,12 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
   if not hasattr(columns, "items"):
     raise UserError(f"{setting} is {columns!r}: give a dict of the columns and their kinds")
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
-  if setting.endswith("_table.columns"):  # all of them are of that side
-    kinds = {
-      name: dataclasses.replace(kind, side="") if isinstance(kind, Side) else kind
-      for name, kind in kinds.items()
-    }
+  if setting.endswith("_table.columns"):
+    for name, kind in kinds.items():
+      if is_history(kind):
+        raise UserError(f"{setting}[{name!r}] has `of`: declare it in config.columns")
+      if isinstance(kind, Side):  # all of them are of that side
+        kinds[name] = dataclasses.replace(kind, side="")
   for single in SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
@@ -404,9 +377,8 @@ def _parse_one(value: Any, place: str) -> Kind:
       raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
     given[option] = _typed(each, fields[option], f"{place}: {option} is {each!r}")
   kind = KINDS[name](**given)
-  for cls, is_fault, advice in _FAULTS:
-    if isinstance(kind, cls) and is_fault(kind):
-      raise UserError(f"{place}: {advice}")
+  for fault in _faults(kind):
+    raise UserError(f"{place}: {fault}")
   return kind
 
 
@@ -421,7 +393,7 @@ def _typed(value: Any, field: Any, place: str) -> Any:
     return tuple(map(float, value))
   if isinstance(default, tuple) and all(map(_is_scalar, value if is_many else (value,))):
     return tuple(value) if is_many else (value,)
-  if field.name in ("at_least", "weight") and is_number:
+  if is_number and (field.name == "at_least" or (isinstance(default, float) and value >= 0)):
     return float(value)
   if type(value) is not type(default) or (is_number and value < 0):
     raise UserError(f"{place}: give a value like {default!r}")
@@ -478,28 +450,34 @@ def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
   Args:
     declared: the kinds by their setting, as "config" and "config.user_table".
   """
+  owners: dict[str, tuple[str, bool]] = {}
   for setting, kinds in declared.items():
-    by_table: dict[str, list[tuple[str, Kind]]] = {}
+    by_table: dict[str, list[str]] = {}
     for name, kind in kinds.items():
-      if has_table(kind) and not is_history(kind):
-        by_table.setdefault(table_of(name, kind), []).append((name, kind))
-    for table, columns in by_table.items():
-      for (one, first), (other, second) in itertools.pairwise(columns):
-        # The table of a column's own name is filled as that column says.
-        own = all(isinstance(k, Category) and k.table for k in (first, second))
-        options = [*(OF_TABLE if own else OF_TABLE[1:])]
-        options += ["combiner"] * (isinstance(first, Bag) and isinstance(second, Bag))
-        differing = [o for o in options if getattr(first, o, None) != getattr(second, o, None)]
-        if differing:
+      if has_table(kind):
+        own = kind.of if is_history(kind) else name
+        by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
+    for table, names in by_table.items():
+      is_named = any(getattr(kinds[name], "table", "") for name in names)
+      owner, was_named = owners.setdefault(table, (setting, is_named))
+      if owner != setting and (is_named or was_named):
+        raise UserError(
+          f"{setting}.columns[{names[0]!r}] has the table {table!r} of columns in {owner}: only "
+          "columns of the same files can share one, so choose another name"
+        )
+      for one, other in itertools.combinations(names, 2):
+        if differing := _differing(kinds[one], kinds[other]):
           raise UserError(
             f"{setting}.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
             f"{', '.join(differing)}"
           )
-    for other_setting, others in declared.items():
-      for name, kind in others.items():
-        named = getattr(kind, "table", "")
-        if other_setting != setting and named and named in by_table:
-          raise UserError(
-            f"{other_setting}.columns[{name!r}] has the table {named!r} of columns in {setting}: "
-            "only columns of the same files can share one, so choose another name"
-          )
+
+
+def _differing(one: Any, other: Any) -> list[str]:
+  """Returns the options in which two columns of one table differ, and may not."""
+  options = ["combiner"] if isinstance(one, Bag) and isinstance(other, Bag) else []
+  if not is_history(one) and not is_history(other):
+    # The vocabulary of a column's own table is filled as that column says.
+    own = all(isinstance(kind, Category) and kind.table for kind in (one, other))
+    options = [*(OF_TABLE if own else OF_TABLE[1:]), *options]
+  return [name for name in options if getattr(one, name, None) != getattr(other, name, None)]

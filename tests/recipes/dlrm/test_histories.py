@@ -77,10 +77,9 @@ def test_declarations_that_make_no_sense(tmp_path):
     ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
     ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of names values of earlier rows"),
-    ({"seen": SEEN | {"dim": 4}}, "of names values of earlier rows"),
     (
       {"seen": SEEN, "more": SEEN | {"combiner": "sum", "beside": ()}},
-      r"'seen'\] and 'more' share a table: give both one combiner",
+      "'seen' and 'more' share the table 'what', and differ in combiner",
     ),
     ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
   ]
@@ -155,20 +154,19 @@ def test_din_by_hand():
   din.out.kernel[...] = jnp.array([0, 0, 0, 0, 0.0, 1.0, 1.0, 1.0])[:, None]  # (k - q)[1] + k q
   keys = np.array([[[1.0, 0.0], [2.0, 1.0], [9.0, 9.0]]], np.float32)
   query, mask = np.array([[1.0, 1.0]], np.float32), np.array([[True, True, False]])
-  both = nnx.jit(lambda din, *given: (din.weights(*given), din(*given)))
-  weights, output = both(din, keys, query, mask)
-  # Of the first (0 - 1) + 1 = 0, of the second (1 - 1) + 3 = 3; the third is none.
-  np.testing.assert_allclose(weights, [[0.0, 3.0, 0.0]])
+  # The first weighs (0 - 1) + 1 = 0, the second (1 - 1) + 3 = 3; the third is none.
+  output = nnx.jit(lambda din, *given: din(*given))(din, keys, query, mask)
   np.testing.assert_allclose(output, [[6.0, 3.0]])
 
 
+def attending(name, features, widths):
+  config = ConfigDict({"history": {"model": name}, "dropout": 0.0})
+  return histories.Histories(config, features, widths, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
 def encoder(name):
-  about = ConfigDict({"history": {"model": name}, "dropout": 0.0})
   features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="seen"))
-  made = histories.make(
-    about, features, dict.fromkeys(("item", "seen"), 4), jnp.float32, nnx.Rngs(0)
-  )
-  return made.models["seen"]
+  return attending(name, features, dict.fromkeys(("item", "seen"), 4)).models["seen"]
 
 
 @pytest.mark.parametrize("name", ["din", *ways.ci("transformer", "hstu")])
@@ -208,14 +206,7 @@ def call(module, activations, inputs):
 
 def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   widths = {"item": 2, "city": 5, "seen": 2, "seen_when": 3}
-  got = []
-
-  def make(dim, length):
-    got.append((dim, length))
-    return histories.DIN(dim, (), dtype=jnp.float32, rngs=nnx.Rngs(0))
-
-  module = histories.Histories(FEATURES, widths, make)
-  assert got == [(5, 3)]
+  module = attending("din", FEATURES, widths)
   shapes = {"item": (1, 2), "city": (1, 5), "seen": (1, 3, 2), "seen_when": (1, 3, 3)}
   activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
@@ -225,7 +216,7 @@ def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
   assert mask.tolist() == [[True, True, False]]
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
   with pytest.raises(UserError, match="'seen' shares its table with no single value"):
-    histories.Histories(FEATURES[1:], widths, make)
+    attending("din", FEATURES[1:], widths)
 
 
 # --- serving --------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ def test_errors_name_the_column():
     ({"a": number | {"logg": 1}}, r"\['a'\]: a number has no option 'logg'; did you mean"),
     ({"a": number | {"log": 1}}, r"\['a'\]: log is 1: give a value like False"),
     ({"a": number | {"decimal": ";"}}, "decimal is ';': choose '.' or ','"),
-    ({"a": category | {"min_count": 0}}, "min_count must be 1 or more"),
     ({"a": category | {"hash": 9, "size": 9}}, "give one of hash, size"),
     ({"a": category | {"pattern": "(a"}}, "a regular expression with one group"),
     ({"a": category | {"pattern": "a"}}, "a regular expression with one group"),
