@@ -6,11 +6,12 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
   recommendation_v2/torchrec_dlrm): its tables, bags, layers, batch and splits, days 0 to 22 to
   train and half of day 23 to validate; its target is a validation AUC of .80275 within an epoch.
   What differs: the tables' Adagrad starts at 0.1 and has no epsilon (MLPerf: 0 and 1e-8, as the
-  dense part has here); the learning rate is .004 (the README there says .005); ids are hash
-  values modulo the table's size, see recipes/dlrm/criteo1tb.py; tables start normal(0, 0.01)
-  instead of uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
-Cost: not run. Tables and slots are 195 GiB over all chips. Preparing reads 1.3 TB, about nine hours
-  on one core, and writes 0.7 TB; the order of the rows takes 34 GB of host memory.
+  dense part has here); the learning rate is .004 (the README there says .005); ids are hashes of
+  the categories, and the other ids of a bag are drawn, see recipes/dlrm/criteo1tb.py; a blank
+  category has no vector, and a blank integer is the mean; tables start normal(0, 0.01) instead of
+  uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
+Cost: not run. Tables and slots are 195 GiB over all chips. Spark prepares the days, a task each, and
+  writes 0.7 TB; see docs/how_to/own_table.md, "On a cluster".
 Number: not run: the data's licence has to be accepted, and there was no pod. The second command
   compiles the training step for one, needs neither chips nor data, and says what it takes.
 Mode "smoke": the same code on tables of a few rows, a run of seconds; it reads 24 small files.
