@@ -34,14 +34,10 @@ def of_values(
     bucketed: a number without buckets gets as many; 0 leaves it a number.
     base: as of `fit`.
   """
-  title = spec.only(kinds, spec.Title)
-  features = {
-    name: dataclasses.replace(kind, buckets=kind.buckets or bucketed)
-    if isinstance(kind, spec.Number)
-    else kind
-    for name, kind in kinds.items()
-    if isinstance(kind, spec.Side)
-  }
+  features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+  for name, kind in features.items():
+    if isinstance(kind, spec.Number):
+      features[name] = dataclasses.replace(kind, buckets=kind.buckets or bucketed)
   transforms = Transforms({}, {}, {}, {})
   if features:
     columns = {name: f"c{place}" for place, name in enumerate(values)}
@@ -52,6 +48,7 @@ def of_values(
     )
     transforms, _ = fit(Relation(con, "entities", columns), features, base)
   ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
+  title = spec.only(kinds, spec.Title)
   titles = values[title].to_pylist() if title else None
   return Entities(texts, transforms, ids, transforms.dense(values, len(texts)), titles)
 
@@ -97,21 +94,20 @@ def read(
   if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")
   texts = con.execute(f"SELECT {key} FROM {rows.view}").to_arrow_table()[0].to_pylist()
-  at, notes = Codes(texts).find(trained), rows.notes
+  at, notes = Codes(texts).find(trained), [*rows.notes]
   if (at < 0).all():
     raise UserError(
       f"no {side} of the training rows is in column {table.key!r} of {file}: rows have {side}s "
       f"like {trained[0].as_py()!r}, the table has {side}s like {texts[0]!r}"
     )
   if (unknown := np.flatnonzero(at < 0)).size:
-    notes = [
-      *notes,
+    notes.append(
       f"{unknown.size:,} of {len(trained):,} {side}s of the training rows are not in config.{side}_"
-      f"table, as {trained[int(unknown[0])].as_py()!r}",
-    ]
-  parts = [*rows.batches()]
+      f"table, as {trained[int(unknown[0])].as_py()!r}"
+    )
+  parts = [part.values for part in rows.batches()]
   names = [name for name in table.read_kinds if name]
-  values = {name: pa.concat_arrays([part.values[name] for part in parts]) for name in names}
+  values = {name: pa.concat_arrays([part[name] for part in parts]) for name in names}
   is_trained = np.isin(np.arange(len(texts)), at)
   made = of_values(con, texts, table.kinds, values, is_trained, bucketed=bucketed, base=base)
   return made, notes

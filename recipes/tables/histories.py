@@ -1,11 +1,11 @@
 """Histories: what the user of a row did before it, as positions beside the row's own ids.
 
-A history of 50 positions in every row would be a hundred times the log. So the log is stored once,
-in the order of users and times, and each row stores where its part of it starts and stops: 16 bytes
-a row, and 4 for each value of a position. Positions are cut out when a batch is read.
+The log is stored once, in the order of users and times, and each row stores where its part of it
+starts and stops: 16 bytes a row, and 4 for each value of a position. Positions are cut out when a
+batch is read.
 
 Rows of an earlier time are seen, whatever their split; rows of the same time and of later times are
-never in the part of a row. Training, evaluation and serving cut with the same functions.
+never in the part of a row.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def declared(table: "Table") -> list[History]:
   for name, kind in kinds.items():
     if not spec.is_history(kind):
       continue
-    place = f"config.columns[{name!r}]"
+    place, beside = f"config.columns[{name!r}]", []
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
     if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
@@ -109,8 +109,8 @@ def declared(table: "Table") -> list[History]:
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    beside = [_beside(table, name, kind.of, each) for each in kind.beside]
-    for part in beside:
+    for column in kind.beside:
+      beside.append(part := _beside(table, name, kind.of, column))
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
     parts = sorted([Part(name, kind.of), *beside], key=lambda part: part.by == "time")
@@ -245,8 +245,7 @@ class Rows:
     widths: Mapping[str, int],
   ):
     user, time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
-    names = dict.fromkeys([user, time, *table.labels])
-    parts = [*rows.batches([*names])]
+    parts = [*rows.batches([user, time, *table.labels])]
     column = lambda name: pa.chunked_array([part.values[name] for part in parts])
     encoded = column(user).dictionary_encode().combine_chunks()
     users = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
