@@ -292,7 +292,7 @@ class Rows:
 
   def write(self, folder: Path, features: Sequence[Feature]) -> list[Any]:
     """Writes the logs for `Columns`, and returns their meta; see `logs`."""
-    past, about = files.new_folder(folder / _FOLDER), []
+    past, about = files.new_folder(folder / _FOLDER), list[Any]()
     for log in self.logs(features, np.load(folder / "ids.npy", mmap_mode="r")):
       arrays = {"spans": log.spans, "times": log.times, "now": log.now}
       arrays |= {str(place): part for place, part in enumerate(log.parts)}
@@ -315,8 +315,8 @@ class Columns(cache.Columns):
     about = files.read_json(self.folder / cache.META)["histories"]
     for number, (width, count) in enumerate(about):
       parts = [past[f"{number}_{place}"] for place in range(count)]
-      spans, times, now = (past.get(f"{number}_{name}") for name in ("spans", "times", "now"))
-      logs.append(Log(width, parts, spans, times, now))
+      times, now = (past.get(f"{number}_{name}") for name in ("times", "now"))
+      logs.append(Log(width, parts, past[f"{number}_spans"], times, now))
     return _Ids(super().__getitem__("ids"), logs)
 
 
