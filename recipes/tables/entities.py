@@ -24,10 +24,9 @@ def of_values(
   bucketed: int = 0,
   base: Transforms | None = None,
 ) -> Entities:
-  """Returns entities whose features are fitted on and computed of their values.
+  """Returns the entities of E raw ids, whose features are fitted on and computed of their values.
 
   Args:
-    texts: raw ids, E of them.
     kinds: the declared features, and perhaps a title.
     values: E values by declared name.
     trained: bool `[E]`, the entities of training rows, which are fitted on.
@@ -41,8 +40,7 @@ def of_values(
   transforms = Transforms({}, {}, {}, {})
   if features:
     columns = {name: f"c{place}" for place, name in enumerate(values)}
-    split = np.where(trained, 0, 1).astype(np.int8)
-    place = np.arange(len(texts))
+    split, place = (~trained).astype(np.int8), np.arange(len(texts))
     con.register(
       "entities", pa.table([*values.values(), split, place], [*columns.values(), "split", "place"])
     )
@@ -72,16 +70,14 @@ def read(
     bucketed, base: as in `of_values`.
 
   Raises:
-    UserError: an id is missing or appears twice; names file and row. Or no id of the training rows
-      is in the table.
+    UserError: an id is missing or appears twice; or no id of the training rows is in the table.
   """
   file = table.all_files[0]
   rows = source.read(con, table, on_bad_row, name=f"{side}_table")
-  key, stored = rows.columns[""], rows.table
-  earlier = f"row_number() OVER (PARTITION BY {key} ORDER BY place) > 1"
+  key = rows.columns[""]
   again = con.execute(
-    f"SELECT place, {key} FROM (SELECT place, {key}, {earlier} AS again FROM {rows.view}) "
-    "WHERE again ORDER BY place"
+    f"SELECT place, {key} FROM {rows.view} "
+    f"QUALIFY row_number() OVER (PARTITION BY {key} ORDER BY place) > 1 ORDER BY place"
   ).fetchall()
   if again:
     number = rows.numbers_of(np.array([again[0][0]]))[1][0]
@@ -89,7 +85,7 @@ def read(
     if on_bad_row == "raise":
       raise DamagedFileError(f"{problem}. Repair it, or write config.on_bad_row='skip'")
     places = ", ".join(str(row) for row, _ in again)
-    con.execute(f"UPDATE {stored} SET bad = 0 WHERE rowid IN ({places})")
+    con.execute(f"UPDATE {rows.table} SET bad = 0 WHERE rowid IN ({places})")
     rows.leave_out(f"their {side} is in an earlier row", len(again), problem)
   if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")

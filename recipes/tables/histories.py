@@ -57,7 +57,6 @@ class History:
     parts: the values at a position; the age is the last one.
     where: a label that is 1 in its rows; "" is any row.
     combiner: of vectors that are pooled.
-    separator: between two positions of a text.
     has_dates: whether times are dates, not numbers.
   """
 
@@ -66,7 +65,6 @@ class History:
   width: int
   where: str = ""
   combiner: str = "mean"
-  separator: str = "|"
   has_dates: bool = False
 
   @classmethod
@@ -82,20 +80,17 @@ class History:
   def features(self, own: Mapping[str, Feature]) -> Iterator[Feature]:
     """Yields the feature of each part, given those of the rows by name."""
     for part in self.parts:
-      like = Feature(part.name, part.size) if part.size else own[part.of]
-      table = like.table or like.name
-      about: Any = {"name": part.name, "table": "" if table == part.name else table}
-      about |= {"valency": self.width, "combiner": self.combiner, "history": self.name}
-      about |= {"candidate": "" if part.size else part.of}
-      yield dataclasses.replace(like, **about)
+      feature = Feature(part.name, part.size)
+      if not part.size:
+        table = own[part.of].table or part.of
+        feature = dataclasses.replace(own[part.of], name=part.name, table=table, candidate=part.of)
+      yield dataclasses.replace(
+        feature, valency=self.width, combiner=self.combiner, history=self.name
+      )
 
 
 def declared(table: "Table") -> list[History]:
-  """Returns the declared histories; a width of 0 is left to the data.
-
-  Raises:
-    UserError: a history names what is no column of its kind, or user or time are not declared.
-  """
+  """Returns the declared histories; a width of 0 is left to the data."""
   kinds, found = table.kinds, []
   for name, kind in kinds.items():
     if not spec.is_history(kind):
@@ -114,9 +109,7 @@ def declared(table: "Table") -> list[History]:
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
     parts = sorted([Part(name, kind.of), *beside], key=lambda part: part.by == "time")
-    found.append(
-      History(name, tuple(parts), kind.max_length, kind.where, kind.combiner, kind.separator)
-    )
+    found.append(History(name, tuple(parts), kind.max_length, kind.where, kind.combiner))
   return found
 
 
@@ -147,16 +140,12 @@ def _beside(table: "Table", name: str, of: str, column: str) -> Part:
 def ordered(
   users: np.ndarray, times: np.ndarray, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns rows in the order of users and of time, and the spans of what was before each row.
+  """Returns rows in the order of users and times, and the spans in it of what was before each row.
 
   Args:
     users: int `[N]`, -1 where a row has none.
-    times: numbers `[N]`.
+    times: numbers `[N]`; rows of one time stay in their order.
     kept: bool `[N]`, the rows that histories hold.
-
-  Returns:
-    The numbers of the kept rows, those of one time in the order they came in; and where in them the
-    earlier ones of the user of each row start and stop, `[N, 2]`.
 
   >>> rows, spans = ordered(np.array([0, 1, 0, 0]), np.array([30, 10, 10, 30]), np.ones(4, bool))
   >>> rows.tolist(), spans.tolist()

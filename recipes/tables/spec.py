@@ -32,11 +32,7 @@ def _choice(*names: str) -> Any:
 
 
 def as_text(value: str | int | float) -> str:
-  """Returns a value as the texts of columns are spelled.
-
-  >>> as_text("4.0"), as_text(5.0), as_text(True)
-  ('4', '5', 'true')
-  """
+  """Returns a value as the texts of columns are spelled: 4.0 as 4, True as true."""
   text = str(value).strip()
   return text.lower() if text.lower() in ("true", "false") else re.sub(WHOLE, r"\1\2", text)
 
@@ -284,7 +280,7 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
+_OF_COLUMN = ("column", "columns", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -423,8 +419,7 @@ def table_of(name: str, kind: Kind) -> str:
 def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
   """Raises UserError where columns of one table differ, or are of different files.
 
-  Args:
-    declared: the kinds by their setting, as "config" and "config.user_table".
+  `declared` has the kinds by their setting, as "config" and "config.user_table".
   """
   owners: dict[str, tuple[str, bool]] = {}
   for setting, kinds in declared.items():

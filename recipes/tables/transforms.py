@@ -203,7 +203,7 @@ class Transforms:
     return Transforms(*(getattr(self, name) | getattr(other, name) for name in names))
 
   def save(self, folder: Path, name: str) -> None:
-    """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
+    """Writes `<name>.json`, and the vocabularies to `<name>.parquet`."""
     columns = {table: pa.array([each], _VALUES) for table, each in self.vocabularies.items()}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     about = {"kinds": spec.as_dicts(self.kinds), "numbers": self.numbers, "widths": self.widths}
@@ -237,11 +237,6 @@ class Entities:
   titles: list[str | None] | None = None
 
   @property
-  def features(self) -> tuple[Feature, ...]:
-    """The categorical features."""
-    return self.transforms.features
-
-  @property
   def vectors(self) -> dict[str, np.ndarray]:
     """The vectors by name, float32 `[entities, width]`."""
     return {name: self.dense[:, a:b] for name, (a, b) in self.transforms.vectors.items()}
@@ -267,11 +262,11 @@ class Entities:
     return Entities(texts, self.transforms, *self.of_rows(at), titles)
 
   def save(self, folder: Path, name: str) -> None:
-    """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
+    """Writes files with this name, for `load`."""
     columns: dict[str, Any] = {"id": self.texts} | ({"title": self.titles} if self.titles else {})
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
-    ids = (self.ids[feature.name] for feature in self.features)
+    ids = (self.ids[feature.name] for feature in self.transforms.features)
     np.savez(folder / f"{name}_features.npz", self.dense, *ids)
 
   @classmethod
@@ -322,7 +317,7 @@ class Encoder:
     dense = [self.transforms.dense(values, rows)]
     for name, side in self.sides.items():
       of_side, numbers = side.of_rows(side.codes.find(values[name]))
-      ids += [of_side[feature.name] for feature in side.features]
+      ids += [of_side[feature.name] for feature in side.transforms.features]
       dense.append(numbers)
     wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
     empty = np.empty((rows, 0), np.int32)
