@@ -127,7 +127,8 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     for name, ids in {**entities.ids, **entities.vectors}.items()
   }
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {},
+    columns, {}, len(users.texts), len(items.texts), users.transforms.features,
+    items.transforms.features, {}, {},
     user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
     item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
   )  # fmt: skip

@@ -64,11 +64,10 @@ class Encoder(nnx.Module):
         "even config.dim"
       )
     options: Any = {"dtype": dtype, "rngs": rngs}
-    self.causal = model == "hstu"
     self.places = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, dim)))
     self.block: Any = (
       HSTUBlock(dim, self.HEADS, length + 1, distances=False, dropout=dropout, **options)
-      if self.causal
+      if model == "hstu"
       else BERT4RecBlock(dim, self.HEADS, dropout=dropout, **options)
     )
     self.norm = nnx.LayerNorm(dim, **options)

@@ -63,7 +63,7 @@ class Reader:
     required: bool = True,
   ):
     self.kinds = dict(kinds)
-    self.kinds |= {n: spec.Bag(separator=each.history.separator) for n, each in lists.items()}
+    self.kinds |= dict.fromkeys(lists, spec.Bag())
     self._missing, self._lists, self._required = missing, lists, required
     has_dates = any(each.history.has_dates for each in lists.values())
     self._clock = "date" if has_dates else "fraction"

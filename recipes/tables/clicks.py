@@ -110,7 +110,7 @@ def hashing(table: Table, by: str) -> dict[str, Any]:
 
 def base_of(table: Table) -> Encoder | None:
   """Returns the encoder that grows; a run of another recipe has none."""
-  has_base = table.base is not None and (table.base / "sides.json").exists()
+  has_base = table.base is not None and (table.base / "encoder.json").exists()
   return Encoder.load(table.base) if table.base is not None and has_base else None
 
 

@@ -1,11 +1,11 @@
 """Histories: what the user of a row did before it, as positions beside the row's own ids.
 
-A history of 50 positions in every row would be a hundred times the log. So the log is stored once,
-in the order of users and times, and each row stores where its part of it starts and stops: 16 bytes
-a row, and 4 for each value of a position. Positions are cut out when a batch is read.
+The log is stored once, in the order of users and times, and each row stores where its part of it
+starts and stops: 16 bytes a row, and 4 for each value of a position. Positions are cut out when a
+batch is read.
 
 Rows of an earlier time are seen, whatever their split; rows of the same time and of later times are
-never in the part of a row. Training, evaluation and serving cut with the same functions.
+never in the part of a row.
 """
 
 import dataclasses
@@ -57,7 +57,6 @@ class History:
     parts: the values at a position; the age is the last one.
     where: a label that is 1 in its rows; "" is any row.
     combiner: of vectors that are pooled.
-    separator: between two positions of a text.
     has_dates: whether times are dates, not numbers.
   """
 
@@ -66,7 +65,6 @@ class History:
   width: int
   where: str = ""
   combiner: str = "mean"
-  separator: str = "|"
   has_dates: bool = False
 
   @classmethod
@@ -82,25 +80,22 @@ class History:
   def features(self, own: Mapping[str, Feature]) -> Iterator[Feature]:
     """Yields the feature of each part, given those of the rows by name."""
     for part in self.parts:
-      like = Feature(part.name, part.size) if part.size else own[part.of]
-      table = like.table or like.name
-      about: Any = {"name": part.name, "table": "" if table == part.name else table}
-      about |= {"valency": self.width, "combiner": self.combiner, "history": self.name}
-      about |= {"candidate": "" if part.size else part.of}
-      yield dataclasses.replace(like, **about)
+      feature = Feature(part.name, part.size)
+      if not part.size:
+        table = own[part.of].table or part.of
+        feature = dataclasses.replace(own[part.of], name=part.name, table=table, candidate=part.of)
+      yield dataclasses.replace(
+        feature, valency=self.width, combiner=self.combiner, history=self.name
+      )
 
 
 def declared(table: "Table") -> list[History]:
-  """Returns the declared histories; a width of 0 is left to the data.
-
-  Raises:
-    UserError: a history names what is no column of its kind, or user or time are not declared.
-  """
+  """Returns the declared histories; a width of 0 is left to the data."""
   kinds, found = table.kinds, []
   for name, kind in kinds.items():
     if not spec.is_history(kind):
       continue
-    place = f"config.columns[{name!r}]"
+    place, beside = f"config.columns[{name!r}]", []
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
     if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
@@ -109,14 +104,12 @@ def declared(table: "Table") -> list[History]:
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    beside = [_beside(table, name, kind.of, each) for each in kind.beside]
-    for part in beside:
+    for column in kind.beside:
+      beside.append(part := _beside(table, name, kind.of, column))
       if part.name in kinds:
         raise UserError(f"{place} makes a feature {part.name!r}, which is declared too: rename one")
     parts = sorted([Part(name, kind.of), *beside], key=lambda part: part.by == "time")
-    found.append(
-      History(name, tuple(parts), kind.max_length, kind.where, kind.combiner, kind.separator)
-    )
+    found.append(History(name, tuple(parts), kind.max_length, kind.where, kind.combiner))
   return found
 
 
@@ -147,16 +140,12 @@ def _beside(table: "Table", name: str, of: str, column: str) -> Part:
 def ordered(
   users: np.ndarray, times: np.ndarray, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns rows in the order of users and of time, and the spans of what was before each row.
+  """Returns rows in the order of users and times, and the spans in it of what was before each row.
 
   Args:
     users: int `[N]`, -1 where a row has none.
-    times: numbers `[N]`.
+    times: numbers `[N]`; rows of one time stay in their order.
     kept: bool `[N]`, the rows that histories hold.
-
-  Returns:
-    The numbers of the kept rows, those of one time in the order they came in; and where in them the
-    earlier ones of the user of each row start and stop, `[N, 2]`.
 
   >>> rows, spans = ordered(np.array([0, 1, 0, 0]), np.array([30, 10, 10, 30]), np.ones(4, bool))
   >>> rows.tolist(), spans.tolist()
@@ -245,8 +234,7 @@ class Rows:
     widths: Mapping[str, int],
   ):
     user, time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
-    names = dict.fromkeys([user, time, *table.labels])
-    parts = [*rows.batches([*names])]
+    parts = [*rows.batches([user, time, *table.labels])]
     column = lambda name: pa.chunked_array([part.values[name] for part in parts])
     encoded = column(user).dictionary_encode().combine_chunks()
     users = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
@@ -293,7 +281,7 @@ class Rows:
 
   def write(self, folder: Path, features: Sequence[Feature]) -> list[Any]:
     """Writes the logs for `Columns`, and returns their meta; see `logs`."""
-    past, about = files.new_folder(folder / _FOLDER), []
+    past, about = files.new_folder(folder / _FOLDER), list[Any]()
     for log in self.logs(features, np.load(folder / "ids.npy", mmap_mode="r")):
       arrays = {"spans": log.spans, "times": log.times, "now": log.now}
       arrays |= {str(place): part for place, part in enumerate(log.parts)}
@@ -316,8 +304,8 @@ class Columns(cache.Columns):
     about = files.read_json(self.folder / cache.META)["histories"]
     for number, (width, count) in enumerate(about):
       parts = [past[f"{number}_{place}"] for place in range(count)]
-      spans, times, now = (past.get(f"{number}_{name}") for name in ("spans", "times", "now"))
-      logs.append(Log(width, parts, spans, times, now))
+      times, now = (past.get(f"{number}_{name}") for name in ("times", "now"))
+      logs.append(Log(width, parts, past[f"{number}_spans"], times, now))
     return _Ids(super().__getitem__("ids"), logs)
 
 

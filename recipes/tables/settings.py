@@ -137,7 +137,7 @@ def settings(config) -> dict[str, Any]:
   for fault in _faults(config):
     raise UserError(fault)
   about = {
-    "format": 4,
+    "format": 5,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),

@@ -13,7 +13,6 @@
 The classes below are the kinds; their attributes are the options.
 """
 
-import codecs
 import dataclasses
 import difflib
 import itertools
@@ -33,11 +32,7 @@ def _choice(*names: str) -> Any:
 
 
 def as_text(value: str | int | float) -> str:
-  """Returns a value as the texts of columns are spelled.
-
-  >>> as_text("4.0"), as_text(5.0), as_text(True)
-  ('4', '5', 'true')
-  """
+  """Returns a value as the texts of columns are spelled: 4.0 as 4, True as true."""
   text = str(value).strip()
   return text.lower() if text.lower() in ("true", "false") else re.sub(WHOLE, r"\1\2", text)
 
@@ -45,8 +40,9 @@ def as_text(value: str | int | float) -> str:
 # --- files ----------------------------------------------------------------------------------------
 
 _ENCODINGS = {  # as DuckDB names them
-  "utf-8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16",
-  "utf-16-le": "utf-16", "iso8859-1": "latin-1",
+  "utf-8": "utf-8", "utf8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16",
+  "utf16": "utf-16", "utf-16-le": "utf-16", "latin-1": "latin-1", "latin1": "latin-1",
+  "iso-8859-1": "latin-1",
 }  # fmt: skip
 
 
@@ -55,13 +51,12 @@ class Format:
   """The format of text files; Parquet files and JSON Lines use `missing` alone.
 
   Attributes:
-    delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`
-      and space. Where it has several characters, up to 4, quotes have no meaning.
+    delimiter: between two fields; "" finds `,`, tab, `;`, `|`, `::` or space in the first rows.
+      Where it has several characters, up to 4, quotes have no meaning.
     names: of the columns of files without a header; () reads the first line as the header.
     encoding: utf-8, utf-16 or latin-1.
     missing: values that mean no value, as the empty one always does; spaces around are ignored.
-    rest: the last of `names` takes the rest of the line, as in lines `user item item …`. Quotes
-      have no meaning then.
+    rest: the last of `names` takes the rest of the line; quotes have no meaning then.
     quote: around fields that hold delimiters or line ends; "" gives quotes no meaning.
   """
 
@@ -95,10 +90,7 @@ class Format:
   @property
   def codec(self) -> str | None:
     """The encoding as DuckDB names it; None if it reads no such files."""
-    try:
-      return _ENCODINGS.get(codecs.lookup(self.encoding).name)
-    except LookupError:
-      return None
+    return _ENCODINGS.get(self.encoding.lower().replace("_", "-"))
 
 
 def repeated(names: Sequence[str]) -> str | None:
@@ -162,8 +154,7 @@ class Number(Embedded):
   kind: ClassVar[str] = "number"
   log: bool = False  # take `sign(x) * log(1 + |x|)` first
   standardize: bool = True  # by mean and deviation of the training rows
-  # Intervals with equally many training rows, or their boundaries, with a vector each; 0: none.
-  buckets: int | tuple[float, ...] = 0
+  buckets: int | tuple[float, ...] = 0  # quantiles, or boundaries, of intervals with vectors
   decimal: str = _choice(".", ",")  # the mark before the fraction in texts
 
 
@@ -183,8 +174,7 @@ class Category(Embedded):
   size: int = 0  # rows of the table if values are ids themselves, from 0 to `size - 1`
   vocabulary: str = _choice("counted", "dynamic")  # rankings count their users and items
   capacity: int = 0  # rows of a dynamic vocabulary; a value without one has no vector
-  # Which value loses its row: "lfu", the one used least often, or "lru", the one used longest ago.
-  eviction: str = _choice("lfu", "lru")
+  eviction: str = _choice("lfu", "lru")  # of the value used least often, or longest ago
   half_life: int = 1000  # batches after which the counts of "lfu" halve; 0 never forgets
   table: str = ""  # the name of a table and vocabulary that several columns share
   pattern: str = ""  # a regular expression, whose group is the value; "" takes all of the text
@@ -238,7 +228,6 @@ class Id(Category):
   min_count: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class User(Id):
   """The user of a row."""
 
@@ -266,39 +255,32 @@ class Time(Kind):
   format: str = ""  # of other texts, as `strptime` takes it: "%d.%m.%Y %H:%M"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight(Kind):
   """The weight of a row in the loss and the metrics of dlrm: a number, at least 0."""
 
   kind: ClassVar[str] = "weight"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Kind):
   """The split of a row: train, valid (or validation, val, dev) or test."""
 
   kind: ClassVar[str] = "split"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Title(Kind):
   """The text that is shown for an item."""
 
   kind: ClassVar[str] = "title"
 
 
-KINDS: dict[str, type[Kind]] = {
-  cls.kind: cls
-  for cls in (
-    Label, Number, Category, Bag, Ordered, Vector, User, Item, Time, Weight, Split, Title,
-  )
-}  # fmt: skip
-SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
+_SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
+_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, Vector, *_SINGLE)
+KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "columns", "side", "table", "pattern", *OF_TABLE)
+_OF_COLUMN = ("column", "columns", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -313,10 +295,7 @@ def _faults(kind: Any) -> Iterator[str]:
     if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
       yield "give one of hash, size and vocabulary='dynamic'"
     if kind.is_dynamic != bool(kind.capacity) or kind.capacity % 16:
-      yield (
-        "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both or "
-        "none"
-      )
+      yield "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both"
     if kind.pattern and not _has_one_group(kind.pattern):
       yield "pattern must be a regular expression with one group, which is the value"
   if isinstance(kind, Bag) and not kind.separator:
@@ -356,7 +335,7 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
         raise UserError(f"{setting}[{name!r}] has `of`: declare it in config.columns")
       if isinstance(kind, Side):  # all of them are of that side
         kinds[name] = dataclasses.replace(kind, side="")
-  for single in SINGLE:
+  for single in _SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
@@ -391,8 +370,9 @@ def _typed(value: Any, field: Any, place: str) -> Any:
   is_many = isinstance(value, Sequence) and not isinstance(value, str)
   if field.name == "buckets" and is_many and all(isinstance(x, int | float) for x in value):
     return tuple(map(float, value))
-  if isinstance(default, tuple) and all(map(_is_scalar, value if is_many else (value,))):
-    return tuple(value) if is_many else (value,)
+  values = value if is_many else (value,)
+  if isinstance(default, tuple) and all(isinstance(x, str | int | float) for x in values):
+    return tuple(values)
   if is_number and (field.name == "at_least" or (isinstance(default, float) and value >= 0)):
     return float(value)
   if type(value) is not type(default) or (is_number and value < 0):
@@ -400,16 +380,8 @@ def _typed(value: Any, field: Any, place: str) -> Any:
   return value
 
 
-def _is_scalar(value: Any) -> bool:
-  return isinstance(value, str | int | float)
-
-
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
-  """Returns kinds as declarations with all options, so that each can be set by a flag.
-
-  >>> as_dicts(parse({"when": "split"}))
-  {'when': {'kind': 'split', 'column': ''}}
-  """
+  """Returns kinds as declarations with all options, so that each can be set by a flag."""
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
 
 
@@ -447,8 +419,7 @@ def table_of(name: str, kind: Kind) -> str:
 def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
   """Raises UserError where columns of one table differ, or are of different files.
 
-  Args:
-    declared: the kinds by their setting, as "config" and "config.user_table".
+  `declared` has the kinds by their setting, as "config" and "config.user_table".
   """
   owners: dict[str, tuple[str, bool]] = {}
   for setting, kinds in declared.items():

@@ -79,7 +79,7 @@ class Codes:
 
 
 class Transforms:
-  """The transforms of declared columns: values to ids and numbers, the same in every process.
+  """The transforms of declared columns: values to ids and numbers.
 
   Args:
     kinds: the declared features by name.
@@ -203,7 +203,7 @@ class Transforms:
     return Transforms(*(getattr(self, name) | getattr(other, name) for name in names))
 
   def save(self, folder: Path, name: str) -> None:
-    """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
+    """Writes `<name>.json`, and the vocabularies to `<name>.parquet`."""
     columns = {table: pa.array([each], _VALUES) for table, each in self.vocabularies.items()}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     about = {"kinds": spec.as_dicts(self.kinds), "numbers": self.numbers, "widths": self.widths}
@@ -212,10 +212,8 @@ class Transforms:
   @classmethod
   def load(cls, folder: Path, name: str) -> "Transforms":
     """Returns what `save` has written."""
-    about, table = (
-      files.read_json(folder / f"{name}.json"),
-      pq.read_table(folder / f"{name}.parquet"),
-    )
+    about = files.read_json(folder / f"{name}.json")
+    table = pq.read_table(folder / f"{name}.parquet")
     vocabularies = {key: tuple(table[key][0].values.to_pylist()) for key in table.column_names}
     return cls(spec.parse(about["kinds"]), vocabularies, about["numbers"], about["widths"])
 
@@ -237,11 +235,6 @@ class Entities:
   ids: Mapping[str, np.ndarray]
   dense: np.ndarray
   titles: list[str | None] | None = None
-
-  @property
-  def features(self) -> tuple[Feature, ...]:
-    """The categorical features."""
-    return self.transforms.features
 
   @property
   def vectors(self) -> dict[str, np.ndarray]:
@@ -269,26 +262,22 @@ class Entities:
     return Entities(texts, self.transforms, *self.of_rows(at), titles)
 
   def save(self, folder: Path, name: str) -> None:
-    """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
-    columns = {"id": pa.array(self.texts, pa.large_string())}
-    if self.titles is not None:
-      columns["title"] = pa.array(self.titles, pa.large_string())
+    """Writes files with this name, for `load`."""
+    columns: dict[str, Any] = {"id": self.texts} | ({"title": self.titles} if self.titles else {})
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
-    with (folder / f"{name}_features.npz").open("wb") as file:
-      stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
-      np.savez(file, dense=self.dense, **stored)
+    ids = (self.ids[feature.name] for feature in self.transforms.features)
+    np.savez(folder / f"{name}_features.npz", self.dense, *ids)
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Entities":
     """Returns what `save` has written."""
     columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
+    transforms = Transforms.load(folder, f"{name}_features")
     with np.load(folder / f"{name}_features.npz") as stored:
-      ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
-      dense = stored["dense"]
-    return cls(
-      columns["id"], Transforms.load(folder, f"{name}_features"), ids, dense, columns.get("title")
-    )
+      dense, *ids = stored.values()
+    by_name = dict(zip((feature.name for feature in transforms.features), ids, strict=True))
+    return cls(columns["id"], transforms, by_name, dense, columns.get("title"))
 
 
 class Encoder:
@@ -318,9 +307,7 @@ class Encoder:
     names, self.vectors = list[str](), dict[str, tuple[int, int]]()
     for each in self.all_transforms:
       at = len(names)
-      self.vectors |= {
-        name: (at + start, at + stop) for name, (start, stop) in each.vectors.items()
-      }
+      self.vectors |= {name: (at + a, at + b) for name, (a, b) in each.vectors.items()}
       names += each.dense_names
     self.dense_names = tuple(names)
 
@@ -330,7 +317,7 @@ class Encoder:
     dense = [self.transforms.dense(values, rows)]
     for name, side in self.sides.items():
       of_side, numbers = side.of_rows(side.codes.find(values[name]))
-      ids += [of_side[feature.name] for feature in side.features]
+      ids += [of_side[feature.name] for feature in side.transforms.features]
       dense.append(numbers)
     wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
     empty = np.empty((rows, 0), np.int32)
@@ -341,13 +328,13 @@ class Encoder:
     self.transforms.save(folder, "columns")
     for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
-    files.write_json(folder / "sides.json", list(self.sides))
-    files.write_json(folder / "histories.json", [*map(dataclasses.asdict, self.histories)])
+    histories = [dataclasses.asdict(history) for history in self.histories]
+    files.write_json(folder / "encoder.json", {"sides": [*self.sides], "histories": histories})
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
-    names = files.read_json(folder / "sides.json")
-    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
-    histories = map(History.loaded, files.read_json(folder / "histories.json"))
-    return cls(Transforms.load(folder, "columns"), sides, [*histories])
+    about = files.read_json(folder / "encoder.json")
+    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(about["sides"])}
+    histories = [*map(History.loaded, about["histories"])]
+    return cls(Transforms.load(folder, "columns"), sides, histories)

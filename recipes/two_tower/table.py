@@ -132,7 +132,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     when |= {"train": np.flatnonzero(log.split != SPLITS.index("test")), "valid": when["valid"][:0]}
   pairs = {name: (log.user[rows], log.item[rows]) for name, rows in when.items()}
   features = {
-    side: [(feature, entities.ids[feature.name]) for feature in entities.features]
+    side: [(feature, entities.ids[feature.name]) for feature in entities.transforms.features]
     for side, entities in (("user", log.users), ("item", log.items))
   }
   meta = write(

@@ -4,7 +4,6 @@ import csv
 
 import numpy as np
 import pytest
-from cases import refused
 from sklearn.metrics import log_loss
 
 import embed
@@ -13,7 +12,6 @@ from recipes import config as config_lib
 from recipes import export, serving
 from recipes import mesh as mesh_lib
 from recipes.dlrm import data, train
-from recipes.errors import UserError
 
 DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
 COLUMNS = {
@@ -87,21 +85,3 @@ def test_a_run_is_exported(run, tmp_path):
   assert abs(loss - result["metrics"]["test_logloss"]) < 1e-6
   strangers = [{"user": user, "tags": "t0"} for user in ("new", "newer", "")]
   assert np.ptp(served.predict(strangers)) == 0  # no row, no vector
-
-
-def test_options_that_make_no_sense(tmp_path):
-  file = write(tmp_path / "rows.csv")
-
-  def call(options):
-    columns = COLUMNS | {"user": {"kind": "category"} | options}
-    data.load(config_of(file, tmp_path, columns=columns))
-
-  cases = [
-    {"vocabulary": "dynamic"},
-    {"vocabulary": "dynamic", "capacity": 20},
-    {"vocabulary": "dynamic", "capacity": 32, "hash": 10},
-    {"capacity": 32},
-    {"vocabulary": "living", "capacity": 32},
-    {"vocabulary": "dynamic", "capacity": 32, "eviction": "oldest"},
-  ]
-  refused([(options, r"config\.columns\['user'\]") for options in cases], call, UserError)

@@ -50,8 +50,6 @@ def test_the_row_for_unknown_values_learns_from_rare_ones():
   without = {"city": {"kind": "category", "min_count": 1, "oov": 0}}
   assert len(fitted(without, {"city": texts}).vocabularies["city"]) == 1200
 
-
-def test_no_row_for_unknown_values():
   made = fitted({"city": {"kind": "category", "oov": 0, "min_count": 1}}, {"city": CITIES})
   assert made.ids({"city": pa.array(["Bonn", "Paris"])}, "city").tolist() == [2, -1]
   assert made.features[0].vocabulary_size == 3
@@ -119,16 +117,15 @@ LOGS = np.array([-np.log(2), 0, 1])
 
 def test_numbers_by_hand():
   cases = [
-    ({}, [1, 2, np.nan, 3, 6], [3, 6, np.nan], [[0], [3], [0]]),
-    ({"log": True}, [-1, 0, np.e - 1], [-1, 0, np.e - 1], (LOGS - LOGS.mean())[:, None]),
-    ({}, [5, 5], [5, 7], [[0], [2]]),  # a constant number has no deviation
+    ({}, [1, 2, np.nan, 3, 6], [3, 6, np.nan], [0, 3, 0] / np.std([1, 2, 3, 6])),
+    ({"log": True}, [-1, 0, np.e - 1], [-1, 0, np.e - 1], (LOGS - LOGS.mean()) / LOGS.std()),
+    ({}, [5, 5], [5, 7], [0, 2]),  # a constant number has no deviation
   ]
 
   def check(options, trained, asked, expected):
     made = fitted({"x": {"kind": "number", **options}}, {"x": np.array(trained, float)})
-    raw = np.array(trained) if "log" not in options else LOGS
     dense = made.dense({"x": np.array(asked, float)}, len(asked))
-    np.testing.assert_allclose(dense, np.array(expected) / (np.nanstd(raw) or 1), rtol=1e-6)
+    np.testing.assert_allclose(dense[:, 0], expected, rtol=1e-6)
 
   each(cases, check)
 
@@ -139,9 +136,6 @@ def test_buckets_hold_equally_many_rows():
   assert np.bincount(ids[:-1]).tolist() == [250] * 4
   assert ids[-1] == -1
   assert made.dense({}, 3).shape == (3, 0)
-
-
-def test_given_boundaries():
   made = fitted({"x": {"kind": "number", "buckets": [0, 10]}}, {"x": np.array([1.0])})
   assert made.ids({"x": np.array([-1.0, 0.0, 9.0, 10.0])}, "x").tolist() == [0, 1, 1, 2]
 
@@ -169,12 +163,8 @@ def test_what_is_saved_is_loaded(tmp_path):
     "x": {"kind": "number", "buckets": 2},
     "z": "number",
   }
-  values = {
-    "city": pa.array(["a", "a", "b", "ü"]),
-    "tags": TAGS,
-    "x": np.arange(4.0),
-    "z": np.arange(4.0),
-  }
+  numbers = np.arange(4.0)
+  values = {"city": pa.array(["a", "a", "b", "ü"]), "tags": TAGS, "x": numbers, "z": numbers}
   made = fitted(columns, values)
   made.save(tmp_path, "columns")
   loaded = Transforms.load(tmp_path, "columns")
@@ -193,21 +183,6 @@ def test_a_column_without_values_is_refused():
     fitted({"c": "category"}, {"c": pa.array([None, None], pa.string())})
   with pytest.raises(UserError, match="lower its min_count"):
     fitted({"c": {"kind": "category", "min_count": 3, "oov": 0}}, {"c": pa.array(["a"])})
-
-
-@pytest.mark.ci
-def test_ids_do_not_depend_on_how_many_are_looked_up():
-
-  def check(oov):
-    texts = pa.array([f"v{i % 90}" for i in range(180)])
-    made = fitted({"c": {"kind": "category", "oov": oov}}, {"c": texts})
-    asked = pa.array([*(f"v{i}" for i in range(0, 120, 3)), None])
-    alone = [made.ids({"c": asked[i : i + 1]}, "c")[0] for i in range(len(asked))]
-    assert made.ids({"c": asked}, "c").tolist() == alone
-    assert alone[30] == (-1 if oov == 0 else 90 if oov == 1 else alone[30])
-    assert (len(set(alone[30:40])) > 1) == (oov == 3)
-
-  each([(case,) for case in [0, 1, 3]], check)
 
 
 @pytest.mark.ci
@@ -240,8 +215,7 @@ def test_rows_of_other_splits_are_not_fitted():
     "sold": np.array([0.0, np.e - 1, far, far]),
   }
   made = fitted(columns, values, split=[0, 0, 1, 2])
-  assert made.vocabularies == {"city": ("a",), "tags": ("x",)}
+  first = fitted(columns, {name: column[:2] for name, column in values.items()})
+  assert made.vocabularies == first.vocabularies == {"city": ("a",), "tags": ("x",)}
   assert made.widths == {"tags": 1}
-  assert made.numbers["age"]["boundaries"] == (15.0,)
-  assert (made.numbers["price"]["mean"], made.numbers["price"]["deviation"]) == (2.0, 1.0)
-  assert (made.numbers["sold"]["mean"], made.numbers["sold"]["deviation"]) == (0.5, 0.5)
+  assert made.numbers == first.numbers

@@ -30,9 +30,8 @@ def test_expanded_declarations_parse_to_the_same():
 
 def test_values_of_a_label_are_written_as_files_are_read():
   label = {"kind": "label", "positive": (5.0, 4, "3.0", "x.0"), "drop": [True, "False", 2.5]}
-  assert spec.parse({"y": label})["y"] == spec.Label(
-    positive=("5", "4", "3", "x.0"), drop=("true", "false", "2.5")
-  )
+  expected = spec.Label(positive=("5", "4", "3", "x.0"), drop=("true", "false", "2.5"))
+  assert spec.parse({"y": label})["y"] == expected
 
 
 def test_errors_name_the_column():
@@ -40,20 +39,17 @@ def test_errors_name_the_column():
   cases = [
     ({"a": "lable"}, r"\['a'\] is of the unknown kind 'lable'; did you mean 'label'"),
     ({"a": None}, r"\['a'\] is None: give a kind, or a dict"),
-    ({"a": {"log": True}}, r"\['a'\] is of the unknown kind 'None'"),
     (["a"], r"config.columns is \['a'\]: give a dict"),
-    ({"a": {"kind": "label", "positive": [None]}}, r"\['a'\]: positive is \[None\]"),
     ({"a": {"kind": "label", "at_least": "3"}}, r"\['a'\]: at_least is '3'"),
     ({"a": number | {"buckets": ["a"]}}, r"\['a'\]: buckets is \['a'\]"),
     ({"a": number | {"buckets": [2, 1]}}, "boundaries that increase"),
-    ({"a": number | {"dim": [1, 2]}}, r"\['a'\]: dim is \[1, 2\]: give a value like 0"),
     ({"a": number | {"logg": 1}}, r"\['a'\]: a number has no option 'logg'; did you mean"),
     ({"a": number | {"log": 1}}, r"\['a'\]: log is 1: give a value like False"),
     ({"a": number | {"decimal": ";"}}, "decimal is ';': choose '.' or ','"),
     ({"a": category | {"hash": 9, "size": 9}}, "give one of hash, size"),
     ({"a": category | {"pattern": "(a"}}, "a regular expression with one group"),
-    ({"a": category | {"pattern": "a"}}, "a regular expression with one group"),
     ({"a": category | {"capacity": 32}}, "capacity is the number of rows of vocabulary='dynamic'"),
+    ({"a": category | {"vocabulary": "dynamic", "capacity": 20}}, "capacity is .* multiple of 16"),
     ({"a": {"kind": "bag", "separator": ""}}, "separator is the text between two values"),
     ({"a": {"kind": "label", "positive": ["x"], "at_least": 3}}, "not both"),
     ({"a": "user", "b": "user"}, "a and b are both a user"),
