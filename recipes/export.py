@@ -212,16 +212,19 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     for name, ids in {**entities.ids, **entities.vectors}.items()
   }
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {},
-    user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
-    item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
+    columns, {}, len(users.texts), len(items.texts),
+    {"user": users.features, "item": items.features},
+    {
+      side: {name: each.shape[1] for name, each in entities.vectors.items()}
+      for side, entities in (("user", users), ("item", items))
+    },
   )  # fmt: skip
   count = 1 if mesh is None else mesh.size
   size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
   config = config_lib.copied(config, eval_batch_size=size)
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
-  query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
+  query = data.inputs("user", np.zeros(2, np.int32)) | {"history": embed.Padded(history)}
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
@@ -259,12 +262,7 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     "candidates": f"embed/{model_lib.ITEM}",
     "width": config.dim,
   }
-  if not config.temperature:
-    return _Parts(model, model_lib.queries, inputs, about)
-  rows = lambda: np.asarray(model.candidates(model.embed.tables[model_lib.ITEM]))
-  return _Parts(
-    model, model_lib.queries, inputs, about | {"candidates": folder_lib.CANDIDATES}, rows
-  )
+  return _Parts(model, model_lib.queries, inputs, about)
 
 
 _RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {

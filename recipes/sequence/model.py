@@ -17,7 +17,7 @@ import embed
 
 from ..training import build
 from ..training.hstu import HSTUBlock
-from ..training.layers import inverse_length, linear
+from ..training.layers import linear
 from ..training.transformer import BERT4RecBlock, SASRecBlock
 
 ITEM = "item"  # the table's name
@@ -105,7 +105,7 @@ class SequenceModel(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
     self.embed, self.encoder, dim = tables, encoder, config.dim
-    self.dtype, self.temperature = build.dtype(config, "dtype"), config.temperature
+    self.dtype = build.dtype(config, "dtype")
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((config.max_length, dim))
     self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
@@ -127,7 +127,7 @@ class SequenceModel(nnx.Module):
         hidden one.
     """
     items_BxL, segments_BxL = batch["items"], batch["segments"]
-    x_BxLxD = self.vectors(items_BxL)
+    x_BxLxD = self.embed({ITEM: items_BxL})[ITEM].astype(jnp.float32)
     if self.hidden is not None:
       x_BxLxD = x_BxLxD[..., :-1]  # without the item's bias
       is_hidden_BxL = (items_BxL < 0) & (segments_BxL >= 0)
@@ -139,31 +139,13 @@ class SequenceModel(nnx.Module):
     outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW)
     return outputs.astype(jnp.float32)
 
-  def vectors(self, items: jax.Array) -> jax.Array:
-    """Returns the vectors of items, float32 `[..., D]`; 0 for those that are negative."""
-    return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
-
   def queries(self, outputs: jax.Array) -> jax.Array:
-    """Returns the queries, which candidates are multiplied with, of outputs `[..., D]`."""
-    if self.temperature:
-      return outputs * inverse_length(outputs) / self.temperature
+    """Returns the queries, which item rows are multiplied with, of outputs `[..., D]`."""
     return outputs if self.projection is None else self.projection(outputs)
-
-  def candidates(self, rows: jax.Array) -> jax.Array:
-    """Returns the candidates, which queries are multiplied with, of item rows `[..., D]`."""
-    if not self.temperature:
-      return rows
-    rows = rows.astype(jnp.float32)
-    return rows * inverse_length(rows)
 
   def scores(self, queries: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
-    scores = self.embed.attend(queries, ITEM, candidates)
-    if not self.temperature:
-      return scores
-    ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates
-    # A second lookup of the candidates. It takes a last axis of 1 as no axis.
-    return scores * inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
+    return self.embed.attend(queries, ITEM, candidates)
 
 
 def build_model(

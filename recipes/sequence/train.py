@@ -135,12 +135,11 @@ def make_recommend(
     query = model_lib.queries(model, batch)
     seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
     if mesh is None:
-      items = model.candidates(model.embed.tables[model_lib.ITEM])
-      return retrieval.top_k(query, items, k, seen)[1]
+      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, seen)[1]
     # Each device looks up its own part of the catalogue, and scores it.
     every = jnp.minimum(jnp.arange(-(-num_items // mesh.size) * mesh.size), num_items - 1)
     rows = model.embed({model_lib.ITEM: every.astype(jnp.int32)})[model_lib.ITEM]
-    return retrieval.top_k(query, model.candidates(rows), k, seen, mesh, size=num_items)[1]
+    return retrieval.top_k(query, rows, k, seen, mesh, size=num_items)[1]
 
   return recommend
 
@@ -189,7 +188,8 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
+    first = lambda: jax.eval_shape(lambda x: x, data_lib.TrainBatches(data, config)[0]["items"])
+    inputs = lambda: {model_lib.ITEM: first()}
     model = build_model(config, data.num_items, mesh, inputs)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)

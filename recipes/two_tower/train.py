@@ -1,6 +1,5 @@
 """Trains a two-tower model: `run` reads from top to bottom; what it calls is below it."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -222,7 +221,7 @@ def catalogue(
   index, count = mesh_lib.shard()
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
     part = np.split(items, count)[index]
-    features = data_lib.candidate_inputs(data, part)
+    features = data.inputs("item", part)
     candidate = {name: features[name] for name in config.candidate}
     yield {"candidate": candidate, "popularity": popularity[part]}
 
@@ -233,6 +232,7 @@ def catalogue(
 def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
+  build.check_choice("examples", config.examples, ("users", "rows"))
   if not config.temperature > 0:
     raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
@@ -263,10 +263,9 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    of_batch = lambda: jax.eval_shape(
-      functools.partial(inputs, config), data_lib.batch_shapes(data, config)
-    )
-    model = build_model(config, data, mesh, of_batch)
+    shapes = lambda batch: jax.eval_shape(lambda batch: inputs(config, batch), batch)
+    first = lambda: shapes(data_lib.TrainBatches(data, config)[0])
+    model = build_model(config, data, mesh, first)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

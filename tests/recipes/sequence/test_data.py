@@ -213,7 +213,7 @@ def test_masks_by_hand(monkeypatch):
   segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
   items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
   batch = {"items": items, "targets": items.copy(), "segments": segments}
-  chosen, most = set(), data.most_hidden(batch)
+  chosen, most = set(), data.most_hidden(segments)
   for seed in range(50):
     found = data.masked(batch, np.random.default_rng(seed).random((2, 6)), most)
     hidden = (found["items"] < 0) & (segments >= 0)
@@ -255,9 +255,7 @@ def packed_by_hand(*rows, num_items):
   items = np.array(rows, np.int32)
   packed = {"items": items, "targets": items, "segments": np.minimum(items, 0), "positions": items}
   user = np.concatenate([items.ravel(), [0, 0]])
-  return data.SequenceData(
-    {"items": user, "offsets": np.array([0, len(user)])}, packed, num_items, {}, {}
-  )
+  return data.SequenceData({"items": user, "offsets": np.array([0, len(user)])}, packed, num_items)
 
 
 def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):

@@ -126,7 +126,7 @@ def test_the_sampled_loss_touches_the_sampled_rows_only():
 
 @pytest.mark.ci
 def test_sampled_softmax_of_all_items_is_the_full_one():
-  config = smoke(loss="sampled_softmax", temperature=0.05)
+  config = smoke(loss="sampled_softmax")
   model = train.build_model(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
   inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
@@ -167,19 +167,6 @@ def test_chosen_columns_have_the_outputs_of_all(name):
   inputs, where = batch([3, 7, 11, 2], [8, 1, 6]), jnp.array([[6, 1, 3]])
   every, found = nnx.jit(lambda model: (model(inputs), model(inputs, where)))(model)
   np.testing.assert_allclose(found[0], every[0][where[0]], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.ci
-def test_cosines_over_the_temperature():
-  model = build("hstu", temperature=0.5)
-  row = np.zeros((ITEMS, 8), np.float32)
-  row[:3, :2] = [[3, 0], [0, 4], [0.3, 0.4]]
-  model.embed.load_tables({"item": row})
-  query = model.queries(jnp.array([[5.0, *[0.0] * 7]]))
-  expected = [[2.0, 0.0, 1.2]]
-  np.testing.assert_allclose(model.scores(query)[:, :3], expected, atol=1e-6)
-  np.testing.assert_allclose(model.scores(query, jnp.arange(3)), expected, atol=1e-6)
-  np.testing.assert_allclose(query @ model.candidates(row[:3]).T, expected, atol=1e-6)
 
 
 @pytest.mark.ci

@@ -14,7 +14,7 @@ from small_data import write_gowalla, write_movielens100k
 from recipes.sequence.data import EvalBatches, SequenceData
 from recipes.tables.transforms import Entities
 from recipes.tables.values import SPLITS
-from recipes.two_tower import data, table
+from recipes.two_tower import data, train
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +65,6 @@ def test_movielens1m_by_hand(tmp_path):
     "B": ([], ["Comedy"]),
     "C": ([], ["Drama"]),
   }
-
-
-@pytest.mark.ci
-def test_a_pair_twice_is_refused(tmp_path):
-  pair = np.array([3, 3]), np.array([5, 5])
-  pairs = dict.fromkeys(SPLITS, pair)
-  with pytest.raises(ValueError, match="user 3 has item 5 twice in the train split"):
-    table.write(tmp_path, pairs, (4, 6), {}, {}, seed=0)
 
 
 @pytest.mark.weekly
@@ -128,7 +120,7 @@ def test_movielens100k_is_eighty_twenty(tmp_path):
   sizes = {name: stop - start for name, (start, stop) in found.splits.items()}
   assert sum(sizes.values()) == 1000
   items = Entities.load(found.serve, "items")
-  (genres,) = [feature for feature in found.item_features if feature.name == "genres"]
+  (genres,) = [feature for feature in found.features["item"] if feature.name == "genres"]
   assert 6 <= genres.valency <= 7  # of every third column
   first = items.texts.index("1")
   names = np.array(items.transforms.vocabularies["genres"])[found.columns["item_genres"][first]]
@@ -303,7 +295,7 @@ def test_a_test_asks_with_the_validation_items_as_the_other_recipes_do(tmp_path)
   found = lists_of(*([items[part] for items in lists] for part in parts))
   config = two_tower_smoke("synthetic", tmp_path, eval_batch_size=2)
   columns = {"items": np.concatenate(lists), "offsets": np.array([0, 6, 10])}
-  sequences = SequenceData(columns, {}, 10, {}, {})
+  sequences = SequenceData(columns, {}, 10)
   sequence = recipe_runs.load("sequence.synthetic")
   sequence.eval_batch_size = 2
   for split in ("valid", "test"):
@@ -347,13 +339,11 @@ def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):
 
 @pytest.mark.ci
 def test_unknown_names(tmp_path):
-  config = two_tower_smoke("synthetic", tmp_path)
-  found = data.load(config)
-  config.examples = "items"
-  with pytest.raises(ValueError, match="unknown examples 'items': choose users or rows"):
-    data.EvalBatches(found, "test", config)
+  config = two_tower_smoke("synthetic", tmp_path, examples="items")
+  with pytest.raises(ValueError, match=r"config\.examples is 'items': choose users, rows"):
+    train.check(config, None)
   with pytest.raises(ValueError, match="must be a multiple of the 5 hosts"):
-    data.TrainBatches(found, config, shard=(0, 5))
+    data.TrainBatches(data.load(config), config, shard=(0, 5))
 
 
 # --- files ----------------------------------------------------------------------------------------
