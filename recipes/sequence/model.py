@@ -37,23 +37,21 @@ def visible(segments_BxL: jax.Array, *, causal: bool) -> jax.Array:
   return mask_BxLxL
 
 
-def make_block(config, *, rngs: nnx.Rngs) -> Any:
-  """Returns a block of the encoder that `config.model` names."""
-  dim, heads = config.dim, config.heads
-  options: Any = {"dropout": config.dropout, "dtype": build.dtype(config, "dtype"), "rngs": rngs}
-  if config.model == "sasrec":
-    return SASRecBlock(dim, heads, residual=config.residual, init=config.init, **options)
-  if config.model == "bert4rec":
-    return BERT4RecBlock(dim, heads, init=config.init, **options)
-  return HSTUBlock(dim, heads, config.max_length, **options)
-
-
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
   def __init__(self, config, *, rngs: nnx.Rngs):
-    self.blocks = nnx.List([make_block(config, rngs=rngs) for _ in range(config.blocks)])
-    self.causal, dtype = config.model != "bert4rec", build.dtype(config, "dtype")
+    dtype, shape = build.dtype(config, "dtype"), [config.dim, config.heads]
+    make: Any = HSTUBlock
+    options: dict[str, Any] = {"dropout": config.dropout, "dtype": dtype, "rngs": rngs}
+    if config.model == "sasrec":
+      make, options = SASRecBlock, options | {"init": config.init, "residual": config.residual}
+    elif config.model == "bert4rec":
+      make, options = BERT4RecBlock, options | {"init": config.init}
+    else:
+      shape.append(config.max_length)
+    self.blocks = nnx.List([make(*shape, **options) for _ in range(config.blocks)])
+    self.causal = config.model != "bert4rec"
     has_norm = self.blocks[0].normed
     self.norm = nnx.LayerNorm(config.dim, dtype=dtype, rngs=rngs) if has_norm else None
 
@@ -120,7 +118,9 @@ class SequenceModel(nnx.Module):
   def __call__(
     self, batch: Mapping[str, jax.Array], where_BxW: jax.Array | None = None
   ) -> jax.Array:
-    """Returns the encoder's outputs `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
+    """Returns what item rows are multiplied with, `[B, L, D]`, for bert4rec `[B, L, D + 1]`.
+
+    With `where_BxW` of these columns alone, `[B, W, ...]`.
 
     Args:
       batch: `items`, `segments` and `positions`, `[B, L]`. An item of -1 within a segment is a
@@ -136,11 +136,7 @@ class SequenceModel(nnx.Module):
     if self.norm is not None:
       x_BxLxD = self.norm(x_BxLxD)
     x_BxLxD = self.dropout(x_BxLxD.astype(self.dtype))
-    outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW)
-    return outputs.astype(jnp.float32)
-
-  def queries(self, outputs: jax.Array) -> jax.Array:
-    """Returns the queries, which item rows are multiplied with, of outputs `[..., D]`."""
+    outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW).astype(jnp.float32)
     return outputs if self.projection is None else self.projection(outputs)
 
   def scores(self, queries: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
@@ -172,11 +168,6 @@ def build_model(
   return SequenceModel(tables, encoder, config, rngs=rngs)
 
 
-def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the queries of the outputs that have `targets`: all, or the hidden items'."""
-  return model.queries(model(batch, batch.get("where")))
-
-
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the query of each row's column `last`, `[B, D]`, or `[B, D + 1]` for bert4rec."""
-  return model.queries(model(batch, batch["last"][:, None])[:, 0])
+  return model(batch, batch["last"][:, None])[:, 0]

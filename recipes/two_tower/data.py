@@ -210,7 +210,9 @@ class TrainBatches:
     negative = (draw.random(self._extra) * num_items).astype(np.int32)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._history_without(user, rows["place"], turn, stride)
-    batch = {"query": self._data.inputs("user", user) | {"history": embed.Padded(history)}}
+    batch: dict[str, Any] = {
+      "query": self._data.inputs("user", user) | {"history": embed.Padded(history)}
+    }
     for name, items in (("positive", positive), ("negative", negative)):
       if name == "positive" or self._extra:
         batch |= {

@@ -177,7 +177,7 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
     "initializer": build.table_initializer(config),
     "dtype": build.dtype(config, "table_dtype"),
   }
-  table = functools.partial(embed.TableConfig, combiner="mean", **options)
+  table: Any = functools.partial(embed.TableConfig, combiner="mean", **options)
   item = embed.FeatureConfig(table(data.num_items, name="item"))
   own = {"query": {"user": embed.FeatureConfig(table(data.num_users, name="user"))}}
   own["query"]["history"] = (

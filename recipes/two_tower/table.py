@@ -131,12 +131,14 @@ def _check(table: Table) -> None:
     for name, kind in source.kinds.items():
       if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id):
         continue
-      if (kind.side or source.key) and name in ("user", "item", "history"):
+      if not (kind.side or source.key):
+        continue
+      if name in ("user", "item", "history"):
         raise UserError(
           f"{name!r} is the name of an input of the towers: declare the column by another name, "
           f"with column={name!r}"
         )
-      if (kind.side or source.key) and isinstance(kind, spec.Embedded) and kind.dim:
+      if isinstance(kind, spec.Embedded) and kind.dim:
         raise UserError(
           f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
         )

@@ -150,8 +150,8 @@ def test_only_hidden_items_are_predicted():
   inputs = train_batch(
     where=np.array([[2, 5, 0]], np.int32), targets=np.array([[11, 1, -1]], np.int32)
   )
-  found = nnx.jit(model_lib.predictions)(model, inputs)
-  every = nnx.jit(lambda model, batch: model.queries(model(batch)))(model, inputs)
+  found = nnx.jit(lambda model, batch: model(batch, batch["where"]))(model, inputs)
+  every = call(model, inputs)
   np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
   loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   scores = np.asarray(model.scores(found))[0]
@@ -176,7 +176,7 @@ def test_bert4rec_scores_by_equation_7():
   kernel, row = model.projection.linear.kernel[...], np.asarray(model.embed.tables["item"])
   projected = layer_norm(np.asarray(jax.nn.gelu(x @ kernel)))
   expected = projected @ row[:, :8].T + row[:, 8]
-  np.testing.assert_allclose(model.scores(model.queries(x)), expected, rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(model.scores(model.projection(x)), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.ci
