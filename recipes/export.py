@@ -127,14 +127,16 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     for name, ids in {**entities.ids, **entities.vectors}.items()
   }
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts), users.transforms.features,
-    items.transforms.features, {}, {},
-    user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
-    item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
+    columns, {}, len(users.texts), len(items.texts),
+    {"user": users.transforms.features, "item": items.transforms.features},
+    {
+      side: {name: each.shape[1] for name, each in entities.vectors.items()}
+      for side, entities in (("user", users), ("item", items))
+    },
   )  # fmt: skip
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
-  query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
+  query = data.inputs("user", np.zeros(2, np.int32)) | {"history": embed.Padded(history)}
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
@@ -162,8 +164,7 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   about |= {"ask": config.model == "bert4rec"}
 
   def candidates() -> np.ndarray:
-    vectors = model.candidates(model.embed.tables[model_lib.ITEM])
-    return np.asarray(vectors, np.float32)[: len(items.texts)]
+    return np.asarray(model.embed.tables[model_lib.ITEM], np.float32)[: len(items.texts)]
 
   return _Parts(model, model_lib.queries, inputs, about, candidates)
 

@@ -52,8 +52,7 @@ def inference_batch(
   """Returns rows of one sequence each, for the prediction of the next item.
 
   Args:
-    items: of all sequences, one after the other.
-    counts: int `[S]`, items of each sequence.
+    items: of all sequences, one after the other; `counts` int `[S]` of each.
     width: of a row.
     places, aligned: see `positions`.
     ask: 1 predicts at one more column, which has no item (a mask), 0 at the last item.

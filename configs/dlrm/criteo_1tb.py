@@ -10,7 +10,7 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
   the categories, and the other ids of a bag are drawn, see recipes/dlrm/criteo1tb.py; a blank
   category has no vector, and a blank integer is the mean; tables start normal(0, 0.01) instead of
   uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
-Cost: not run. Tables and slots are 195 GiB over all chips. Spark prepares the days, a task each, and
+Cost: not run. Tables and slots are 195 GiB over all chips. Spark prepares the days, one a task, and
   writes 0.7 TB; see docs/how_to/own_table.md, "On a cluster".
 Number: not run: the data's licence has to be accepted, and there was no pod. The second command
   compiles the training step for one, needs neither chips nor data, and says what it takes.

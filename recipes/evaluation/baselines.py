@@ -110,6 +110,13 @@ def ranking(
   return metrics.compute()
 
 
+def ones(rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> csr_matrix:
+  """Returns a float32 matrix with 1 at these places, which may come more than once."""
+  matrix = csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape)
+  matrix.data[:] = 1  # the same places were added up
+  return matrix
+
+
 def popularity(train: csr_matrix) -> np.ndarray:
   """Returns how often each item is in `train` `[users, items]`: the same scores for all."""
   return np.asarray(train.sum(axis=0)).ravel()

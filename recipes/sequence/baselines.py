@@ -10,9 +10,9 @@ from . import data as data_lib
 
 def tasks(data: data_lib.SequenceData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
   """Returns, by name, functions that fit a baseline on training items and return its metrics."""
-  everyone, users, held_out = np.arange(len(data.lengths)), data.evaluated, data_lib.HELD_OUT
+  users, held_out = data.evaluated, data_lib.HELD_OUT
   return baselines.ranking_tasks(
-    data_lib.matrix(data, everyone, held_out["train"]),
+    data_lib.matrix(data, np.arange(len(data.lengths)), held_out["train"]),
     {split: data_lib.matrix(data, users, held_out[split]) for split in ("valid", "test")},
     {split: data_lib.targets(data, users, held_out[split]) for split in ("valid", "test")},
     config.ks,

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import scipy.sparse
 
 from .. import cache, packing, pipeline
 from .. import mesh as mesh_lib
 from ..cache import DataSet
-from ..evaluation import retrieval
+from ..evaluation import baselines, retrieval
 
 Batch = dict[str, np.ndarray]
-_ROWS = 4096  # that are looked at at once
 _HIDDEN = 0.2  # share of a sequence that BERT4Rec hides, as in the authors' `gen_data_fin.py`
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
@@ -34,6 +32,7 @@ class SequenceData:
   Attributes:
     columns: `items` int32 `[interactions]` and `offsets` int64 `[users + 1]`.
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
+    most_hidden: how many items `masked` hides in a row at most.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
     serve: the folder of what serving needs besides the model; None where there is none.
@@ -42,8 +41,9 @@ class SequenceData:
   columns: Mapping[str, np.ndarray]
   packed: Mapping[str, np.ndarray]
   num_items: int
-  sha256: Mapping[str, str]
-  best: Mapping[str, float]
+  most_hidden: int = 1
+  sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  best: Mapping[str, float] = dataclasses.field(default_factory=dict)
   serve: Path | None = None
 
   @property
@@ -90,34 +90,26 @@ def data_set(name: str) -> DataSet:
 def load(config) -> SequenceData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   prepared = cache.load(data_set(config.dataset), config, "sequences-")
-  columns = prepared.columns
-  layout = {
-    "format": 4,
-    "of": prepared.name,
-    "max_length": config.max_length,
+  how = {
     "positions": config.positions,
     "windows": config.windows,
-    "next": config.model != "bert4rec",
+    "next_item": config.model != "bert4rec",
   }
 
   def build(folder: Path) -> dict[str, Any]:
-    rows = pack(
-      columns["items"],
-      columns["offsets"],
-      layout["max_length"],
-      positions=layout["positions"],
-      next_item=layout["next"],
-      windows=layout["windows"],
-    )
+    columns = prepared.columns
+    rows = pack(columns["items"], columns["offsets"], config.max_length, **how)
     for name, array in rows.items():
       cache.column(folder, name, array.shape, array.dtype)[:] = array
-    return {"rows": len(rows["items"])}
+    return {"most_hidden": most_hidden(rows["segments"])}
 
-  packed, _ = cache.prepared(config.cache_dir, "packed", layout, build)
+  layout = {"format": 5, "of": prepared.name, "max_length": config.max_length, **how}
+  packed, about = cache.prepared(config.cache_dir, "packed", layout, build)
   return SequenceData(
-    columns,
+    prepared.columns,
     packed,
     prepared.meta["num_items"],
+    about["most_hidden"],
     prepared.sha256,
     prepared.best,
     prepared.serve,
@@ -162,24 +154,28 @@ def pack(
   first = np.maximum(starts[user], ends - width)
   lengths = ends - first
   row, column = packing.place(lengths, width)
-  rows = int(row.max(initial=-1)) + 1
   where = packing.ranges(row * width + column, lengths)
-  order = np.argsort(row * width + column)
-  numbers = np.empty(len(row), np.int64)  # of a sequence within its row
-  numbers[order] = np.arange(len(row)) - np.searchsorted(row[order], row[order])
 
   def laid(values: np.ndarray, fill: int) -> np.ndarray:
-    flat = np.full(rows * width, fill, np.int32)
-    flat[where] = values
-    return flat.reshape(rows, width)
+    rows = np.full((int(row.max(initial=-1)) + 1, width), fill, np.int32)
+    rows.reshape(-1)[where] = values
+    return rows
 
   last = packing.ranges(first, lengths)
   return {
     "items": laid(items[last - next_item], -1),
     "targets": laid(items[last], -1),
-    "segments": laid(np.repeat(numbers, lengths), -1),
+    "segments": laid(np.repeat(_ranks(row, column), lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
   }
+
+
+def _ranks(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
+  """Returns the place of each element in its group, in the order of keys; int64 like both."""
+  order = np.lexsort((keys, groups))
+  ranks, in_turn = np.empty(len(order), np.int64), groups[order]
+  ranks[order] = np.arange(len(order)) - np.searchsorted(in_turn, in_turn)
+  return ranks
 
 
 def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
@@ -189,31 +185,20 @@ def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse
   """
   lengths = train_lengths(data.lengths[users], held_out)
   items = data.columns["items"][packing.ranges(data.columns["offsets"][users], lengths)]
-  return _ones(np.repeat(np.arange(len(users)), lengths), items, len(users), data.num_items)
+  of_user = np.repeat(np.arange(len(users)), lengths)
+  return baselines.ones(of_user, items, (len(users), data.num_items))
 
 
 def targets(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
   """Returns float32 `[users, num_items]`, 1 at the first of each user's `held_out` last items."""
   items = data.columns["items"][data.columns["offsets"][users + 1] - held_out]
-  return _ones(np.arange(len(users)), items, len(users), data.num_items)
-
-
-def _ones(rows, columns, *shape: int) -> scipy.sparse.csr_matrix:
-  matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
-  matrix.data[:] = 1  # an item that came twice was added up
-  return matrix
+  return baselines.ones(np.arange(len(users)), items, (len(users), data.num_items))
 
 
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
-
-
-def batch_shapes(data: SequenceData, config) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns a global training batch of `TrainBatches` as `jax.ShapeDtypeStruct`s."""
-  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-  return jax.tree.map(shape, TrainBatches(data, config)[0])
 
 
 class TrainBatches:
@@ -231,7 +216,6 @@ class TrainBatches:
   Args:
     config: `batch_size`, `seed`, `steps`, `model`, `loss` and `negatives`.
     shard: `(index, count)`; this host's part of every batch.
-
   """
 
   def __init__(self, data: SequenceData, config, *, shard: tuple[int, int] = (0, 1)):
@@ -243,11 +227,8 @@ class TrainBatches:
       num_batches=config.steps,
       shard=shard,
     )
-    self._batch_size, self._seed = config.batch_size, config.seed
-    self._part = slice(*pipeline.part(config.batch_size, shard))
-    self._hides = config.model == "bert4rec"
-    if self._hides:
-      self._most_hidden = most_hidden(data.packed)
+    self._batch_size, self._seed, self._shard = config.batch_size, config.seed, shard
+    self._hidden = data.most_hidden if config.model == "bert4rec" else 0
     self._num_items = data.num_items
     self._negatives = 0 if config.loss == "softmax" else config.negatives.number
 
@@ -256,21 +237,17 @@ class TrainBatches:
 
   def __getitem__(self, number: int) -> Batch:
     batch, draw = self._rows[number], np.random.default_rng((self._seed, number, 1))
-    if self._hides:
-      order = draw.random((self._batch_size, batch["items"].shape[1]))[self._part]
-      batch = masked(batch, order, self._most_hidden)
+    if self._hidden:
+      order = draw.random((self._batch_size, batch["items"].shape[1]))
+      batch = masked(
+        batch, order[slice(*pipeline.part(self._batch_size, self._shard))], self._hidden
+      )
     if self._negatives:
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
-      first, last = (
-        self._negatives * row // self._batch_size for row in (self._part.start, self._part.stop)
-      )
-      negatives = negatives[first:last]
-      log_expected = np.full(negatives.shape, np.log(self._negatives / self._num_items), np.float32)
-      batch = batch | {"negatives": negatives, "log_expected": log_expected}
+      own = slice(*pipeline.part(self._negatives, self._shard, "negatives.number"))
+      expected = np.full(self._negatives, np.log(self._negatives / self._num_items), np.float32)
+      batch |= {"negatives": negatives[own], "log_expected": expected[own]}
     return batch
-
-  def __repr__(self) -> str:
-    return f"TrainBatches({self._rows!r}, negatives={self._negatives})"
 
 
 def masked(batch: Batch, order: np.ndarray, most: int) -> Batch:
@@ -285,12 +262,9 @@ def masked(batch: Batch, order: np.ndarray, most: int) -> Batch:
     `items` with -1 where one is hidden, and for up to `most` of them per row `where`, the column
     (0 for none), and `targets`, the item (-1 for none).
   """
-  sequence, number = _sequences(batch)
-  by_order = np.lexsort((order.ravel(), sequence.ravel()))
-  rank = np.empty(len(by_order), np.int64)  # of an item within its sequence
-  in_turn = sequence.ravel()[by_order]
-  rank[by_order] = np.arange(len(in_turn)) - np.searchsorted(in_turn, in_turn)
-  hidden = rank.reshape(order.shape) < _hidden(number)[sequence]
+  sequence, hidden_of = _sequences(batch["segments"])
+  rank = _ranks(sequence.ravel(), order.ravel()).reshape(order.shape)
+  hidden = rank < hidden_of[sequence]
   where = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
   is_hidden = np.take_along_axis(hidden, where, axis=1)
   targets = np.where(is_hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
@@ -301,29 +275,24 @@ def masked(batch: Batch, order: np.ndarray, most: int) -> Batch:
   }
 
 
-def most_hidden(packed: Mapping[str, np.ndarray]) -> int:
-  """Returns how many items `masked` hides in a row at most, of all packed rows."""
-  most, length = 1, packed["segments"].shape[1]
-  for start in range(0, len(packed["segments"]), _ROWS):
-    part = {name: packed[name][start : start + _ROWS] for name in ("segments", "targets")}
-    hidden = _hidden(_sequences(part)[1])[:-1].reshape(-1, length).sum(axis=1)
-    most = max(most, int(hidden.max()))
-  return most
+def most_hidden(segments: np.ndarray) -> int:
+  """Returns how many items `masked` hides in a row at most, of all packed rows; at least 1."""
+  hidden = _sequences(segments)[1][:-1].reshape(segments.shape)
+  return int(hidden.sum(axis=1).max(initial=1))
 
 
-def _sequences(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the number of each target's sequence, int `[B, L]`, and the sequences' sizes.
+def _sequences(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the number of each column's sequence, int `[B, L]`, and how many of it are hidden.
 
-  Sequence s of row b is `b * L + s`; the last entry collects non-targets, and has size 0.
+  Sequence s of row b is `b * L + s`; the last entry collects columns without a sequence.
   """
-  rows, length = batch["segments"].shape
-  sequence = np.arange(rows)[:, None] * length + batch["segments"]
-  sequence = np.where(batch["targets"] >= 0, sequence, rows * length)
-  return sequence, np.append(np.bincount(sequence.ravel(), minlength=rows * length + 1)[:-1], 0)
-
-
-def _hidden(sizes: np.ndarray) -> np.ndarray:
-  return np.where(sizes > 0, np.maximum(np.round(_HIDDEN * sizes).astype(np.int64), 1), 0)
+  rows, length = segments.shape
+  sequence = np.arange(rows)[:, None] * length + segments
+  sequence = np.where(segments >= 0, sequence, rows * length)
+  sizes = np.bincount(sequence.ravel(), minlength=rows * length + 1)
+  sizes[-1] = 0
+  least_one = np.maximum(np.round(_HIDDEN * sizes).astype(np.int64), 1)
+  return sequence, np.where(sizes > 0, least_one, 0)
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
@@ -336,12 +305,11 @@ class EvalBatches:
   """Batch number -> users with their histories, of similar length within a batch.
 
   A batch holds, for B users, the `packing.inference_batch` of their last items, of width W, `seen`
-  int32 `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item (-1
-  where the row fills up the last batch), and `user` `[B]`.
+  int32 `[B, E]`, all items of the history (-1 for none), `target` `[B, 1]`, the held-out item, and
+  `user` `[B]`; both are -1 where a row fills up the last batch.
   W and E are of few sizes, so that few shapes are compiled.
 
   Args:
-    data: the data set, of which the evaluated users are asked for.
     split: what was held out for it is the target, and hidden with all that comes later.
     config: `eval_batch_size`, `max_length`, `positions`, see `packing.positions`, and `model`:
       bert4rec predicts at one more column, which has no item (a mask), the others at the last item.
@@ -351,7 +319,7 @@ class EvalBatches:
   def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     users, offsets = data.evaluated, data.columns["offsets"]
     self._items, self._batch_size = data.columns["items"], config.eval_batch_size
-    self._part = pipeline.part(config.eval_batch_size, shard, "eval_batch_size")
+    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._max_length, self._positions = config.max_length, config.positions
     self._ask = config.model == "bert4rec"
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
@@ -364,25 +332,17 @@ class EvalBatches:
   def __getitem__(self, number: int) -> Batch:
     every = slice(number * self._batch_size, (number + 1) * self._batch_size)
     longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
-    first, last = self._part
-    own = slice(every.start + first, every.start + last)
-    users, start, stop = self._users[own], self._start[own], self._stop[own]
-    filled = last - first - len(users)
+    examples = every.start + self._part
+    is_user = examples < len(self._users)
+    examples = np.minimum(examples, len(self._users) - 1)
+    start, stop = self._start[examples], self._stop[examples]
     seen = self._items[packing.ranges(start, stop - start)]
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
     items = self._items[packing.ranges(stop - kept, kept)]
     how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
-    batch = packing.inference_batch(items, kept, width, **how) | {
+    return packing.inference_batch(items, kept, width, **how) | {
       "seen": packing.padded(seen, stop - start, retrieval.list_width(longest)),
-      "target": self._items[stop][:, None].astype(np.int32),
-      "user": users.astype(np.int32),
+      "target": np.where(is_user, self._items[stop], -1)[:, None].astype(np.int32),
+      "user": np.where(is_user, self._users[examples], -1).astype(np.int32),
     }
-    fill = {"items": -1, "segments": -1, "seen": -1, "target": -1, "user": -1}
-    return {
-      name: np.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1), constant_values=fill.get(name, 0))
-      for name, x in batch.items()
-    }
-
-  def __repr__(self) -> str:
-    return f"EvalBatches({len(self._users)} users, batch_size={self._batch_size})"

@@ -17,9 +17,6 @@ DEFAULTS: dict[str, Any] = {
   "residual": "input",
   # Of dense layers, but for queries, keys and values: "xavier", or "normal", of deviation 0.02.
   "init": "xavier",
-  # Scores of sasrec and hstu are cosines, divided by this; 0 leaves them dot products. HSTU's
-  # authors have 0.05.
-  "temperature": 0.0,
   "loss": "sampled_softmax",  # or "softmax", over all items
   "negatives": {
     "number": 256,  # drawn for a batch

@@ -17,7 +17,7 @@ import embed
 
 from ..training import build
 from ..training.hstu import HSTUBlock
-from ..training.layers import inverse_length, linear
+from ..training.layers import linear
 from ..training.transformer import BERT4RecBlock, SASRecBlock
 
 ITEM = "item"  # the table's name
@@ -37,23 +37,21 @@ def visible(segments_BxL: jax.Array, *, causal: bool) -> jax.Array:
   return mask_BxLxL
 
 
-def make_block(config, *, rngs: nnx.Rngs) -> Any:
-  """Returns a block of the encoder that `config.model` names."""
-  dim, heads = config.dim, config.heads
-  options: Any = {"dropout": config.dropout, "dtype": build.dtype(config, "dtype"), "rngs": rngs}
-  if config.model == "sasrec":
-    return SASRecBlock(dim, heads, residual=config.residual, init=config.init, **options)
-  if config.model == "bert4rec":
-    return BERT4RecBlock(dim, heads, init=config.init, **options)
-  return HSTUBlock(dim, heads, config.max_length, **options)
-
-
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
   def __init__(self, config, *, rngs: nnx.Rngs):
-    self.blocks = nnx.List([make_block(config, rngs=rngs) for _ in range(config.blocks)])
-    self.causal, dtype = config.model != "bert4rec", build.dtype(config, "dtype")
+    dtype, shape = build.dtype(config, "dtype"), [config.dim, config.heads]
+    make: Any = HSTUBlock
+    options: dict[str, Any] = {"dropout": config.dropout, "dtype": dtype, "rngs": rngs}
+    if config.model == "sasrec":
+      make, options = SASRecBlock, options | {"init": config.init, "residual": config.residual}
+    elif config.model == "bert4rec":
+      make, options = BERT4RecBlock, options | {"init": config.init}
+    else:
+      shape.append(config.max_length)
+    self.blocks = nnx.List([make(*shape, **options) for _ in range(config.blocks)])
+    self.causal = config.model != "bert4rec"
     has_norm = self.blocks[0].normed
     self.norm = nnx.LayerNorm(config.dim, dtype=dtype, rngs=rngs) if has_norm else None
 
@@ -105,7 +103,7 @@ class SequenceModel(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
     self.embed, self.encoder, dim = tables, encoder, config.dim
-    self.dtype, self.temperature = build.dtype(config, "dtype"), config.temperature
+    self.dtype = build.dtype(config, "dtype")
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((config.max_length, dim))
     self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
@@ -120,14 +118,16 @@ class SequenceModel(nnx.Module):
   def __call__(
     self, batch: Mapping[str, jax.Array], where_BxW: jax.Array | None = None
   ) -> jax.Array:
-    """Returns the encoder's outputs `[B, L, D]`, or `[B, W, D]` of the columns `where_BxW`.
+    """Returns what item rows are multiplied with, `[B, L, D]`, for bert4rec `[B, L, D + 1]`.
+
+    With `where_BxW` of these columns alone, `[B, W, ...]`.
 
     Args:
       batch: `items`, `segments` and `positions`, `[B, L]`. An item of -1 within a segment is a
         hidden one.
     """
     items_BxL, segments_BxL = batch["items"], batch["segments"]
-    x_BxLxD = self.vectors(items_BxL)
+    x_BxLxD = self.embed({ITEM: items_BxL})[ITEM].astype(jnp.float32)
     if self.hidden is not None:
       x_BxLxD = x_BxLxD[..., :-1]  # without the item's bias
       is_hidden_BxL = (items_BxL < 0) & (segments_BxL >= 0)
@@ -136,34 +136,12 @@ class SequenceModel(nnx.Module):
     if self.norm is not None:
       x_BxLxD = self.norm(x_BxLxD)
     x_BxLxD = self.dropout(x_BxLxD.astype(self.dtype))
-    outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW)
-    return outputs.astype(jnp.float32)
-
-  def vectors(self, items: jax.Array) -> jax.Array:
-    """Returns the vectors of items, float32 `[..., D]`; 0 for those that are negative."""
-    return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
-
-  def queries(self, outputs: jax.Array) -> jax.Array:
-    """Returns the queries, which candidates are multiplied with, of outputs `[..., D]`."""
-    if self.temperature:
-      return outputs * inverse_length(outputs) / self.temperature
+    outputs = self.encoder(x_BxLxD, segments_BxL, where_BxW).astype(jnp.float32)
     return outputs if self.projection is None else self.projection(outputs)
-
-  def candidates(self, rows: jax.Array) -> jax.Array:
-    """Returns the candidates, which queries are multiplied with, of item rows `[..., D]`."""
-    if not self.temperature:
-      return rows
-    rows = rows.astype(jnp.float32)
-    return rows * inverse_length(rows)
 
   def scores(self, queries: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
-    scores = self.embed.attend(queries, ITEM, candidates)
-    if not self.temperature:
-      return scores
-    ids = jnp.arange(scores.shape[-1]) if candidates is None else candidates
-    # A second lookup of the candidates. It takes a last axis of 1 as no axis.
-    return scores * inverse_length(self.vectors(ids.ravel())).reshape(ids.shape)
+    return self.embed.attend(queries, ITEM, candidates)
 
 
 def build_model(
@@ -190,11 +168,6 @@ def build_model(
   return SequenceModel(tables, encoder, config, rngs=rngs)
 
 
-def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the queries of the outputs that have `targets`: all, or the hidden items'."""
-  return model.queries(model(batch, batch.get("where")))
-
-
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the query of each row's column `last`, `[B, D]`, or `[B, D + 1]` for bert4rec."""
-  return model.queries(model(batch, batch["last"][:, None])[:, 0])
+  return model(batch, batch["last"][:, None])[:, 0]

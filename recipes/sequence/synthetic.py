@@ -35,23 +35,18 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; see `recipes.sequence.data`."""
   ranking_names(settings["ks"], settings["items"])  # checks the cutoffs
   process = Process(settings["items"], settings["noise"], settings["seed"])
-  sequences = []
+  sequences, best = [], RankingMetrics(settings["ks"])
   with files.progress("drawing sequences", settings["users"], "user") as bar:
     for start in range(0, settings["users"], _CHUNK):
       number = min(_CHUNK, settings["users"] - start)
-      sequences += process.draw(np.random.default_rng((settings["seed"], 1, start)), number)
+      drawn = process.draw(np.random.default_rng((settings["seed"], 1, start)), number)
+      ranked = [process.best(sequence[:-1], max(settings["ks"])) for sequence in drawn]
+      best.update(np.stack(ranked), np.array([sequence[-1:] for sequence in drawn]))
+      sequences += drawn
       bar.update(number)
-  lengths = np.array([len(sequence) for sequence in sequences])
-  total = int(lengths.sum())
-  items = cache.column(folder, "items", (total,), np.int32)
-  items[:] = np.concatenate(sequences)
-  offsets = cache.column(folder, "offsets", (len(lengths) + 1,), np.int64)
-  offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
-  best = RankingMetrics(settings["ks"])
-  for start in range(0, len(sequences), _CHUNK):
-    chunk = sequences[start : start + _CHUNK]
-    ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in chunk])
-    best.update(ranked, np.array([sequence[-1:] for sequence in chunk]))
+  items, offsets = np.concatenate(sequences), np.cumsum([0, *map(len, sequences)])
+  cache.column(folder, "items", items.shape, np.int32)[:] = items
+  cache.column(folder, "offsets", offsets.shape, np.int64)[:] = offsets
   return {
     "num_items": settings["items"],
     "sha256": {"generated": hashlib.sha256(items.tobytes() + offsets.tobytes()).hexdigest()},

@@ -34,16 +34,14 @@ CHOICES = {  # the known values by setting
 def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
-  call resumes a run that was stopped, on any number of devices.
+  The same call resumes a run that was stopped, on any number of devices and processes.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
 
   Raises:
-    UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
-      another run.
+    UserError: a setting or a file of the data is wrong, or the workdir holds another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
   mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
@@ -109,12 +107,12 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   """
 
   def loss_fn(model, batch) -> jax.Array:
-    hidden, targets = model_lib.predictions(model, batch), batch["targets"]
+    queries, targets = model(batch, batch.get("where")), batch["targets"]
     if config.loss == "softmax":
-      by_target = losses.cross_entropy(model.scores(hidden), targets)
+      by_target = losses.cross_entropy(model.scores(queries), targets)
     else:
-      positive = model.scores(hidden, targets[..., None])[..., 0]
-      negative = model.scores(hidden, batch["negatives"])
+      positive = model.scores(queries, targets[..., None])[..., 0]
+      negative = model.scores(queries, batch["negatives"])
       hits = targets[..., None] == batch["negatives"]
       by_target = losses.sampled_softmax(positive, negative, hits, batch["log_expected"])
     return losses.mean(by_target, targets >= 0)
@@ -122,36 +120,30 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
-def make_recommend(
-  num_items: int, k: int, mesh: jax.sharding.Mesh | None, *, exclude_seen: bool = True
-):
-  """Returns the compiled `(model, batch) -> ids [B, k]` of the best items.
+def make_recommend(config, num_items: int, mesh: jax.sharding.Mesh | None):
+  """Returns the compiled `(model, batch) -> ids [B, k]` of the best items, for the largest cutoff.
 
-  With `exclude_seen` none of them is in the batch's `seen`.
+  With `config.exclude_seen` none of them is in the batch's `seen`.
   """
+  k = max(config.ks)
 
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def recommend(model, batch):
     query = model_lib.queries(model, batch)
-    seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
+    seen = batch["seen"] if config.exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
     if mesh is None:
-      items = model.candidates(model.embed.tables[model_lib.ITEM])
-      return retrieval.top_k(query, items, k, seen)[1]
+      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, seen)[1]
     # Each device looks up its own part of the catalogue, and scores it.
     every = jnp.minimum(jnp.arange(-(-num_items // mesh.size) * mesh.size), num_items - 1)
     rows = model.embed({model_lib.ITEM: every.astype(jnp.int32)})[model_lib.ITEM]
-    return retrieval.top_k(query, model.candidates(rows), k, seen, mesh, size=num_items)[1]
+    return retrieval.top_k(query, rows, k, seen, mesh, size=num_items)[1]
 
   return recommend
 
 
 def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | None = None):
-  """Returns `(model, split) -> metrics` over all evaluated users, in every process.
-
-  Every item of the catalogue is ranked; with `config.exclude_seen` all but those that the user
-  has had before.
-  """
-  recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
+  """Returns `(model, split) -> metrics`, full rankings for all users, in every process."""
+  recommend = make_recommend(config, data.num_items, mesh)
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics = RankingMetrics(config.ks)
@@ -189,7 +181,8 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
+    first = lambda: jax.eval_shape(lambda x: x, data_lib.TrainBatches(data, config)[0]["items"])
+    inputs = lambda: {model_lib.ITEM: first()}
     model = build_model(config, data.num_items, mesh, inputs)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)

@@ -3,12 +3,9 @@
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import scipy.sparse
 
 from ..evaluation import baselines
-from .data import RetrievalData
-
-_EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
+from .data import EARLIER, RetrievalData
 
 
 def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
@@ -16,14 +13,17 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
 
   Recent popularity ranks by what is added to the model's scores, alone.
   """
-  histories, relevant = {}, {}
-  for split, earlier in _EARLIER.items():
-    users, relevant[split] = _examples(data, split, config.examples)
-    histories[split] = data.matrix(*earlier)[users]
+  histories = {split: data.matrix(*earlier) for split, earlier in EARLIER.items()}
+  relevant = {split: data.matrix(split) for split in EARLIER}
+  if config.examples == "rows":
+    for split in EARLIER:
+      user, item = (data.columns[name][data.rows(split)] for name in ("user", "item"))
+      histories[split] = histories[split][user]
+      relevant[split] = baselines.ones(np.arange(len(item)), item, (len(item), data.num_items))
   recent = None
   if data.ordered and config.popularity.weight:
     half_life = config.popularity.half_life
-    recent = {split: data.popularity(half_life, *each) for split, each in _EARLIER.items()}
+    recent = {split: data.popularity(half_life, *earlier) for split, earlier in EARLIER.items()}
   return baselines.ranking_tasks(
     data.matrix("train"),
     histories,
@@ -33,19 +33,3 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     ease_l2=config.baseline.ease_l2,
     recent=recent,
   )
-
-
-def _examples(
-  data: RetrievalData, split: str, by: str
-) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
-  """Returns the user of each of a split's examples and their relevant items `[examples, items]`.
-
-  `by` is the config's `examples`: "users" or "rows".
-  """
-  if by == "users":
-    return np.arange(data.num_users), data.matrix(split)
-  rows = slice(*data.splits[split])
-  items = data.columns["item"][rows]
-  pairs, shape = (np.arange(len(items)), items), (len(items), data.num_items)
-  matrix = scipy.sparse.csr_matrix((np.ones(len(items), np.float32), pairs), shape)
-  return data.columns["user"][rows], matrix

@@ -5,12 +5,11 @@ number of examples of this process, H of items in a history, M of extra negative
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import scipy.sparse
 
@@ -19,14 +18,12 @@ import embed
 from .. import cache, pipeline
 from .. import mesh as mesh_lib
 from ..cache import DataSet
-from ..errors import UserError
-from ..evaluation import retrieval
+from ..evaluation import baselines, retrieval
 from ..training.features import Feature, column_name
 
+EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
-
-
 # Half-lives of popularity to choose from, in shares of the log; 0 is none.
 _HALF_LIVES = (0.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
@@ -34,18 +31,14 @@ _HALF_LIVES = (0.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 def log_popularity(
   item: np.ndarray, when: np.ndarray, half_life: float, num_items: int
 ) -> np.ndarray:
-  """Returns the log of each item's share of the interactions, recent ones counting more.
+  """Returns the log of each item's share of the interactions, float32 `[num_items]`.
 
   Half an interaction is added to each item, so that new ones are rare, not impossible.
 
   Args:
     item: int `[N]`.
-    when: int `[N]`, places in the order of time; not read if `half_life` is 0.
+    when: int `[N]`, places in the order of time.
     half_life: the share of the N interactions after which one counts half; 0 counts all alike.
-    num_items: the catalogue.
-
-  Returns:
-    float32 `[num_items]`.
 
   >>> item, when = np.array([0, 0, 1]), np.array([0, 1, 2])
   >>> np.exp(log_popularity(item, when, 0.0, 2))  # 2.5 and 1.5 of 4
@@ -67,27 +60,28 @@ class RetrievalData:
   Attributes:
     columns: memory-mapped.
     splits: `train`, `valid` and `test` as ranges of rows.
-    num_users, num_items: the vocabularies.
-    user_features, item_features: in addition to the ids.
+    features: of each "user" and "item" in addition to the id.
+    vectors: their widths by name, of each "user" and "item".
+    ordered: whether the rows of a user are in the order of time, train before valid before test.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
-    ordered: whether the rows of a user are in the order of time, train before valid before test.
-    user_vectors, item_vectors: the widths of vectors by name.
   """
 
   columns: Mapping[str, np.ndarray]
   splits: Mapping[str, tuple[int, int]]
   num_users: int
   num_items: int
-  user_features: tuple[Feature, ...]
-  item_features: tuple[Feature, ...]
-  sha256: Mapping[str, str]
-  best: Mapping[str, float]
-  serve: Path | None = None
+  features: Mapping[str, tuple[Feature, ...]]
+  vectors: Mapping[str, Mapping[str, int]]
   ordered: bool = False
-  user_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  item_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  best: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  serve: Path | None = None
+
+  def rows(self, *splits: str) -> np.ndarray:
+    """Returns the numbers of the rows of the named splits."""
+    return np.concatenate([np.arange(*self.splits[split]) for split in splits])
 
   @property
   def num_examples(self) -> int:
@@ -97,25 +91,20 @@ class RetrievalData:
   @property
   def statistics(self) -> dict[str, float]:
     """Users, items, pairs of the splits, and the share of all pairs that there are."""
-    pairs = {
-      f"{words} pairs": len(range(*self.splits[name]))
-      for name, words in (("train", "training"), ("valid", "validation"), ("test", "test"))
-    }
+    names = {"train": "training pairs", "valid": "validation pairs", "test": "test pairs"}
+    pairs = {words: len(range(*self.splits[split])) for split, words in names.items()}
     density = sum(pairs.values()) / (self.num_users * self.num_items)
     return {"users": self.num_users, "items": self.num_items, **pairs, "density": density}
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
-    rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
+    rows = self.rows(*splits)
     user, item = self.columns["user"][rows], self.columns["item"][rows]
-    shape = (self.num_users, self.num_items)
-    matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (user, item)), shape)
-    matrix.data[:] = 1.0  # a pair that is in two splits
-    return matrix
+    return baselines.ones(user, item, (self.num_users, self.num_items))
 
   def popularity(self, half_life: float, *splits: str) -> np.ndarray:
     """Returns `log_popularity` in the named splits, float32 `[items]`."""
-    rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
+    rows = self.rows(*splits)
     column = self.columns["when" if self.ordered else "place"]
     return log_popularity(self.columns["item"][rows], column[rows], half_life, self.num_items)
 
@@ -124,10 +113,19 @@ class RetrievalData:
 
     0 without an order of time, or without validation.
     """
-    valid = self.columns["item"][slice(*self.splits["valid"])]
+    valid = self.columns["item"][self.rows("valid")]
     if not self.ordered or not len(valid):
       return 0.0
     return max(_HALF_LIVES, key=lambda each: self.popularity(each, "train")[valid].mean())
+
+  def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
+    """Returns a tower's features of "user" or "item" ids, but for histories."""
+    column = lambda name: self.columns[column_name(side, name)][ids]
+    inputs = {side: ids} | {name: column(name) for name in self.vectors[side]}
+    for feature in self.features[side]:
+      found = feature.ids(column(feature.name))
+      inputs[feature.name] = embed.Padded(found) if feature.valency > 1 else found
+    return inputs
 
 
 def data_set(name: str) -> DataSet:
@@ -146,22 +144,18 @@ def data_set(name: str) -> DataSet:
 def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   prepared = cache.load(data_set(config.dataset), config, "retrieval-")
-  features = {
-    side: tuple(Feature(**feature) for feature in prepared.meta["features"][side])
-    for side in ("user", "item")
-  }
+  meta = prepared.meta
   return RetrievalData(
     prepared.columns,
     prepared.splits,
-    prepared.meta["users"],
-    prepared.meta["items"],
-    features["user"],
-    features["item"],
+    meta["users"],
+    meta["items"],
+    {side: tuple(Feature(**each) for each in own) for side, own in meta["features"].items()},
+    meta["vectors"],
+    meta["ordered"],
     prepared.sha256,
     prepared.best,
     prepared.serve,
-    prepared.meta.get("ordered", False),
-    **{f"{side}_vectors": each for side, each in prepared.meta.get("vectors", {}).items()},
   )
 
 
@@ -169,12 +163,6 @@ def train_batches(data: RetrievalData, config, start: int = 0) -> grain.IterData
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())
   return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
-
-
-def batch_shapes(data: RetrievalData, config) -> dict[str, Any]:
-  """Returns a global training batch of `TrainBatches` as `jax.ShapeDtypeStruct`s."""
-  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-  return jax.tree.map(shape, TrainBatches(data, config)[0])
 
 
 class TrainBatches:
@@ -209,31 +197,29 @@ class TrainBatches:
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
     self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
-    self._rate = np.float32(self._extra / data.num_items)
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def __getitem__(self, number: int) -> dict[str, Any]:
     rows, draw = self._rows[number], np.random.default_rng((self._seed, 1, number))
+    num_items = self._data.num_items
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    negative = (draw.random(self._extra) * self._data.num_items).astype(np.int32)[self._extra_part]
+    negative = (draw.random(self._extra) * num_items).astype(np.int32)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._history_without(user, rows["place"], turn, stride)
-    batch = {
-      "query": query_inputs(self._data, user, history),
-      "positive_candidate": candidate_inputs(self._data, positive),
-      "positive": positive,
-      "positive_rate": np.full(len(positive), self._rate),
+    batch: dict[str, Any] = {
+      "query": self._data.inputs("user", user) | {"history": embed.Padded(history)}
     }
-    if self._extra:
-      batch |= {
-        "negative_candidate": candidate_inputs(self._data, negative),
-        "negative": negative,
-        "negative_rate": np.full(len(negative), self._rate),
-      }
+    for name, items in (("positive", positive), ("negative", negative)):
+      if name == "positive" or self._extra:
+        batch |= {
+          name: items,
+          f"{name}_candidate": self._data.inputs("item", items),
+          f"{name}_rate": np.full(len(items), np.float32(self._extra / num_items)),
+        }
     return batch
 
   def _history_without(self, user, place, turn, stride) -> np.ndarray:
@@ -254,9 +240,6 @@ class TrainBatches:
     history = items[first[:, None] + picked]
     history[steps >= count[:, None]] = -1
     return history.astype(np.int32, copy=False)
-
-  def __repr__(self) -> str:
-    return f"TrainBatches({self._rows!r}, history={self._history}, extra={self._extra})"
 
 
 def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
@@ -280,50 +263,40 @@ class EvalBatches:
   """
 
   def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
-    if config.examples not in ("users", "rows"):
-      raise UserError(f"unknown examples {config.examples!r}: choose users or rows")
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
-    self._part = slice(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
-    self._by_row = config.examples == "rows"
-    self._before = ("train",) if split == "valid" else ("train", "valid")
+    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._exclude_seen, self._eval_history = config.exclude_seen, config.eval_history
-    start, stop = data.splits[split]
-    users = (
-      np.asarray(data.columns["user"][start:stop])
-      if self._by_row
-      else np.flatnonzero(np.diff(data.columns[f"{split}_offsets"])).astype(np.int32)
-    )
-    order = np.argsort(self._counts(users, *self._before), kind="stable")
-    self._users, self._rows = users[order], start + order
+    self._by_row, rows = config.examples == "rows", data.rows(split)
+    users, items = data.columns["user"][rows], data.columns["item"][rows]
+    if not self._by_row:
+      users = np.unique(users)
+    order = np.argsort(self._counts(users, *EARLIER[split]), kind="stable")
+    self._users, self._items = users[order], items[order]
 
   def _counts(self, user: np.ndarray, *names: str) -> np.ndarray:
     """Returns how many items users `[B]` have in these splits, int64 `[B]`."""
     offsets = [self._data.columns[f"{name}_offsets"] for name in names]
     return np.sum([each[user + 1] - each[user] for each in offsets], axis=0)
 
-  def _width(self, number: int, *names: str) -> int:
-    """Returns a width for the items in these splits of all hosts' users of a batch."""
-    start = number * self._batch_size
-    users = self._users[start : start + self._batch_size]
-    return retrieval.list_width(int(self._counts(users, *names).max()))
-
   def __len__(self) -> int:
     return -(-len(self._users) // self._batch_size)
 
   def __getitem__(self, number: int) -> dict[str, Any]:
-    examples = number * self._batch_size + np.arange(self._batch_size)[self._part]
+    start = number * self._batch_size
+    of_all_hosts = self._users[start : start + self._batch_size]
+    width = lambda *names: retrieval.list_width(int(self._counts(of_all_hosts, *names).max()))
+    examples, earlier = start + self._part, EARLIER[self._split]
     mask = examples < len(self._users)
     examples = np.minimum(examples, len(self._users) - 1)
     user = self._users[examples]
     if self._by_row:
-      relevant = self._data.columns["item"][self._rows[examples]][:, None].astype(np.int32)
+      relevant = self._items[examples, None]
     else:
-      relevant = self._lists(user, self._width(number, self._split), self._split)
-    width = self._width(number, *self._before)
-    history = self._lists(user, min(width, self._eval_history), *self._before)
-    seen = self._lists(user, width, *self._before)
+      relevant = self._lists(user, width(self._split), self._split)
+    history = self._lists(user, min(width(*earlier), self._eval_history), *earlier)
+    seen = self._lists(user, width(*earlier), *earlier)
     return {
-      "query": query_inputs(self._data, user, history),
+      "query": self._data.inputs("user", user) | {"history": embed.Padded(history)},
       "relevant": relevant,
       "seen": seen if self._exclude_seen else np.full_like(seen[:, :1], -1),
       "mask": mask,
@@ -344,28 +317,3 @@ class EvalBatches:
       lists[inside] = items[index[inside]]
       place = place - self._counts(user, name)[:, None]
     return lists
-
-  def __repr__(self) -> str:
-    return f"EvalBatches({self._split!r}, batch_size={self._batch_size})"
-
-
-def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
-  """Returns the query tower's features of users and their histories `[B, H]`."""
-  return {"user": user, "history": embed.Padded(history)} | _about(
-    data.columns, "user", data.user_features, data.user_vectors, user
-  )
-
-
-def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
-  """Returns the candidate tower's features of items."""
-  about = _about(data.columns, "item", data.item_features, data.item_vectors, item)
-  return {"item": item} | about
-
-
-def _about(
-  columns, side: str, features: tuple[Feature, ...], vectors: Iterable[str], ids: np.ndarray
-) -> dict[str, Any]:
-  rows = lambda name: columns[column_name(side, name)][ids]
-  of = {f.name: f.ids(rows(f.name)) for f in features}
-  inputs = {f.name: embed.Padded(of[f.name]) if f.valency > 1 else of[f.name] for f in features}
-  return inputs | {name: rows(name) for name in vectors}

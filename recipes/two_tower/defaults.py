@@ -42,7 +42,6 @@ DEFAULTS: dict[str, Any] = {
 _PUBLISHED = {
   "data_dir": "",  # the folder of the files; "" downloads those that may be
   "split_seed": 0,  # of the random split
-  "on_bad_row": "raise",  # or "skip", which counts
 }
 
 # The settings that a data set adds.
@@ -52,8 +51,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "num_items": 3_000,  # that they draw from
     "num_groups": 20,  # of items, which a user likes to different degrees
     "mean_items": 40,  # of a user
-    "zipf_exponent": 0.8,  # of the popularity of items
-    "data_seed": 0,  # of the draws
   },
   "movielens1m": {
     **_PUBLISHED,

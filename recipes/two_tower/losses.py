@@ -53,8 +53,6 @@ class Frequency(nnx.Module):
   observations equally until there are `1 / rate` of them, so that the first interval does not
   linger.
 
-  The state is a Variable of the model: it goes through jit, over a mesh and into checkpoints.
-
   Args:
     num_items: the size of the catalogue.
     rate: of the moving averages.

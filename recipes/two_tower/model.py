@@ -14,11 +14,14 @@ from ml_collections import ConfigDict
 
 import embed
 
+from .. import config as config_lib
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from .data import RetrievalData
 from .losses import Frequency
+
+SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
 
 
 class Tower(nnx.Module):
@@ -77,20 +80,16 @@ class TwoTower(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
     self.embed = tables
-    tower = functools.partial(Tower, dim=config.dim, dtype=build.dtype(config, "dtype"), rngs=rngs)
-    user, item = (
-      {name: width for name, width in vectors.items() if name in names}
-      for vectors, names in (
-        (data.user_vectors, config.query), (data.item_vectors, config.candidate)
-      )
-    )  # fmt: skip
-    self._vectors = {"query": tuple(user), "candidate": tuple(item)}
-    self.query_tower = tower(
-      config.query, vectors=user, hidden=config.query_hidden, dropout=config.dropout
-    )
-    self.candidate_tower = tower(
-      config.candidate, vectors=item, hidden=config.candidate_hidden, dropout=0.0
-    )
+    self._vectors = {side: tuple(data.vectors[of]) for side, of in SIDES.items()}
+
+    def tower(side: str, hidden: Sequence[int], dropout: float) -> Tower:
+      own = {n: width for n, width in data.vectors[SIDES[side]].items() if n in config[side]}
+      options: dict[str, Any] = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+      names = config[side]
+      return Tower(names, config.dim, vectors=own, hidden=hidden, dropout=dropout, **options)
+
+    self.query_tower = tower("query", config.query_hidden, config.dropout)
+    self.candidate_tower = tower("candidate", config.candidate_hidden, 0.0)
     self.frequency = Frequency(data.num_items)
     # A score is a cosine, divided by the temperature in training alone. With popularity, an item
     # that no batch has had counts by its popularity and features: its own row is noise.
@@ -117,8 +116,7 @@ class TwoTower(nnx.Module):
     if self._knows_items and "history" in query:
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
-    rows = self.embed.translate(self.of_tables({"query": query}))
-    vectors_BxD = self.query_tower({**query, **self.embed(rows)["query"]})
+    vectors_BxD = self.query_tower(self._activations("query", query))
     if not self.popularity:
       return vectors_BxD
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
@@ -127,11 +125,14 @@ class TwoTower(nnx.Module):
     """Returns `[C, D]`, or with log popularity `[C, D + 1]`; admits no raw ids."""
     if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
-    rows = self.embed.translate(self.of_tables({"candidate": candidate}))
-    vectors_CxD = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
+    vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
     if not self.popularity:
       return vectors_CxD
     return jnp.concatenate([vectors_CxD, popularity_C[:, None]], axis=1)
+
+  def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
+    rows = self.embed.translate(self.of_tables({side: features}))
+    return {**features, **self.embed(rows)[side]}
 
 
 def build_model(
@@ -155,13 +156,10 @@ def with_all_features(config, data: RetrievalData) -> ConfigDict:
 
   Leaves out the user's own vector, which training learns by heart where users have few rows.
   """
-  if config.query and config.candidate:
-    return config
-  config = config.copy_and_resolve_references()
-  names = lambda features, vectors: (*(f.name for f in features), *vectors)
-  config.query = config.query or ("history", *names(data.user_features, data.user_vectors))
-  config.candidate = config.candidate or ("item", *names(data.item_features, data.item_vectors))
-  return config
+  names = lambda side: (*(feature.name for feature in data.features[side]), *data.vectors[side])
+  query = config.query or ("history", *names("user"))
+  candidate = config.candidate or ("item", *names("item"))
+  return config_lib.copied(config, query=query, candidate=candidate)
 
 
 def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.FeatureConfig]]:
@@ -174,32 +172,31 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
   Raises:
     UserError: there is no such feature.
   """
-  initializer, dtype = build.table_initializer(config), build.dtype(config, "table_dtype")
-  table = functools.partial(
-    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
-  )
-  declared = functools.partial(
-    features_lib.feature_configs,
-    dim=config.dim,
-    initializer=initializer,
-    optimizer=lambda name: build.table_optimizer(config, name),
-    dtype=dtype,
-  )
-  item, user = table(data.num_items, name="item"), table(data.num_users, name="user")
-  history = item if config.share_history else table(data.num_items, name="history")
-  known = {
-    "query": {"user": embed.FeatureConfig(user), "history": embed.FeatureConfig(history)}
-    | declared(data.user_features, prefix="user_"),
-    "candidate": {"item": embed.FeatureConfig(item)} | declared(data.item_features, prefix="item_"),
+  options: dict[str, Any] = {
+    "dim": config.dim,
+    "initializer": build.table_initializer(config),
+    "dtype": build.dtype(config, "table_dtype"),
   }
+  table: Any = functools.partial(embed.TableConfig, combiner="mean", **options)
+  item = embed.FeatureConfig(table(data.num_items, name="item"))
+  own = {"query": {"user": embed.FeatureConfig(table(data.num_users, name="user"))}}
+  own["query"]["history"] = (
+    item if config.share_history else embed.FeatureConfig(table(data.num_items, name="history"))
+  )
+  own["candidate"] = {"item": item}
   chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
-  vectors = {"query": data.user_vectors, "candidate": data.item_vectors}
-  for side, features in known.items():
-    names = set(config[side])
-    if names - set(features) - set(vectors[side]) or not names - set(vectors[side]):
+  for side, of in SIDES.items():
+    declared = features_lib.feature_configs(
+      data.features[of],
+      optimizer=lambda name: build.table_optimizer(config, name),
+      prefix=f"{of}_",
+      **options,
+    )
+    known, names, vectors = own[side] | declared, set(config[side]), set(data.vectors[of])
+    if names - set(known) - vectors or not names - vectors:
       raise UserError(
-        f"config.{side} is {tuple(config[side])}: choose some of {sorted(features)} of this data "
-        "set" + f", and vectors {sorted(vectors[side])}" * bool(vectors[side])
+        f"config.{side} is {tuple(config[side])}: choose some of {sorted(known)} of this data "
+        "set" + f", and vectors {sorted(vectors)}" * bool(vectors)
       )
-    chosen[side] = {name: features[name] for name in config[side] if name in features}
+    chosen[side] = {name: known[name] for name in config[side] if name in known}
   return chosen

@@ -4,8 +4,8 @@ MovieLens may be used for research and not be redistributed (Harper and Konstan 
 `recipes.movielens`). Gowalla's check-ins are SNAP's (Cho, Myers and Leskovec 2011), in the split of
 He et al. 2020, "LightGCN".
 
-Each function takes a config and raises MissingFileError for a folder or file that is not there,
-naming it and where it comes from, and UserError as `files.download`.
+Each function takes a config and returns a declaration; it raises MissingFileError for a folder or
+file that is not there, and UserError as `files.download`.
 """
 
 from typing import Any
@@ -30,12 +30,9 @@ _TENS = tuple(range(10, 80, 10))  # a table needs several users of an age to lea
 
 
 def gowalla(config) -> dict[str, Any]:
-  """Returns the declaration of `train.txt`, `test.txt` and, if there is one, `valid.txt`.
+  """Declares `train.txt`, `test.txt` and, if there is one, `valid.txt`.
 
-  A user a line: `user item item ...`. Without `valid.txt` a tenth of each user's training items is
-  held out for validation. Published figures are of models that have learned from all that is not
-  tested: `config.refit` does the same, for a last run with settings and steps that were chosen on
-  validation before.
+  Without `valid.txt` a tenth of each user's training items is held out for validation.
   """
   hint = (
     f"Get train.txt and test.txt from {GOWALLA_URL}, and pass --config.data_dir=<their folder>."
@@ -53,11 +50,7 @@ def gowalla(config) -> dict[str, Any]:
 
 
 def movielens100k(config) -> dict[str, Any]:
-  """Returns the declaration that retrieval tutorials use: every rating is a positive, random 80/20.
-
-  Eight hundredths of all rows validate.
-  """
-  names = ("u.data", "u.user", "u.item")
+  """Declares what retrieval tutorials use: every rating is a positive, random .72/.08/.2."""
   folder = files.folder(
     config.data_dir,
     config.cache_dir,
@@ -66,7 +59,9 @@ def movielens100k(config) -> dict[str, Any]:
     member="u.data",
   )
   hint = f"They are in {MOVIELENS100K_URL}; leave --config.data_dir empty to have it downloaded."
-  ratings, users, items = (files.require(folder, name, hint=hint) for name in names)
+  ratings, users, items = (
+    files.require(folder, f"u.{x}", hint=hint) for x in ("data", "user", "item")
+  )
   in_columns = lambda *names: {"delimiter": "|", "names": names, "encoding": "latin-1", "quote": ""}
   return {
     "files": ratings,
@@ -98,7 +93,7 @@ def movielens100k(config) -> dict[str, Any]:
 
 
 def movielens1m(config) -> dict[str, Any]:
-  """Returns the declaration of RecBole's protocol for general recommendation.
+  """Declares RecBole's protocol for general recommendation.
 
   Ratings of 3 or more, then users and movies with fewer than 10 rows dropped repeatedly: 6,033
   users, 3,123 movies, 834,449 rows, of which each user's are split at random .8/.1/.1.

@@ -14,106 +14,72 @@ from ..tables.settings import Table, parsed, serve_folder
 from ..tables.values import SPLITS
 from ..training.features import Feature, column_name
 
-Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
-
 
 def write(
   folder: Path,
-  pairs: Mapping[str, Pairs],
+  pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
   sizes: tuple[int, int],
-  features: Mapping[str, Sequence[tuple[Feature, np.ndarray]]],
-  sha256: Mapping[str, str],
+  features: Mapping[str, Sequence[Feature]],
+  values: Mapping[str, Mapping[str, np.ndarray]],
   *,
-  vectors: Mapping[str, Mapping[str, np.ndarray]] | None = None,
   seed: int,
-  may_be_empty: Sequence[str] = (),
-  may_repeat: Sequence[str] = (),
-  when: Mapping[str, np.ndarray] | None = None,
+  ordered: bool = False,
 ) -> dict[str, Any]:
-  """Writes a data set's columns and returns its meta.
+  """Writes a data set's columns and returns its meta, but for `sha256`.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order, or in that of `pairs` if there is `when`, a column int64;
-  `<split>_offsets` int64 `[users + 1]` say where each user's begin. `place` int32 counts a user's
-  rows of a split from 0. Features are `user_<name>` and `item_<name>`, int32 `[users or items]` or,
-  of bags, `[..., valency]`; vectors have such names too, float32 `[users or items, width]`.
+  rows in random order, or in that of time if they are `ordered`; `when` int64 is then a pair's
+  place in the log. `<split>_offsets` int64 `[users + 1]` say where each user's begin. `place` int32
+  counts a user's rows of a split from 0. Features and vectors are `user_<name>` and `item_<name>`.
 
   Args:
+    pairs: user, item and the index of the split in `SPLITS`, `[N]` each.
     sizes: numbers of users and items.
-    features: of "user" and "item", each with the ids of all users or items.
-    sha256: hashes of the sources by name.
-    vectors: of all users or items by name, of "user" and "item".
+    features: of "user" and "item".
+    values: of the features, int32, and of vectors, float32, of all users or items by name.
     seed: of the order of a user's rows.
-    may_be_empty: splits that need no pairs.
-    may_repeat: splits that may hold a pair more than once.
-    when: by split, the place of each pair in the log of all splits, of pairs in the order of time.
-
-  Raises:
-    ValueError: a split is empty, or holds a pair twice.
+    ordered: whether the pairs are in the order of time, and later splits come later.
   """
-  rows = sum(len(pairs[split][0]) for split in SPLITS)
+  user, item, split = pairs
   columns = {
-    name: cache.column(folder, name, (rows,), np.int32) for name in ("user", "item", "place")
+    name: cache.column(folder, name, user.shape, np.int32) for name in ("user", "item", "place")
   }
-  if when is not None:
-    columns["when"] = cache.column(folder, "when", (rows,), np.int64)
+  if ordered:
+    columns["when"] = cache.column(folder, "when", user.shape, np.int64)
   generator, start, splits = np.random.default_rng(seed), 0, {}
-  for split in SPLITS:
-    user, item = pairs[split]
-    if not len(user) and split not in may_be_empty:
-      raise UserError(f"the {split} split is empty: the data set is too small for it")
-    keys = np.sort(user.astype(np.int64) * sizes[1] + item)
-    if (again := keys[1:][keys[1:] == keys[:-1]]).size and split not in may_repeat:
-      who, what = divmod(int(again[0]), sizes[1])
-      raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
-    order = generator.permutation(len(user)) if when is None else np.arange(len(user))
-    order = order[np.argsort(user[order], kind="stable")]
-    counts = np.bincount(user, minlength=sizes[0])
+  for index, name in enumerate(SPLITS):
+    rows = np.flatnonzero(split == index)
+    if not ordered:
+      rows = rows[generator.permutation(len(rows))]
+    rows = rows[np.argsort(user[rows], kind="stable")]
+    counts = np.bincount(user[rows], minlength=sizes[0])
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    stop = start + len(user)
-    columns["user"][start:stop], columns["item"][start:stop] = user[order], item[order]
-    columns["place"][start:stop] = np.arange(len(user)) - np.repeat(offsets[:-1], counts)
-    if when is not None:
-      columns["when"][start:stop] = when[split][order]
-    cache.column(folder, f"{split}_offsets", offsets.shape, np.int64)[:] = start + offsets
-    splits[split], start = (start, stop), stop
-  for side, owned in features.items():
-    for feature, ids in owned:
-      cache.column(folder, column_name(side, feature.name), ids.shape, np.int32)[:] = ids
-  vectors = vectors or {}
-  for side, by_name in vectors.items():
-    for name, block in by_name.items():
-      cache.column(folder, column_name(side, name), block.shape, np.float32)[:] = block
+    place = np.arange(len(rows)) - np.repeat(offsets[:-1], counts)
+    stop = start + len(rows)
+    for column, found in (("user", user[rows]), ("item", item[rows]), ("place", place)):
+      columns[column][start:stop] = found
+    if ordered:
+      columns["when"][start:stop] = rows
+    cache.column(folder, f"{name}_offsets", offsets.shape, np.int64)[:] = start + offsets
+    splits[name], start = (start, stop), stop
+  vectors: dict[str, dict[str, int]] = {"user": {}, "item": {}}
+  for side, by_name in values.items():
+    ids = {feature.name for feature in features[side]}
+    for name, array in by_name.items():
+      dtype = np.int32 if name in ids else np.float32
+      cache.column(folder, column_name(side, name), array.shape, dtype)[:] = array
+      if name not in ids:
+        vectors[side][name] = array.shape[1]
   return {
     "splits": splits,
     "users": sizes[0],
     "items": sizes[1],
     "features": {
-      side: [dataclasses.asdict(f) for f, _ in owned] for side, owned in features.items()
+      side: [dataclasses.asdict(each) for each in own] for side, own in features.items()
     },
-    "vectors": {
-      side: {name: block.shape[1] for name, block in each.items()} for side, each in vectors.items()
-    },
-    "ordered": when is not None,
-    "sha256": dict(sha256),
+    "vectors": vectors,
+    "ordered": ordered,
   }
-
-
-def _check(table: Table) -> None:
-  """Raises UserError for names and widths of features that the towers cannot take."""
-  for source in (table.rows, *table.sides.values()):
-    for name, kind in source.kinds.items():
-      if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id):
-        continue
-      if (kind.side or source.key) and name in ("user", "item", "history"):
-        raise UserError(
-          f"{name!r} is the name of an input of the towers: declare the column by another name, "
-          f"with column={name!r}"
-        )
-      if (kind.side or source.key) and isinstance(kind, spec.Embedded) and kind.dim:
-        raise UserError(
-          f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
-        )
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -127,26 +93,21 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   _check(table)
   by = table.split_by(timed="last", untimed="user")
   log = interactions.read(table, by, folder)
-  when = {name: np.flatnonzero(log.split == i) for i, name in enumerate(SPLITS)}
+  split, sides = log.split, {"user": log.users, "item": log.items}
   if table.refit:
-    when |= {"train": np.flatnonzero(log.split != SPLITS.index("test")), "valid": when["valid"][:0]}
-  pairs = {name: (log.user[rows], log.item[rows]) for name, rows in when.items()}
-  features = {
-    side: [(feature, entities.ids[feature.name]) for feature in entities.transforms.features]
-    for side, entities in (("user", log.users), ("item", log.items))
-  }
+    split = np.where(split == SPLITS.index("valid"), SPLITS.index("train"), split)
+  for index, name in enumerate(SPLITS):
+    if not (split == index).any() and not (table.refit and name == "valid"):
+      raise UserError(f"the {name} split is empty: the data set is too small for it")
   meta = write(
     folder,
-    pairs,
+    (log.user, log.item, split),
     (len(log.users.texts), len(log.items.texts)),
-    features,
-    table.digests(),
-    vectors={"user": log.users.vectors, "item": log.items.vectors},
+    {side: entities.transforms.features for side, entities in sides.items()},
+    {side: {**entities.ids, **entities.vectors} for side, entities in sides.items()},
     seed=table.split["seed"],
-    may_be_empty=("valid",) if table.refit else (),
-    may_repeat=("train",),
     # Where later items are held out, training asks with earlier ones as well.
-    when=when if table.name_of(spec.Time) is not None and by in ("last", "time") else None,
+    ordered=table.name_of(spec.Time) is not None and by in ("last", "time"),
   )
   log.save(serve_folder(settings, folder))
   unused = [
@@ -161,4 +122,23 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append(
       f"not used: {', '.join(unused)}; a feature needs side='user' or side='item' to be in a tower"
     )
-  return meta | {"notes": notes}
+  return meta | {"notes": notes, "sha256": table.digests()}
+
+
+def _check(table: Table) -> None:
+  """Raises UserError for names and widths of features that the towers cannot take."""
+  for source in (table.rows, *table.sides.values()):
+    for name, kind in source.kinds.items():
+      if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id):
+        continue
+      if not (kind.side or source.key):
+        continue
+      if name in ("user", "item", "history"):
+        raise UserError(
+          f"{name!r} is the name of an input of the towers: declare the column by another name, "
+          f"with column={name!r}"
+        )
+      if isinstance(kind, spec.Embedded) and kind.dim:
+        raise UserError(
+          f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
+        )

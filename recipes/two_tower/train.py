@@ -1,6 +1,5 @@
 """Trains a two-tower model: `run` reads from top to bottom; what it calls is below it."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,16 +30,14 @@ from .model import TwoTower, build_model, with_all_features
 def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
-  call resumes a run that was stopped, on any number of devices.
+  The same call resumes a run that was stopped, on any number of devices and processes.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
     workdir: the folder of the run; see `recipes.run`.
 
   Raises:
-    UserError: a setting is wrong, a file of the data is missing or damaged, or the workdir holds
-      another run.
+    UserError: a setting or a file of the data is wrong, or the workdir holds another run.
     Preempted: after a SIGTERM, once the state is saved.
   """
   mesh, folder = mesh_lib.start(), epath.Path(workdir).resolve()
@@ -189,16 +186,14 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
 
   A split without rows has no metrics.
   """
-
   encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
 
   def evaluate(model, split: str) -> dict[str, float]:
-    if len(range(*data.splits[split])) == 0:
+    if not len(data.rows(split)):
       return {}
     metrics = RankingMetrics(config.ks)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    earlier = ("train",) if split == "valid" else ("train", "valid")
-    popularity = data.popularity(config.popularity.half_life, *earlier)
+    popularity = data.popularity(config.popularity.half_life, *data_lib.EARLIER[split])
     items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
@@ -214,15 +209,12 @@ def catalogue(
 ):
   """Yields `candidate`, the tower's features, and `popularity` of all items, `[items]`, in batches.
 
-  A batch has `config.eval_batch_size` items.
-
-  Every process yields its own part. The order is by `retrieval.catalogue_batches`; without a mesh
-  it is by item.
+  Every process yields its own part, in the order of `retrieval.catalogue_batches`.
   """
   index, count = mesh_lib.shard()
   for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
     part = np.split(items, count)[index]
-    features = data_lib.candidate_inputs(data, part)
+    features = data.inputs("item", part)
     candidate = {name: features[name] for name in config.candidate}
     yield {"candidate": candidate, "popularity": popularity[part]}
 
@@ -233,6 +225,7 @@ def catalogue(
 def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
+  build.check_choice("examples", config.examples, ("users", "rows"))
   if not config.temperature > 0:
     raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
@@ -242,20 +235,20 @@ def check(config, mesh: Mesh | None) -> None:
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
-  has_valid = len(range(*data.splits["valid"])) > 0
+  has_valid, half_life = len(data.rows("valid")) > 0, config.popularity.half_life
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
   config = with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
-  if config.popularity.half_life > 0 and not data.ordered:
+  if half_life > 0 and not data.ordered:
     raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
-  if config.popularity.half_life < 0:
-    if data.ordered and not has_valid and config.popularity.weight:
-      raise UserError(
-        "popularity.half_life is chosen on validation, and there is none: set it, as to the one in "
-        "config.json of a run with validation"
-      )
-    popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
-    config = config_lib.copied(config, popularity=popularity)
-  return config
+  if half_life >= 0:
+    return config
+  if data.ordered and not has_valid and config.popularity.weight:
+    raise UserError(
+      "popularity.half_life is chosen on validation, and there is none: set it, as to the one in "
+      "config.json of a run with validation"
+    )
+  popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
+  return config_lib.copied(config, popularity=popularity)
 
 
 def make_state(
@@ -263,10 +256,9 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    of_batch = lambda: jax.eval_shape(
-      functools.partial(inputs, config), data_lib.batch_shapes(data, config)
-    )
-    model = build_model(config, data, mesh, of_batch)
+    shapes = lambda batch: jax.eval_shape(lambda batch: inputs(config, batch), batch)
+    first = lambda: shapes(data_lib.TrainBatches(data, config)[0])
+    model = build_model(config, data, mesh, first)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

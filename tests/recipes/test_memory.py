@@ -71,7 +71,7 @@ def test_clicks(mesh):
 @pytest.mark.ci
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
-  data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})
+  data = pairs.RetrievalData({}, {}, ROWS, ROWS, {"user": (), "item": ()}, {"user": {}, "item": {}})
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
   encode = two_tower.make_encode(mesh)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_data import write_sequences
 
-from recipes import packing, pipeline
+from recipes import packing
 from recipes.sequence import data, table
 
 SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
@@ -147,29 +147,6 @@ def test_packing_fits_and_wastes_little():
   assert used.mean() > 0.98
 
 
-def test_an_epoch_holds_every_user_once(tmp_path):
-  made = config(tmp_path, "synthetic", max_length=40, model="sasrec")
-  loaded = data.load(made)
-  rows = len(loaded.packed["items"])
-  made.batch_size, made.steps = 4, -(-rows // 4)
-  source = pipeline.ShuffledBatches(
-    loaded.packed, (0, rows), batch_size=4, seed=0, num_batches=made.steps
-  )
-  batch = [source[i] for i in range(made.steps)]
-  flat = {name: np.concatenate([b[name] for b in batch])[:rows] for name in batch[0]}
-  found = []
-  for items, targets, segments in zip(
-    flat["items"], flat["targets"], flat["segments"], strict=True
-  ):
-    for segment in range(segments.max() + 1):
-      here = segments == segment
-      assert (items[here][1:] == targets[here][:-1]).all()
-      found.append(tuple(targets[here]))
-  wanted = [tuple(s[1:-2]) for s in sequences_of(loaded.columns)]
-  assert sorted(found) == sorted(wanted)
-  assert (flat["items"][flat["segments"] < 0] == -1).all()
-
-
 CASES = [
   {"model": "bert4rec", "loss": "sampled_softmax"},
   {"model": "sasrec", "loss": "sampled_softmax", "negatives.number": 4},
@@ -213,7 +190,7 @@ def test_masks_by_hand(monkeypatch):
   segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
   items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
   batch = {"items": items, "targets": items.copy(), "segments": segments}
-  chosen, most = set(), data.most_hidden(batch)
+  chosen, most = set(), data.most_hidden(segments)
   for seed in range(50):
     found = data.masked(batch, np.random.default_rng(seed).random((2, 6)), most)
     hidden = (found["items"] < 0) & (segments >= 0)
@@ -229,35 +206,12 @@ def test_masks_by_hand(monkeypatch):
   np.testing.assert_array_equal(batch["items"], items)
 
 
-@pytest.mark.ci
-def test_every_sequence_hides_its_share(tmp_path):
-  changes = {"max_length": 8, "batch_size": 32}
-  made = config(tmp_path, "synthetic", model="bert4rec", **changes)
-  loaded = data.load(made)
-  source = data.TrainBatches(loaded, made)
-  most = 0
-  for number in range(made.steps):
-    batch, rows = source[number], source._rows[number]
-    aims = rows["targets"] >= 0
-    hidden = (batch["items"] < 0) & (rows["segments"] >= 0)
-    assert not (hidden & ~aims).any()
-    for row, segments in enumerate(rows["segments"]):
-      for segment in range(segments.max() + 1):
-        size = int((aims[row] & (segments == segment)).sum())
-        assert hidden[row, segments == segment].sum() == max(1, round(0.2 * size))
-    assert (hidden.sum(axis=1) == (batch["targets"] >= 0).sum(axis=1)).all()
-    most = max(most, hidden.sum(axis=1).max())
-  assert most == batch["where"].shape[1]  # it cuts none off, and no wider than needed
-
-
 def packed_by_hand(*rows, num_items):
   """Data of one user, whose items, the last two aside, are counted; and of rows to train on."""
   items = np.array(rows, np.int32)
   packed = {"items": items, "targets": items, "segments": np.minimum(items, 0), "positions": items}
   user = np.concatenate([items.ravel(), [0, 0]])
-  return data.SequenceData(
-    {"items": user, "offsets": np.array([0, len(user)])}, packed, num_items, {}, {}
-  )
+  return data.SequenceData({"items": user, "offsets": np.array([0, len(user)])}, packed, num_items)
 
 
 def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):

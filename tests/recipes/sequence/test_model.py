@@ -126,7 +126,7 @@ def test_the_sampled_loss_touches_the_sampled_rows_only():
 
 @pytest.mark.ci
 def test_sampled_softmax_of_all_items_is_the_full_one():
-  config = smoke(loss="sampled_softmax", temperature=0.05)
+  config = smoke(loss="sampled_softmax")
   model = train.build_model(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
   inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
@@ -150,8 +150,8 @@ def test_only_hidden_items_are_predicted():
   inputs = train_batch(
     where=np.array([[2, 5, 0]], np.int32), targets=np.array([[11, 1, -1]], np.int32)
   )
-  found = nnx.jit(model_lib.predictions)(model, inputs)
-  every = nnx.jit(lambda model, batch: model.queries(model(batch)))(model, inputs)
+  found = nnx.jit(lambda model, batch: model(batch, batch["where"]))(model, inputs)
+  every = call(model, inputs)
   np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
   loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   scores = np.asarray(model.scores(found))[0]
@@ -170,26 +170,13 @@ def test_chosen_columns_have_the_outputs_of_all(name):
 
 
 @pytest.mark.ci
-def test_cosines_over_the_temperature():
-  model = build("hstu", temperature=0.5)
-  row = np.zeros((ITEMS, 8), np.float32)
-  row[:3, :2] = [[3, 0], [0, 4], [0.3, 0.4]]
-  model.embed.load_tables({"item": row})
-  query = model.queries(jnp.array([[5.0, *[0.0] * 7]]))
-  expected = [[2.0, 0.0, 1.2]]
-  np.testing.assert_allclose(model.scores(query)[:, :3], expected, atol=1e-6)
-  np.testing.assert_allclose(model.scores(query, jnp.arange(3)), expected, atol=1e-6)
-  np.testing.assert_allclose(query @ model.candidates(row[:3]).T, expected, atol=1e-6)
-
-
-@pytest.mark.ci
 def test_bert4rec_scores_by_equation_7():
   model = build("bert4rec")
   x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
   kernel, row = model.projection.linear.kernel[...], np.asarray(model.embed.tables["item"])
   projected = layer_norm(np.asarray(jax.nn.gelu(x @ kernel)))
   expected = projected @ row[:, :8].T + row[:, 8]
-  np.testing.assert_allclose(model.scores(model.queries(x)), expected, rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(model.scores(model.projection(x)), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.ci

@@ -161,9 +161,8 @@ def own_sequences(training, top=10):
 
   @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
   def ranked(view, batch):
-    table = view.candidates(view.embed.tables[model.ITEM])
     seen = batch["seen"] if config.exclude_seen else None
-    return retrieval.top_k(model.queries(view, batch), table, top, seen)
+    return retrieval.top_k(model.queries(view, batch), view.embed.tables[model.ITEM], top, seen)
 
   for batch in data.eval_batches(loaded, "test", config):
     mask = batch["user"] >= 0

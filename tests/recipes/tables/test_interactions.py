@@ -99,7 +99,7 @@ def test_features_and_titles(tmp_path):
   ages = dict(zip(users.texts, loaded.columns["user_age"].tolist(), strict=True))
   assert sorted(ages.values()) == [0, 1]
   assert dict(zip(items.texts, items.titles, strict=True))["ran"] == "Ran"
-  (genres,) = loaded.item_features
+  (genres,) = loaded.features["item"]
   assert genres.valency == 2
   bags = dict(zip(items.texts, loaded.columns["item_genres"].tolist(), strict=True))
   # Training rows have ran and cube: 0 is drama, 1 scifi, and 2 the row of crime, which is unknown.
