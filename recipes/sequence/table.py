@@ -19,11 +19,10 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # format and col
 
 
 def published(config) -> dict[str, Any]:
-  """Returns the declaration of an interaction file as another project publishes it, as a table.
+  """Declares an interaction file as another project publishes it, in the order of time by user.
 
   `config.layout` is "pairs", `user item` a line, as SASRec's ml-1m.txt and BERT4Rec's beauty.txt;
-  or "lines", `user item item ...`, as S3-Rec's Beauty.txt. Both are in the order of time within a
-  user. See `recipes.tables.settings`.
+  or "lines", `user item item ...`, as S3-Rec's Beauty.txt.
 
   Raises:
     UserError: the layout is unknown.

@@ -23,13 +23,6 @@ from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
 
-CHOICES = {  # the known values by setting
-  "model": model_lib.MODELS,
-  "loss": ("softmax", "sampled_softmax"),
-  "residual": ("input", "norm"),
-  "init": tuple(layers.INITIALIZERS),
-}
-
 
 def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
@@ -161,8 +154,10 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
-  for setting, known in CHOICES.items():
-    build.check_choice(setting, config[setting], known)
+  build.check_choice("model", config.model, model_lib.MODELS)
+  build.check_choice("loss", config.loss, ("softmax", "sampled_softmax"))
+  build.check_choice("residual", config.residual, ("input", "norm"))
+  build.check_choice("init", config.init, layers.INITIALIZERS)
   config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.loss != "softmax":
     config_lib.at_least(config, {"negatives.number": 1})

@@ -266,12 +266,13 @@ class EvalBatches:
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
     self._part = np.arange(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._exclude_seen, self._eval_history = config.exclude_seen, config.eval_history
-    self._by_row, rows = config.examples == "rows", data.rows(split)
-    users, items = data.columns["user"][rows], data.columns["item"][rows]
-    if not self._by_row:
+    rows = data.rows(split)
+    users = data.columns["user"][rows]
+    if config.examples == "users":
       users = np.unique(users)
     order = np.argsort(self._counts(users, *EARLIER[split]), kind="stable")
-    self._users, self._items = users[order], items[order]
+    self._users = users[order]
+    self._rows = rows[order] if config.examples == "rows" else None
 
   def _counts(self, user: np.ndarray, *names: str) -> np.ndarray:
     """Returns how many items users `[B]` have in these splits, int64 `[B]`."""
@@ -289,8 +290,8 @@ class EvalBatches:
     mask = examples < len(self._users)
     examples = np.minimum(examples, len(self._users) - 1)
     user = self._users[examples]
-    if self._by_row:
-      relevant = self._items[examples, None]
+    if self._rows is not None:
+      relevant = self._data.columns["item"][self._rows[examples], None]
     else:
       relevant = self._lists(user, width(self._split), self._split)
     history = self._lists(user, min(width(*earlier), self._eval_history), *earlier)

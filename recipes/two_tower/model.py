@@ -121,14 +121,14 @@ class TwoTower(nnx.Module):
       return vectors_BxD
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
 
-  def candidates(self, candidate: Any, popularity_C: jax.Array) -> jax.Array:
+  def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
     """Returns `[C, D]`, or with log popularity `[C, D + 1]`; admits no raw ids."""
     if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
     vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
     if not self.popularity:
       return vectors_CxD
-    return jnp.concatenate([vectors_CxD, popularity_C[:, None]], axis=1)
+    return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
 
   def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
     rows = self.embed.translate(self.of_tables({side: features}))
