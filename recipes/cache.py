@@ -86,13 +86,8 @@ def prepared(
   Args:
     cache_dir: where prepared data sets live, `~` allowed.
     name: readable prefix of the folder's name.
-    settings: JSON values; everything that the columns depend on, the source files' `stamp`
-      included.
-    build: writes the columns into the folder and returns the content of `meta.json`. After a kill
-      it is called again on the same folder and may go on from what it finds there.
-
-  Raises:
-    UserError: as `build`, which begins from nothing the next time.
+    settings, build: as of a `DataSet`. After a kill `build` is called again on the same folder and
+      may go on from what it finds there, after a UserError on an empty one.
   """
   about = {"settings": dict(settings), "format": FORMAT}
   text = json.dumps(about, sort_keys=True)
@@ -176,14 +171,7 @@ class DataSet:
 
 
 def load(data_set: DataSet, config, prefix: str = "") -> Prepared:
-  """Prepares a data set, or opens what an earlier run has prepared.
-
-  Args:
-    prefix: of the name of the folder, before `config.dataset`.
-
-  Raises:
-    UserError: a file is missing or damaged; names it.
-  """
+  """Prepares a data set in a folder `<prefix><dataset>-…`, or opens what an earlier run has."""
   settings = data_set.settings(config)
   build = functools.partial(data_set.build, settings)
   try:

@@ -17,8 +17,8 @@ from orbax.checkpoint import checkpoint_managers
 import embed.checkpoint
 
 from . import mesh as mesh_lib
-from . import results
 from .errors import UserError, from_settings
+from .evaluation.metrics import gain
 
 _STATE = "state"
 
@@ -33,15 +33,15 @@ def opened(workdir: epath.Path, select: str) -> ocp.CheckpointManager:
   buffers that the next step, whose arguments are donated, overwrites.
   """
   policies: list[Any] = [checkpoint_managers.LatestN(2)]
-  gain = (lambda metrics: results.gain(select, metrics[select])) if select else None
-  if gain:
+  score = (lambda metrics: gain(select, metrics[select])) if select else None
+  if score:
     policies.append(
-      checkpoint_managers.BestN(get_metric_fn=gain, n=1, keep_checkpoints_without_metrics=False)
+      checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     )
   return ocp.CheckpointManager(
     workdir / "checkpoints",
     options=ocp.CheckpointManagerOptions(
-      best_fn=gain,
+      best_fn=score,
       preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
       enable_async_checkpointing=jax.default_backend() != "cpu",
       cleanup_tmp_directories=True,

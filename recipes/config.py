@@ -43,7 +43,6 @@ RUN: dict[str, Any] = {
   # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
   "hbm_bytes": 0,
   "test": True,  # whether the run ends with its test; a False one is tested by changing it later
-  "writers": ("tensorboard",),  # where metrics go besides metrics.jsonl: also "wandb"
 }
 
 _FORMAT = dataclasses.asdict(spec.Format())
@@ -90,11 +89,9 @@ MAY_CHANGE = (
   "data_dir",
   "files",  # of a table, and of its users and items
   "hbm_bytes",
-  "writers",
 )
 # A run that has ended resumes if one of these has changed.
 LENGTH = ("steps", "epochs", "patience", "test", "files")
-_WRITERS = ("tensorboard", "wandb")
 
 
 def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
@@ -230,8 +227,6 @@ def check(config: ConfigDict, mesh: Any) -> None:
   if not 0 <= config.get("dropout", 0.0) < 1:
     raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
   mesh_lib.check_batch_sizes(mesh, batch_size=config.batch_size or mesh_lib.num_devices(mesh))
-  if not set(_WRITERS) >= set(config.writers):
-    raise UserError(f"config.writers is {config.writers}: choose some of {', '.join(_WRITERS)}")
 
 
 def with_schedule(

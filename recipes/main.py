@@ -26,7 +26,7 @@ def train(recipe: str, config, workdir: str) -> None:
   """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result."""
   # What takes seconds is imported here, so that a wrong flag is answered at once.
   module = importlib.import_module(f".{recipe}.train", __package__)
-  from . import baselines, results
+  from . import baselines, report
   from . import mesh as mesh_lib
 
   result = module.run(config, workdir)
@@ -34,7 +34,7 @@ def train(recipe: str, config, workdir: str) -> None:
     return
   if config.test and mesh_lib.shard()[1] == 1:  # other processes would wait for them
     result = baselines.fit(workdir, most_rows=baselines.SMALL)
-  print(terminal(results.table(result)))
+  print(terminal(report.table(result)))
   print(f"\nresults: {Path(workdir) / 'result.json'}")
 
 

@@ -20,7 +20,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +33,7 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import checkpoints, files, log, results
+from . import checkpoints, files, log
 from . import config as config_lib
 from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
@@ -157,6 +157,20 @@ def is_due(step: int, period: int) -> bool:
 # --- the result -----------------------------------------------------------------------------------
 
 
+def check_select(select: str, metrics: Collection[str]) -> None:
+  """Raises UserError unless validation has the metric that selects; "" selects nothing."""
+  if select and select not in metrics:
+    instead = f"choose one of {sorted(metrics)}, or" if metrics else "no rows validate:"
+    raise UserError(
+      f"config.select is {select!r}: {instead} pass --config.select= to test the last state"
+    )
+
+
+def scalars(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the metrics of a split by their names in a result."""
+  return {f"{split}_{name}": float(x) for name, x in metrics.items()}
+
+
 def finish(
   recipe: str,
   config: ConfigDict,
@@ -175,7 +189,7 @@ def finish(
     tested_step: of the state that is tested.
     metrics: of the test rows; {} of a run that is not tested.
   """
-  scores = results.scalars("test", metrics)
+  scores = scalars("test", metrics)
   result = {
     "recipe": recipe,
     "config": plain(config),

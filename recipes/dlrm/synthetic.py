@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import expit
 
 from .. import cache, files
-from ..results import scalars
+from ..run import scalars
 from ..tables import spec
 from . import tasks
 

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ..evaluation.groups import Groups, group_metrics
-from ..evaluation.metrics import CLICK_NAMES, click_metrics
+from ..evaluation.metrics import CLICK_NAMES, Groups, click_metrics, group_metrics
 from ..tables.spec import Label
 from ..training import layers
 

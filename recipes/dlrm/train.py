@@ -19,8 +19,8 @@ from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import from_settings
-from ..evaluation import groups
-from ..results import check_select, scalars
+from ..evaluation.metrics import groups_of
+from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
 from . import tasks
@@ -129,7 +129,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   See `tasks.metrics`; of users where a table declares one, and of `config.slices`. A row counts by
   its `weight`, if there is one. A split without rows has no metrics.
   """
-  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  grouping = groups_of(data.features, config.slices, data.serve)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
@@ -165,7 +165,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  grouping = groups_of(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)

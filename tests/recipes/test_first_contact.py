@@ -24,29 +24,23 @@ CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob
 
 def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, capsys):
   monkeypatch.chdir(tmp_path)
-  listing.main([])
+  listing.main()
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
   programs = ["minimal", "describe", "baselines", "evaluate", "export", "predict", "report"]
   assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS
-  assert "  configs/dlrm/criteo_kaggle.py[:sample|smoke]  DCN-V2 on Criteo" in "\n".join(rows)
+  (kaggle,) = (row for row in rows if "configs/dlrm/criteo_kaggle.py[:sample|smoke] " in row)
+  assert "DCN-V2 on Criteo" in kaggle
 
 
 def test_the_list_imports_no_jax():
-  code = "import sys; from recipes import __main__ as m; m.main([]); print('jax' in sys.modules)"
+  code = "import sys; from recipes import __main__ as m; m.main(); print('jax' in sys.modules)"
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
   )
   assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_a_recipe_that_does_not_exist(capsys):
-  with pytest.raises(SystemExit) as stop:
-    listing.main(["dlmr"])
-  assert stop.value.code == 2
-  assert "sequence" in capsys.readouterr().err
 
 
 def test_modes_are_those_that_change_a_config():

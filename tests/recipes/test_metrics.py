@@ -11,9 +11,16 @@ from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
 from recipes import errors
-from recipes.evaluation import groups, retrieval
-from recipes.evaluation.groups import Groups, gauc, group_metrics
-from recipes.evaluation.metrics import RankingMetrics, click_metrics, ranking_names
+from recipes.evaluation import retrieval
+from recipes.evaluation.metrics import (
+  Groups,
+  RankingMetrics,
+  click_metrics,
+  gauc,
+  group_metrics,
+  groups_of,
+  ranking_names,
+)
 from recipes.training.features import Feature
 
 
@@ -123,11 +130,11 @@ FEATURES = (
 
 
 def test_slices_are_of_columns_of_few_values():
-  found = groups.of_clicks(FEATURES, ("hour",), None)
+  found = groups_of(FEATURES, ("hour",), None)
   assert found == Groups(slices={"hour": tuple(map(str, range(24)))})
-  assert groups.of_clicks(FEATURES, (), None) == Groups()
+  assert groups_of(FEATURES, (), None) == Groups()
   cases = [(name, r"choose some of \['hour'\]") for name in ("user", "tags", "ad", "hours")]
-  refused(cases, lambda name: groups.of_clicks(FEATURES, (name,), None), errors.UserError)
+  refused(cases, lambda name: groups_of(FEATURES, (name,), None), errors.UserError)
 
 
 # --- rankings -------------------------------------------------------------------------------------

@@ -3,22 +3,19 @@
 import json
 import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pytest
 from cases import refused
 from etils import epath
 from recipe_runs import dlrm_smoke
 
-from recipes import checkpoints, config, errors, log, results, run
+from recipes import checkpoints, config, errors, log, run
 from recipes.dlrm import train
 
 STEPS = 12
 SETTINGS = {
   "rows": 2_000, "batch_size": 128, "dropout": 0.2, "steps": STEPS, "log_every": 2, "eval_every": 3,
   "checkpoint_every": 5, "select": "valid_logloss", "baseline.max_rows": 0, "clip_norm": 1.0,
-  "writers": (),
 }  # fmt: skip
 
 
@@ -169,12 +166,12 @@ def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch):
 
 
 def test_a_metric_that_the_recipe_has_not_is_rejected():
-  results.check_select("", [])
+  run.check_select("", [])
   cases = [
     (["valid_loss"], r"is 'valid_auc': choose one of \['valid_loss'\], or pass --config.select="),
     ([], r"'valid_auc': no rows validate: pass --config.select= to test the last state"),
   ]
-  refused(cases, lambda names: results.check_select("valid_auc", names), errors.UserError)
+  refused(cases, lambda names: run.check_select("valid_auc", names), errors.UserError)
 
 
 # --- the folder -----------------------------------------------------------------------------------
@@ -210,7 +207,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(trained, tmp_path):
 
 
 def log_of(folder, start=0, memory=None, **settings):
-  settings = {"batch_size": 8, "writers": ()} | settings
+  settings = {"batch_size": 8} | settings
   return log.Log(epath.Path(folder), completed(**settings), start, memory or {})
 
 
@@ -246,16 +243,3 @@ def test_the_rate_is_without_the_steps_that_compile(tmp_path, monkeypatch):
       writer.train(step, None, {"loss": step})
   found = log.lines(tmp_path / log.FILE)
   assert [line["examples_per_second"] for line in found] == [8.0, 8.0]
-
-
-def test_wandb_gets_the_metrics_and_a_resumed_run_continues(tmp_path, monkeypatch):
-  monkeypatch.setattr(log, "_reports", lambda model: {})
-  calls, run_of_wandb = [], SimpleNamespace(finish=lambda: calls.append("finished"))
-  run_of_wandb.log = lambda metrics, step: calls.append((step, metrics["loss"]))
-  init = lambda **options: calls.append((options["id"], options["resume"])) or run_of_wandb
-  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-  for start in (0, 1):
-    with log_of(tmp_path, start, steps=2, log_every=1, writers=("wandb",)) as writer:
-      writer.train(start + 1, None, {"loss": 0.5})
-  assert calls[0] == calls[3]
-  assert calls[1:3] == [(1, 0.5), "finished"]
