@@ -113,12 +113,9 @@ def prepared(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """The columns of a data set, and what its `build` has returned about them.
+  """The columns of a data set, memory-mapped or computed when they are indexed, and its `meta`.
 
-  Attributes:
-    columns: arrays by name, memory-mapped or computed when they are indexed.
-    name: of the folder, which changes with everything that the columns depend on; "" for columns
-      without rows.
+  `name` is the folder's, which changes with everything that the columns depend on.
   """
 
   columns: Mapping[str, Any]
@@ -149,14 +146,13 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-  """The functions that prepare and read a data set.
+  """Functions that prepare and read a data set, or raise UserError for wrong settings or files.
 
   Attributes:
     settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the
-      source files included. Raises UserError for a wrong setting or a missing file.
+      source files included.
     build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
-      of `meta.json`. Raises UserError for a damaged file. A change of what it writes raises
-      `FORMAT`.
+      of `meta.json`. A change of what it writes raises `FORMAT`.
     view: `(prepared, config) -> Prepared`, the columns as batches read them.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.

@@ -3,8 +3,7 @@
     checkpoints/20/state/      tables by name, dense parameters, both optimizers' states
     checkpoints/20/metrics/    of the evaluation at this step, if there was one
 
-A checkpoint is independent of the devices and processes that wrote it. Orbax gives it its name when
-it is complete, so that a kill never leaves half of one.
+A checkpoint is independent of the devices and processes that wrote it, and whole or not there.
 """
 
 from typing import Any
@@ -61,9 +60,6 @@ def save(
   """Saves model and optimizer after a step.
 
   Args:
-    manager: from `opened`.
-    step: the number of steps taken.
-    model, optimizer: to save.
     metrics: of the evaluation at this step; {} if there was none.
     memory: JSON values that a resumed run needs; see `log.Log.memory`.
   """
@@ -78,8 +74,6 @@ def restore(
   """Loads a checkpoint, the latest by default; returns its step and memory, `(0, {})` of none.
 
   Args:
-    manager: from `opened`.
-    step: of the checkpoint.
     **nodes: "model", and "optimizer" if its state is wanted, on any devices.
 
   Raises:

@@ -1,11 +1,10 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard, and a progress bar.
+"""What a run reports while it trains: metrics.jsonl, TensorBoard, and lines on stderr.
 
-Both get the same metrics, every `log_every` steps and for each evaluation.
+All get the same metrics, every `log_every` steps and for each evaluation.
 """
 
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 from etils import epath
 from flax import nnx
 from tensorboardX import SummaryWriter
-from tqdm import tqdm
 
 import embed
 from embed.planning import aligned
@@ -53,13 +51,6 @@ class Log:
     self._board = None
     if mesh_lib.is_main():
       self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-    self._bar = tqdm(
-      total=config.steps,
-      initial=start,
-      unit="step",
-      disable=None if mesh_lib.is_main() else True,
-      dynamic_ncols=True,
-    )
     self._began = time.perf_counter()
     self._restart_clock(start)
 
@@ -67,7 +58,6 @@ class Log:
     return self
 
   def __exit__(self, *error: Any) -> None:
-    self._bar.close()
     if self._board is not None:
       self._board.close()
 
@@ -82,7 +72,6 @@ class Log:
     for name, x in values.items():
       self._values.setdefault(name, []).append(x)
     self.step = step
-    self._bar.update()
     if step <= self._start + _COMPILING:
       self._restart_clock(step)
     if step % self._config.log_every and step < self._config.steps:
@@ -96,16 +85,14 @@ class Log:
       metrics["examples_per_second"] = rate
       shown["examples"] = f"{rate:,.0f}/s"
     self._write(step, metrics)
-    self._bar.set_postfix(shown, refresh=False)
-    if self._bar.disable:
-      self._say(step, "  ".join(f"{name} {value}" for name, value in shown.items()))
+    self._say(step, shown)
     self._restart_clock(step)
 
   def eval(self, step: int, metrics: Mapping[str, float]) -> None:
     """Logs the scalars of an evaluation; {} logs nothing."""
     if metrics:
       self._write(step, metrics)
-      self._say(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+      self._say(step, {name: f"{value:.4f}" for name, value in metrics.items()})
 
   def memory(self, step: int) -> dict[str, Any]:
     """Returns what a run that resumes after this step needs, as JSON values."""
@@ -150,9 +137,9 @@ class Log:
         self._board.add_scalar(name, value, step)
       self._board.flush()  # or a kill would lose steps from before a checkpoint
 
-  def _say(self, step: int, text: str) -> None:
-    if mesh_lib.is_main():
-      self._bar.write(f"step {step}/{self._config.steps}  {text}", file=sys.stderr)
+  def _say(self, step: int, shown: Mapping[str, str]) -> None:
+    text = "  ".join(f"{name} {value}" for name, value in shown.items())
+    mesh_lib.say(f"step {step}/{self._config.steps}  {text}")
 
   def _restart_clock(self, step: int) -> None:
     """Begins to count the steps after this one, and their time, for the next rate."""

@@ -41,12 +41,7 @@ def train(recipe: str, config, workdir: str) -> None:
 def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], None]:
   """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`.
 
-  Call it where the command is imported: worker processes import it and need the flags defined as
-  well.
-
-  Args:
-    run: imports what takes long when it is called.
-    recipe: the name of its folder.
+  Call it where the command is imported: worker processes need the flags defined as well.
   """
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
@@ -106,7 +101,7 @@ class _ConfigFile(flags.ArgumentParser):
   def parse(self, path: str) -> Any:
     """Returns the config; absl reports a ValueError as the flag's."""
     name, _, mode = path.partition(":")
-    file = catalogue.config_file(name)
+    file = next((x for x in (Path(name), catalogue.ROOT / name) if x.is_file()), None)
     if file is None:
       raise ValueError(f"there is no such file; `python -m {__package__}` lists the configs")
     modes = catalogue.modes(file)

@@ -1,9 +1,8 @@
 """One program on a laptop, a GPU node or a pod: the mesh, the processes, and where a batch lives.
 
-One process on one device has no mesh, and every function returns its argument unchanged. More
-devices or processes get a mesh of all devices with the one axis `data`: examples are split over it,
-and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same program on its own
-part of every batch, and takes the same decisions.
+One process on one device has no mesh. More get a mesh of all devices with the one axis `data`:
+examples are split over it, and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs
+the same program on its own part of every batch, and takes the same decisions.
 """
 
 import functools
@@ -54,8 +53,7 @@ def start() -> Mesh | None:
 def _is_launched() -> bool:
   """Returns whether a launcher, or a TPU slice, may have started more processes than this one.
 
-  `initialize` raises where it finds no cluster, and in a Slurm task that is alone it would hide all
-  GPUs but one.
+  `initialize` raises without a cluster, and in a lone Slurm task it would hide all GPUs but one.
   """
   slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
   mpi = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1

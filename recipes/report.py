@@ -25,15 +25,14 @@ _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
 
 
 def report(paths: Sequence[str | Path]) -> str:
-  """Returns the tables of runs; see the top of the module.
-
-  Args:
-    paths: workdirs, or copies of results.
-  """
+  """Returns the tables of runs; see the top of the module."""
   tables: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
   names: dict[str, str] = {}  # of the rows, by their settings
   for path in map(Path, paths):
-    result = _result(path)
+    file = path if path.suffix == ".json" else path / "result.json"
+    if not file.is_file():
+      raise MissingFileError(f"there is no {file}: give the workdirs of runs that have ended")
+    result = files.read_json(file)
     config = flatten_dict(result["config"], sep=".")
     data = config.get("data_file") or config.get("files") or config.get("dataset", "table")
     hashes = json.dumps(result["data_sha256"], sort_keys=True)
@@ -44,13 +43,6 @@ def report(paths: Sequence[str | Path]) -> str:
     key = json.dumps([result["recipe"], hashes, own], sort_keys=True)
     groups.setdefault(names.setdefault(key, name), []).append(result)
   return "\n\n".join(f"{title}\n{rows(x)}" for (title, _), x in tables.items())
-
-
-def _result(path: Path) -> dict[str, Any]:
-  file = path if path.suffix == ".json" else path / "result.json"
-  if not file.is_file():
-    raise MissingFileError(f"there is no {file}: give the workdirs of runs that have ended")
-  return files.read_json(file)
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -52,10 +52,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-  """Checks the config of a run that may be resumed; returns it with the batch size it began with.
-
-  Then the batches are the same on any number of devices.
-  """
+  """Checks the config of a run that may be resumed; returns it with its first batch size."""
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
     return config
   is_leaf = lambda path, _: len(path) == 2 or path == ("files",)  # a column is one value
@@ -96,10 +93,8 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
 
   Args:
     config: with what the data have decided.
-    workdir: of the run.
-    data: has `sha256`, hashes of the data by file, `statistics`, numbers by name, and `serve`, the
-      folder that was prepared with them; None if there is none.
-    model: that is trained.
+    data: has `sha256`, hashes by file, `statistics`, numbers by name, and `serve`, the folder of
+      what serving needs; None if there is none.
   """
   taken = max(checkpoints.steps(workdir), default=0)
   if taken and list(files.read_json(workdir / _DATA).values()) != list(data.sha256.values()):
@@ -180,15 +175,7 @@ def finish(
   tested_step: int,
   metrics: Mapping[str, float],
 ) -> dict[str, Any]:
-  """Writes result.json and returns its content.
-
-  Args:
-    recipe: its name.
-    config, workdir, data: as for `begin`.
-    writer: the log of the run.
-    tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested.
-  """
+  """Writes result.json and returns its content; `metrics` are of the test, and {} without one."""
   scores = scalars("test", metrics)
   result = {
     "recipe": recipe,

@@ -61,7 +61,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "data_seed": 0,  # of the draws
     "labels": 1,  # or 2, "clicked" and "liked"
     "correlation": 0.5,  # of the logits of two labels, about
-    "zipf_exponent": 1.05,  # of the popularity of ids
   },
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files

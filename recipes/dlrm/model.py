@@ -31,20 +31,13 @@ ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
 
 class Ranker(nnx.Module):
-  """A click model: tables, a backbone and a head.
-
-  Attributes:
-    inputs: takes the outputs of the tables, and K numbers.
-    head: `[B, H]` to `[B, O]`.
-    dtype: of the computation; logits are float32.
-    histories: makes one vector of the positions of a history; None where they are pooled.
-  """
+  """A click model: tables, a backbone and a head, `[B, H]` to float32 logits `[B, O]`."""
 
   embed: embed.SparseEmbed
   inputs: layers.Inputs
   head: Any
   dtype: Any
-  histories: histories_lib.Histories | None = None
+  histories: histories_lib.Histories | None = None  # None pools the positions of a history
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]`, or `[B, O]` of several outputs.
@@ -74,7 +67,7 @@ class DLRM(Ranker):
   Without dense features there is no bottom MLP, and only the tables' vectors are paired.
 
   Args:
-    tables: of single ids and bags; vectors of another width than `dim` are projected to it.
+    dim: D; vectors of another width are projected to it.
     bottom: widths of the bottom MLP before its last layer, which has width D.
     top: widths of the top MLP before the logit.
     concat_tables: the top MLP also sees the tables' vectors, not only the dot products and the

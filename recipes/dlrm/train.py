@@ -88,9 +88,7 @@ def make_train_step(
   Every scalar that it returns is logged, as its mean since the last line.
   """
   del mesh
-  losses: Any = functools.partial(tasks.loss_fn, labels=data.labels)
-  if len(data.labels) == 1:
-    losses = lambda model, batch: (loss_fn(model, batch), {})
+  losses = functools.partial(tasks.loss_fn, labels=data.labels)
 
   def train_step(model, optimizer, batch):
     # Columns with a dynamic vocabulary have raw ids, which get rows here.
@@ -102,14 +100,6 @@ def make_train_step(
     return {"loss": loss} | metrics | norm
 
   return train_step
-
-
-def loss_fn(model, batch) -> jax.Array:
-  """Returns the mean cross-entropy of labels `[B]`, weighted by `weight` `[B]` if there is one."""
-  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
-  weight = batch.get("weight", jnp.ones_like(losses))
-  # A batch without any weight has no loss, and no gradient.
-  return jnp.sum(losses * weight) / jnp.maximum(jnp.sum(weight), 1e-30)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables

@@ -58,12 +58,8 @@ def click_metrics(logits, labels, weights=None) -> dict[str, float]:
 def gain(metric: str, value: float) -> float:
   """Returns a number that is larger the better the value of a metric is.
 
-  Losses and normalized entropies are best small, a calibration is best at 1, all else is best
-  large.
-
-  Args:
-    metric: its name, with or without a split, as "valid_auc".
-    value: of the metric.
+  Losses and normalized entropies are best small, a calibration at 1, all else large. The name may
+  begin with a split, as "valid_auc".
 
   >>> gain("test_logloss", 0.5), gain("calibration", 0.75), gain("ndcg@10", 0.2)
   (-0.5, -0.25, 0.2)
@@ -104,8 +100,7 @@ def groups_of(features: Sequence[Any], slices: Sequence[str], serve: Path | None
   Args:
     features: each a `training.features.Feature`.
     slices: names of features with a single id, of at most 32 values.
-    serve: the folder of a table's transforms, which name users and values; None knows no users, and
-      calls values by their ids.
+    serve: the folder of a table's transforms; None knows no users, and calls values by their ids.
   """
   sizes = {f.name: f.vocabulary_size for f in features if f.columns == 1}
   sizes = {name: size for name, size in sizes.items() if size <= _MAX_VALUES}
@@ -131,10 +126,7 @@ def groups_of(features: Sequence[Any], slices: Sequence[str], serve: Path | None
 def group_metrics(
   groups: Groups, logits, labels, weights, ids: Mapping[str, Any]
 ) -> dict[str, float]:
-  """Computes the metrics of users and slices by name.
-
-  With users `gauc` and `gauc_share`; see `gauc`. For each slice the metrics that its rows define,
-  as `auc[sex=F]`.
+  """Computes `gauc` and, for each value of a slice, `click_metrics`, named as `auc[sex=F]`.
 
   Args:
     groups: what to measure.
@@ -172,10 +164,8 @@ def gauc(logits, labels, users, weights) -> dict[str, float]:
   equation 7). Users with one outcome have no AUC, and are left out.
 
   Args:
-    logits: float `[N]`.
-    labels: `[N]`, 0 or 1.
+    logits, labels, weights: `[N]` each, as for `click_metrics`.
     users: int `[N]`; examples of a negative one are left out.
-    weights: float `[N]`, 0 or more.
 
   Returns:
     `gauc`, where some user has both outcomes, and `gauc_share`, from 0 to 1.

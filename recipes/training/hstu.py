@@ -50,17 +50,9 @@ class HSTUBlock(nnx.Module):
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
   def __call__(
-    self,
-    x_BxLxD: jax.Array,
-    mask_BxLxM: jax.Array,
-    memory_BxMxD: jax.Array | None = None,
+    self, x_BxLxD: jax.Array, mask_BxLxM: jax.Array, memory_BxMxD: jax.Array | None = None
   ) -> jax.Array:
-    """Returns `[B, L, D]`.
-
-    Args:
-      mask_BxLxM: True where a column (the second axis) attends to another (the third).
-      memory_BxMxD: the columns to attend to, in a block without a bias; None is the input itself.
-    """
+    """Returns `[B, L, D]`; the mask is as in `transformer`; a memory needs `distances=False`."""
     split = lambda x: layers.split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
     gate, value, query, key = split(x_BxLxD)
     if memory_BxMxD is not None:

@@ -46,16 +46,9 @@ class FeedForward(nnx.Module):
   """Two linear layers at each position, each followed by dropout."""
 
   def __init__(
-    self,
-    dim: int,
-    inner: int,
-    activation: Callable[[jax.Array], jax.Array],
-    *,
-    dropout: float,
-    init: str,
-    dtype: Any,
-    rngs: nnx.Rngs,
-  ):
+    self, dim: int, inner: int, activation: Callable, *,
+    dropout: float, init: str, dtype: Any, rngs: nnx.Rngs,
+  ):  # fmt: skip
     self.inner = linear(dim, inner, dtype, rngs, init)
     self.out = linear(inner, dim, dtype, rngs, init)
     self.activation = activation

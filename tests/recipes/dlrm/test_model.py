@@ -70,12 +70,9 @@ def test_cross_by_hand():
   np.testing.assert_array_equal(call(low, x), [[7.0, 20.0]])
 
 
-def test_dot_interaction_by_hand():
+def test_dot_interaction_and_its_gradient():
   vectors = np.array([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]], np.float32)
   np.testing.assert_array_equal(jax.jit(layers.dot_interaction)(vectors), [[11.0, 17.0, 39.0]])
-
-
-def test_the_gradient_of_dot_interaction():
   draw = np.random.default_rng(0)
   vectors, grads = (draw.normal(size=s).astype(np.float32) for s in [(2, 3, 4, 5), (2, 3, 6)])
 

@@ -112,9 +112,7 @@ def test_unknown_names(tmp_path):
 def clicks(label, dense, ids, splits, **columns):
   columns |= {"label": label, "dense": dense, "ids": ids}
   columns = {name: np.asarray(column) for name, column in columns.items()}
-  return data.ClickData(
-    columns, splits, (Feature("city", 3),), {}, {}, dense_names=("price", "age")
-  )
+  return data.ClickData(columns, splits, (Feature("city", 3),), {}, {})
 
 
 @pytest.mark.programs(30, "losses are computed outside of jit")
