@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,8 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
-  """Opens a column for writing; one that exists already with this shape keeps what it holds."""
+  """Opens a new column for writing."""
   path = folder / f"{name}.npy"
-  if path.exists():
-    array = np.load(path, mmap_mode="r+")
-    if array.shape == shape and array.dtype == np.dtype(dtype):
-      return array
   return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
@@ -86,8 +81,7 @@ def prepared(
   Args:
     cache_dir: where prepared data sets live, `~` allowed.
     name: readable prefix of the folder's name.
-    settings, build: as of a `DataSet`. After a kill `build` is called again on the same folder and
-      may go on from what it finds there, after a UserError on an empty one.
+    settings, build: as of a `DataSet`.
   """
   about = {"settings": dict(settings), "format": FORMAT}
   text = json.dumps(about, sort_keys=True)
@@ -96,15 +90,8 @@ def prepared(
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
   with filelock.FileLock(cache / f"{final.name}.lock"):
     if not final.exists():
-      partial = final.with_suffix(".partial")
-      partial.mkdir(exist_ok=True)
-      try:
-        built = build(partial)
-      except UserError:  # of a source or a setting; mended, it is another data set
-        shutil.rmtree(partial)
-        raise
-      files.write_json(partial / META, about | built)
-      partial.rename(final)
+      with files.replacing_folder(final) as partial:
+        files.write_json(partial / META, about | build(partial))
   return Columns(final), files.read_json(final / META)
 
 

@@ -1,6 +1,5 @@
 """What a newcomer meets: the list of what there is, wrong flags, and where results are."""
 
-import errno
 import importlib.util
 import pathlib
 import re
@@ -123,9 +122,8 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback(command):
   assert err == ["configs/sequence/synthetic.py -> runs/sequence"]
   with pytest.raises(errors.MissingFileError):
     command("sequence", missing, "--verbosity=1")
-  for bug in (ValueError("a bug"), KeyError("x"), SyntaxError("a bug")):
-    with pytest.raises(type(bug)):
-      command("sequence", raising(bug))
+  with pytest.raises(KeyError):
+    command("sequence", raising(KeyError("x")))
 
   def refused_by_the_library(*_):
     with errors.from_settings():
@@ -134,9 +132,7 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback(command):
   assert command("sequence", refused_by_the_library)[0].startswith("error: ")
 
 
-def test_what_stops_a_run_is_no_traceback(command):
+def test_an_interrupt_is_no_traceback(command):
   begins_again = "stopped; the same command resumes from the last checkpoint"
   code, _, err = command("sequence", raising(KeyboardInterrupt()))
   assert (code, err[1:]) == (130, ["", begins_again])
-  code, _, _ = command("sequence", raising(OSError(errno.ENOSPC, "Disk full", "x/y")))
-  assert code.startswith(f"error: [Errno {errno.ENOSPC}] Disk full: 'x/y' ")
