@@ -246,7 +246,6 @@ class Run:
   def model(self, data: Any, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
     """Returns the model in its tested state, on the devices of the mesh."""
     model, _ = self.train.make_state(self.config, data, mesh)
-    mesh_lib.replicate(mesh, model)
     self.restore(model)
     return model
 

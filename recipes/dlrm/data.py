@@ -50,12 +50,8 @@ class ClickData:
   """A prepared data set.
 
   Attributes:
-    columns: memory-mapped, or computed when they are indexed.
-    splits: `train`, `valid` and `test` as ranges of rows.
+    columns, splits, sha256, best, serve: as of a `cache.Prepared`.
     features: in the order of their columns in `ids`.
-    sha256: hashes of the source files by name, or of the generated columns.
-    best: metrics of the probabilities that the labels were drawn from, where they are known.
-    serve: the folder of what serving needs besides the model; None where there is none.
     vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
     apart: whether each process reads rows of its own.
