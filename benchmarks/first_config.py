@@ -93,7 +93,7 @@ def described(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
   out = folder / f"{name}.py"
   describe.main([*arguments, f"--out={out}", "--force"])
   config = runpy.run_path(str(out))["get_config"]()
-  return config | {"cache_dir": str(folder / "cache"), "writers": ()}
+  return config | {"cache_dir": str(folder / "cache")}
 
 
 def lightgbm(data: data_lib.ClickData) -> dict[str, float]:

@@ -123,7 +123,6 @@ def main() -> None:
       continue
     config |= _DCNV2 | {
       "epochs": args.epochs,
-      "writers": (),
       "cache_dir": str(args.folder / "cache"),
     }
     for seed in (0, 1, 2):

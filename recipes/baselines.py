@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging
 
-from . import errors, files, results
+from . import errors, files, report
 from . import mesh as mesh_lib
 from . import run as run_lib
 from .errors import terminal
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     result = fit(arguments.run)
-  print(terminal(results.table(result)))
+  print(terminal(report.table(result)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,8 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
-  """Opens a column for writing; one that exists already with this shape keeps what it holds."""
+  """Opens a new column for writing."""
   path = folder / f"{name}.npy"
-  if path.exists():
-    array = np.load(path, mmap_mode="r+")
-    if array.shape == shape and array.dtype == np.dtype(dtype):
-      return array
   return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
@@ -86,13 +81,7 @@ def prepared(
   Args:
     cache_dir: where prepared data sets live, `~` allowed.
     name: readable prefix of the folder's name.
-    settings: JSON values; everything that the columns depend on, the source files' `stamp`
-      included.
-    build: writes the columns into the folder and returns the content of `meta.json`. After a kill
-      it is called again on the same folder and may go on from what it finds there.
-
-  Raises:
-    UserError: as `build`, which begins from nothing the next time.
+    settings, build: as of a `DataSet`.
   """
   about = {"settings": dict(settings), "format": FORMAT}
   text = json.dumps(about, sort_keys=True)
@@ -101,15 +90,8 @@ def prepared(
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
   with filelock.FileLock(cache / f"{final.name}.lock"):
     if not final.exists():
-      partial = final.with_suffix(".partial")
-      partial.mkdir(exist_ok=True)
-      try:
-        built = build(partial)
-      except UserError:  # of a source or a setting; mended, it is another data set
-        shutil.rmtree(partial)
-        raise
-      files.write_json(partial / META, about | built)
-      partial.rename(final)
+      with files.replacing_folder(final) as partial:
+        files.write_json(partial / META, about | build(partial))
   return Columns(final), files.read_json(final / META)
 
 
@@ -118,12 +100,9 @@ def prepared(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """The columns of a data set, and what its `build` has returned about them.
+  """The columns of a data set, memory-mapped or computed when they are indexed, and its `meta`.
 
-  Attributes:
-    columns: arrays by name, memory-mapped or computed when they are indexed.
-    name: of the folder, which changes with everything that the columns depend on; "" for columns
-      without rows.
+  `name` is the folder's, which changes with everything that the columns depend on.
   """
 
   columns: Mapping[str, Any]
@@ -154,14 +133,13 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-  """The functions that prepare and read a data set.
+  """Functions that prepare and read a data set, or raise UserError for wrong settings or files.
 
   Attributes:
     settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the
-      source files included. Raises UserError for a wrong setting or a missing file.
+      source files included.
     build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
-      of `meta.json`. Raises UserError for a damaged file. A change of what it writes raises
-      `FORMAT`.
+      of `meta.json`. A change of what it writes raises `FORMAT`.
     view: `(prepared, config) -> Prepared`, the columns as batches read them.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.
@@ -176,14 +154,7 @@ class DataSet:
 
 
 def load(data_set: DataSet, config, prefix: str = "") -> Prepared:
-  """Prepares a data set, or opens what an earlier run has prepared.
-
-  Args:
-    prefix: of the name of the folder, before `config.dataset`.
-
-  Raises:
-    UserError: a file is missing or damaged; names it.
-  """
+  """Prepares a data set in a folder `<prefix><dataset>-…`, or opens what an earlier run has."""
   settings = data_set.settings(config)
   build = functools.partial(data_set.build, settings)
   try:

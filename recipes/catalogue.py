@@ -26,11 +26,6 @@ def configs(recipe: str) -> list[Path]:
   return sorted(path.relative_to(ROOT) for path in (ROOT / "configs" / recipe).glob("*.py"))
 
 
-def config_file(name: str) -> Path | None:
-  """Returns the file that `--config` names, from any working directory; None if there is none."""
-  return next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
-
-
 def modes(path: Path) -> list[str]:
   """Returns the modes of a config: what its `get_config(mode)` compares the mode with."""
   compared = set()

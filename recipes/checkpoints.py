@@ -3,8 +3,7 @@
     checkpoints/20/state/      tables by name, dense parameters, both optimizers' states
     checkpoints/20/metrics/    of the evaluation at this step, if there was one
 
-A checkpoint is independent of the devices and processes that wrote it. Orbax gives it its name when
-it is complete, so that a kill never leaves half of one.
+A checkpoint is independent of the devices and processes that wrote it, and whole or not there.
 """
 
 from typing import Any
@@ -17,8 +16,8 @@ from orbax.checkpoint import checkpoint_managers
 import embed.checkpoint
 
 from . import mesh as mesh_lib
-from . import results
 from .errors import UserError, from_settings
+from .evaluation.metrics import gain
 
 _STATE = "state"
 
@@ -33,15 +32,15 @@ def opened(workdir: epath.Path, select: str) -> ocp.CheckpointManager:
   buffers that the next step, whose arguments are donated, overwrites.
   """
   policies: list[Any] = [checkpoint_managers.LatestN(2)]
-  gain = (lambda metrics: results.gain(select, metrics[select])) if select else None
-  if gain:
+  score = (lambda metrics: gain(select, metrics[select])) if select else None
+  if score:
     policies.append(
-      checkpoint_managers.BestN(get_metric_fn=gain, n=1, keep_checkpoints_without_metrics=False)
+      checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
     )
   return ocp.CheckpointManager(
     workdir / "checkpoints",
     options=ocp.CheckpointManagerOptions(
-      best_fn=gain,
+      best_fn=score,
       preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
       enable_async_checkpointing=jax.default_backend() != "cpu",
       cleanup_tmp_directories=True,
@@ -61,9 +60,6 @@ def save(
   """Saves model and optimizer after a step.
 
   Args:
-    manager: from `opened`.
-    step: the number of steps taken.
-    model, optimizer: to save.
     metrics: of the evaluation at this step; {} if there was none.
     memory: JSON values that a resumed run needs; see `log.Log.memory`.
   """
@@ -78,8 +74,6 @@ def restore(
   """Loads a checkpoint, the latest by default; returns its step and memory, `(0, {})` of none.
 
   Args:
-    manager: from `opened`.
-    step: of the checkpoint.
     **nodes: "model", and "optimizer" if its state is wanted, on any devices.
 
   Raises:

@@ -112,8 +112,8 @@ def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
   Traceback (most recent call last):
   recipes.errors.UserError: config.table has no setting 'dim'; ...
   >>> config = complete("dlrm", {"dataset": "synthetic", "rows": 5_000, "model": "dlrm"})
-  >>> config.rows, config.zipf_exponent, config.table.optimizer
-  (5000, 1.05, 'rowwise_adagrad')
+  >>> config.rows, config.data_seed, config.table.optimizer
+  (5000, 0, 'rowwise_adagrad')
   """
   defaults = importlib.import_module(f"..{recipe}.defaults", __name__)
   if "columns" in config:

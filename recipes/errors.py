@@ -1,4 +1,4 @@
-"""Errors that the user can mend, and escapes of text from data for a terminal or a page."""
+"""Errors that the user can mend, and text from data for a terminal."""
 
 import argparse
 import contextlib
@@ -51,9 +51,6 @@ def in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
     parser.exit(2, terminal(f"error: {error}\n"))
 
 
-# --- text from data -------------------------------------------------------------------------------
-
-
 def terminal(text: object) -> str:
   r"""Returns text that a terminal shows and does not obey; lines are kept.
 
@@ -66,16 +63,3 @@ def terminal(text: object) -> str:
   """
   keep = lambda char: char.isprintable() or char == "\n"
   return "".join(c if keep(c) else c.encode("unicode_escape").decode() for c in str(text))
-
-
-_MARKUP = str.maketrans({char: f"&#{ord(char)};" for char in "&<>|`*[]\\$"})
-
-
-def markdown(text: object) -> str:
-  r"""Returns text that a page of Markdown shows as it is, on one line.
-
-  >>> markdown("<script>|[a](b)\n# c")
-  '&#60;script&#62;&#124;&#91;a&#93;(b)\\n# c'
-  """
-  shown = str(text).translate(_MARKUP).replace("\n", "\\n")
-  return "".join(c if c.isprintable() or c == "\u00a0" else ascii(c)[1:-1] for c in shown)

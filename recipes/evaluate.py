@@ -21,12 +21,11 @@ from absl import logging
 from scipy.special import logit
 
 from . import config as config_lib
-from . import errors, export, packing, results, serving
+from . import errors, export, packing, serving
 from . import mesh as mesh_lib
 from . import run as run_lib
 from .dlrm import tasks
-from .evaluation import groups
-from .evaluation.metrics import RankingMetrics
+from .evaluation.metrics import RankingMetrics, groups_of
 from .tables import clicks, interactions, source, spec
 from .tables import settings as table_settings
 from .tables.transforms import Codes, numbers_of
@@ -44,7 +43,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   data = run.load()
   config, model = config_lib.with_even_evaluation(run.config, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)
-  valid, test = (results.scalars(split, measure(model, split)) for split in ("valid", "test"))
+  valid, test = (run_lib.scalars(split, measure(model, split)) for split in ("valid", "test"))
   return valid | test
 
 
@@ -73,7 +72,7 @@ def of_export(served: Path, config) -> dict[str, Any]:
 def _clicks(
   model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
 ) -> dict[str, Any]:
-  grouping = groups.of_clicks(model.encoder.features, slices, model.served.transforms)
+  grouping = groups_of(model.encoder.features, slices, model.served.transforms)
   weight_name, chunks = table.name_of(spec.Weight), []
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)

@@ -13,17 +13,11 @@ from tqdm import tqdm
 
 from .errors import MissingFileError, UserError
 
-_BLOCK = 1 << 20
-
 
 def digest(path: Path) -> str:
-  """Returns a file's SHA-256 in hexadecimal, reading it in constant memory."""
-  sha256 = hashlib.sha256()
-  with path.open("rb") as file, progress(f"hashing {path.name}", path.stat().st_size, "B") as bar:
-    while block := file.read(_BLOCK):
-      sha256.update(block)
-      bar.update(len(block))
-  return sha256.hexdigest()
+  """Returns a file's SHA-256 in hexadecimal."""
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def stamp(path: Path) -> list[Any]:
@@ -41,10 +35,7 @@ def new_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-  """Yields a new folder that takes the place of `path` when all of it is written.
-
-  An error leaves an earlier folder as it was.
-  """
+  """Yields a new folder that takes the place of `path` unless an error ends its writing."""
   partial = path.with_name(f"{path.name}.partial")
   try:
     yield new_folder(partial)
@@ -55,11 +46,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def check_out(out: Path, marker: str) -> None:
-  """Makes the parent of a folder to write.
-
-  Raises:
-    UserError: the folder has files, and none with the name `marker`, which an earlier one has.
-  """
+  """Makes the parent of a folder to write; UserError for files in it, unless one is `marker`."""
   if out.exists() and any(out.iterdir()) and not (out / marker).exists():
     raise UserError(f"--out={out} holds other files: choose a new folder")
   out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +68,10 @@ def data_folder(data_dir: str, hint: str) -> Path:
 
 
 def folder(data_dir: str, cache_dir: str, *, url: str, sha256: str, member: str) -> Path:
-  """Returns the folder with a data set's files: the user's, or a checked download.
+  """Returns the folder with a data set's files: the user's, or of the archive at `url`.
 
   Args:
-    data_dir: the user's folder; "" downloads the archive.
-    cache_dir: where the download goes, `~` allowed.
-    url, sha256: of the archive.
-    member: a file of it, in whose folder all files are.
+    member: a file of the archive, in whose folder all files are.
   """
   if data_dir:
     return data_folder(data_dir, "")
@@ -112,17 +96,11 @@ def progress(description: str, total: int, unit: str) -> tqdm:
 
 
 def download(url: str, path: Path, *, sha256: str) -> None:
-  """Downloads `url` to `path` unless a file with the right hash is already there.
-
-  The file appears whole or not at all.
-
-  Raises:
-    UserError: the server cannot be reached, or sends a file with another hash; names the url.
-  """
+  """Downloads `url` to `path`, whole or not at all, unless the right file is already there."""
   import pooch  # here, since it loads tqdm's notebook bar, which warns where ipywidgets is missing
 
   with progress(f"downloading {path.name}", 1, "B") as bar:  # pooch sets the bar's total
-    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_BLOCK, timeout=60)
+    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 20, timeout=60)
     try:
       pooch.retrieve(url, f"sha256:{sha256}", path.name, path.parent, downloader=downloader)
     except (OSError, ValueError) as error:  # of the network, or of pooch, with both hashes
@@ -133,12 +111,7 @@ def download(url: str, path: Path, *, sha256: str) -> None:
 
 
 def write(path: Any, content: str) -> None:
-  """Writes a file, UTF-8, so that a reader sees the old content or all of the new, never a part.
-
-  Args:
-    path: a `Path`, or one of etils, which may be in a bucket.
-    content: of the file.
-  """
+  """Writes a file, UTF-8, so that a reader sees the old content or all of the new, never a part."""
   partial = path.with_name(f"{path.name}.part")
   partial.write_bytes(content.encode())
   partial.replace(path)

@@ -21,9 +21,10 @@ from tqdm import tqdm
 import embed
 from embed.planning import aligned
 
-from . import files, results
+from . import files
 from . import mesh as mesh_lib
 from .errors import UserError
+from .evaluation.metrics import gain
 
 FILE = "metrics.jsonl"
 _COMPILING = 2  # steps that may compile, which the rate leaves out
@@ -152,7 +153,7 @@ class Log:
     """Returns whether a metric has not improved in the last `patience` evaluations; 0 is False."""
     if not patience:  # every step asks
       return False
-    gains = [results.gain(select, line[select]) for line in self._lines if select in line]
+    gains = [gain(select, line[select]) for line in self._lines if select in line]
     return len(gains) > patience and max(gains[-patience:]) < max(gains)
 
   def scores(self, step: int) -> dict[str, float]:

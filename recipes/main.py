@@ -26,7 +26,7 @@ def train(recipe: str, config, workdir: str) -> None:
   """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result."""
   # What takes seconds is imported here, so that a wrong flag is answered at once.
   module = importlib.import_module(f".{recipe}.train", __package__)
-  from . import baselines, results
+  from . import baselines, report
   from . import mesh as mesh_lib
 
   result = module.run(config, workdir)
@@ -34,19 +34,14 @@ def train(recipe: str, config, workdir: str) -> None:
     return
   if config.test and mesh_lib.shard()[1] == 1:  # other processes would wait for them
     result = baselines.fit(workdir, most_rows=baselines.SMALL)
-  print(terminal(results.table(result)))
+  print(terminal(report.table(result)))
   print(f"\nresults: {Path(workdir) / 'result.json'}")
 
 
 def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], None]:
   """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`.
 
-  Call it where the command is imported: worker processes import it and need the flags defined as
-  well.
-
-  Args:
-    run: imports what takes long when it is called.
-    recipe: the name of its folder.
+  Call it where the command is imported: worker processes need the flags defined as well.
   """
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
@@ -106,7 +101,7 @@ class _ConfigFile(flags.ArgumentParser):
   def parse(self, path: str) -> Any:
     """Returns the config; absl reports a ValueError as the flag's."""
     name, _, mode = path.partition(":")
-    file = catalogue.config_file(name)
+    file = next((x for x in (Path(name), catalogue.ROOT / name) if x.is_file()), None)
     if file is None:
       raise ValueError(f"there is no such file; `python -m {__package__}` lists the configs")
     modes = catalogue.modes(file)

@@ -1,9 +1,8 @@
 """One program on a laptop, a GPU node or a pod: the mesh, the processes, and where a batch lives.
 
-One process on one device has no mesh, and every function returns its argument unchanged. More
-devices or processes get a mesh of all devices with the one axis `data`: examples are split over it,
-and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same program on its own
-part of every batch, and takes the same decisions.
+One process on one device has no mesh. More get a mesh of all devices with the one axis `data`:
+examples are split over it, and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs
+the same program on its own part of every batch, and takes the same decisions.
 """
 
 import functools
@@ -31,24 +30,12 @@ def start() -> Mesh | None:
 
   `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name
   them. Without these variables JAX asks a Cloud TPU's metadata, GKE, Slurm or Open MPI. Call it
-  before anything else uses JAX.
-
-  Returns:
-    The mesh, or None for one process on one device.
+  before anything else uses JAX. One process on one device gets None.
   """
-  if not jax.distributed.is_initialized():
-    _join()
-  if jax.device_count() == 1:
-    return None
-  # Auto axes: jit decides how the dense part is split. make_mesh would take Explicit ones.
-  return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _join() -> None:
   count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
-  if count == "1":
-    return
-  if count or index:
+  if jax.distributed.is_initialized() or count == "1":
+    pass
+  elif count or index:
     # Deactivated, or under Slurm each process would see only the GPU of its own local number.
     jax.distributed.initialize(
       num_processes=int(count) if count else None,
@@ -57,13 +44,16 @@ def _join() -> None:
     )
   elif _is_launched():
     jax.distributed.initialize()
+  if jax.device_count() == 1:
+    return None
+  # Auto axes: jit decides how the dense part is split. make_mesh would take Explicit ones.
+  return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _is_launched() -> bool:
   """Returns whether a launcher, or a TPU slice, may have started more processes than this one.
 
-  `initialize` raises where it finds no cluster, and in a Slurm task that is alone it would hide all
-  GPUs but one.
+  `initialize` raises without a cluster, and in a lone Slurm task it would hide all GPUs but one.
   """
   slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
   mpi = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -107,9 +97,7 @@ def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
 def to_global(mesh: Mesh | None, batch: Any) -> Any:
   """Returns global arrays `[examples of all processes, ...]`, split over the devices.
 
-  Args:
-    mesh: from `start`; None returns the batch as it is.
-    batch: a pytree of NumPy arrays, `[examples of this process, ...]`; the parts are equally large.
+  Every process gives a pytree of NumPy arrays with equally many examples.
   """
   if mesh is None:
     return batch

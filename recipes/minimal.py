@@ -24,7 +24,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from grain.checkpoint import CheckpointHandler, CheckpointRestore, CheckpointSave
 from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.model_selection import train_test_split
 
@@ -79,8 +78,8 @@ def fit_transforms(rows: list[dict]) -> Transforms:
 
 
 # -------------------------------------------------------------------------------------------- Grain
-# Grain shuffles by computing the order instead of storing it, so its whole state is the number of
-# the next batch, and a checkpoint that holds it continues with exactly the rows that come next.
+# Grain shuffles by computing the order instead of storing it, so a run that continues after a step
+# gets exactly the rows that come next.
 
 
 def make_batch(rows: list[dict], transforms: Transforms) -> dict[str, Any]:
@@ -89,11 +88,11 @@ def make_batch(rows: list[dict], transforms: Transforms) -> dict[str, Any]:
   return {"inputs": transforms(columns), "label": np.array(columns["clicked"], np.float32)}
 
 
-def train_batches(rows: list[dict], transforms: Transforms) -> grain.IterDataset:
-  """Returns endless batches of one size, in another order in every epoch."""
+def train_batches(rows: list[dict], transforms: Transforms, start: int) -> grain.IterDataset:
+  """Returns endless batches from number `start` on, in another order in every epoch."""
   dataset = grain.MapDataset.source(rows).shuffle(seed=0).repeat()
   dataset = dataset.batch(BATCH_SIZE, batch_fn=lambda rows: make_batch(rows, transforms))
-  return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+  return dataset[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -138,12 +137,12 @@ def train_step(model, optimizer, batch) -> jax.Array:
 # Tables are saved whole and by name, so a run that was saved on 8 devices continues on 1.
 
 
-def train(model, optimizer, dataset, workdir: Path, steps: int) -> None:
+def train(model, optimizer, rows, transforms, workdir: Path, steps: int) -> None:
   """Takes the steps that are left after the last checkpoint of the workdir, if it has one."""
-  iterator, state = iter(dataset), {"model": model, "optimizer": optimizer}
+  state = {"model": model, "optimizer": optimizer}
   # An asynchronous save would read tables while the next step writes them.
   options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-  handlers = {"state": ocp.StandardCheckpointHandler(), "data": CheckpointHandler()}
+  handlers = {"state": ocp.StandardCheckpointHandler()}
   folder = workdir.absolute() / "checkpoints"
   with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
     done = manager.latest_step() or 0
@@ -152,17 +151,16 @@ def train(model, optimizer, dataset, workdir: Path, steps: int) -> None:
       # After a change of the model, this names the tables that differ.
       embed.checkpoint.check(manager.item_metadata(done).state.tree, **state)
       like = embed.checkpoint.like(**state)
-      items = {"state": ocp.args.StandardRestore(like), "data": CheckpointRestore(iterator)}
-      restored = manager.restore(done, args=ocp.args.Composite(**items))
-      embed.checkpoint.from_tree(restored.state, **state)
+      args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+      embed.checkpoint.from_tree(manager.restore(done, args=args).state, **state)
     compiled = embed.jit_step(train_step, model, optimizer)  # writes tables in place
-    for step in range(done + 1, steps + 1):
-      loss = compiled(next(iterator))
+    batches = train_batches(rows, transforms, done)
+    for step, batch in zip(range(done + 1, steps + 1), batches, strict=False):
+      loss = compiled(batch)
       if step % SAVE_EVERY == 0 or step == steps:
         print(f"step {step:5}  loss of its batch {loss:.4f}")
-        tree = embed.checkpoint.to_tree(**state)
-        items = {"state": ocp.args.StandardSave(tree), "data": CheckpointSave(iterator)}
-        manager.save(step, args=ocp.args.Composite(**items))
+        saved = ocp.args.StandardSave(embed.checkpoint.to_tree(**state))
+        manager.save(step, args=ocp.args.Composite(state=saved))
 
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -229,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
   with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):  # all devices, or the one
     model = ClickModel(transforms, nnx.Rngs(0))
     optimizer = embed.Optimizer(model, optax.adam(3e-3))
-    train(model, optimizer, train_batches(train_rows, transforms), args.workdir, args.steps)
+    train(model, optimizer, train_rows, transforms, args.workdir, args.steps)
     scores = {"model": evaluate(model, test_rows, transforms)}
 
   rate = np.mean([row["clicked"] for row in train_rows])

@@ -7,7 +7,7 @@ resumes starts its pipeline at a number, and goes on exactly as before.
 
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -17,22 +17,12 @@ from .errors import UserError
 
 Arrays = Mapping[str, np.ndarray]
 
-# Rows that are next to each other in a file and in a shuffled order are read together: some 100 kB
-# to 1 MB of a click log.
+# Neighbouring rows that stay together in a shuffled order: some 100 kB to 1 MB of a click log.
 _CHUNK = 1 << 13
 _MAX_CHUNKS = 1 << 19  # with more rows, from 4.3 billion on, the chunks are longer
-# Rows that are shuffled among each other: their order takes 8 MB, and reading them in it needs that
-# many rows of the file in the page cache.
+# Rows that are shuffled among each other: their order takes 8 MB.
 _WINDOW = 1 << 20
 _NO_WINDOW: tuple[int, int, int, np.ndarray] = (-1, 0, 0, np.empty(0, np.int64))
-
-
-class Source(Protocol):
-  """Batch number -> batch, as the classes here; picklable, and a function of the number alone."""
-
-  def __len__(self) -> int: ...
-
-  def __getitem__(self, number: int) -> Any: ...
 
 
 class ShuffledBatches:
@@ -49,8 +39,8 @@ class ShuffledBatches:
     num_batches: the length of the source.
     shard: `(index, count)`; this host's part of every global batch. The parts of all hosts
       concatenated are the batch that a single host would read.
-    apart: whether each host reads only its own rows of the split instead, see `own_rows`. The order
-      of the rows then depends on the number of hosts.
+    apart: whether each host reads neighbouring rows of its own instead. The order of the rows then
+      depends on the number of hosts.
     names: of the columns to read; None reads all.
 
   >>> columns = {"x": np.arange(10)}
@@ -93,12 +83,10 @@ class ShuffledRows:
 
   Up to 2**20 rows have a random permutation. More rows are cut into chunks of 2**13 neighbours or a
   few more, which are shuffled, and then the rows within windows of about a million. So a reader
-  needs the rows of one window at a time, in pieces of a chunk. In memory are the chunks of an epoch
-  and the permutation of one window.
+  needs the rows of one window at a time, in pieces of a chunk.
 
-  Grain's `index_shuffle` would hold nothing, but takes 5 microseconds a number for a million
-  numbers, and a millisecond for a hundred; a row of these permutations takes tens of
-  nanoseconds.
+  Grain's `index_shuffle` would hold nothing, but takes 5 microseconds for one of a million numbers;
+  a row of these permutations takes tens of nanoseconds.
 
   Args:
     size: the number of rows, at least 1.
@@ -199,24 +187,11 @@ def _share(
 ) -> tuple[tuple[int, int], int, tuple[int, int]]:
   """Returns a host's rows of a split, the batch cut from them, and its part of the batch."""
   start, stop = part(batch_size, shard)
-  if apart:
-    return own_rows(rows, shard), stop - start, (0, stop - start)
-  return rows, batch_size, (start, stop)
-
-
-def own_rows(rows: tuple[int, int], shard: tuple[int, int]) -> tuple[int, int]:
-  """Returns the neighbouring rows of a split that a host reads alone, `(start, stop)`.
-
-  The hosts' rows are disjoint and together all; their numbers differ by one at the most.
-
-  >>> own_rows((10, 15), (0, 2)), own_rows((10, 15), (1, 2))
-  ((10, 12), (12, 15))
-  """
-  (start, stop), (index, count) = rows, shard
-  return (
-    start + index * (stop - start) // count,
-    start + (index + 1) * (stop - start) // count,
-  )
+  if not apart:
+    return rows, batch_size, (start, stop)
+  (first, end), (index, count) = rows, shard
+  own_start, own_stop = (first + i * (end - first) // count for i in (index, index + 1))
+  return (own_start, own_stop), stop - start, (0, stop - start)
 
 
 def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[int, int]:
@@ -228,15 +203,14 @@ def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[i
 
 
 def batches(
-  source: Source, transform: Callable[[Any], Any], *, start: int = 0, num_workers: int = 0
+  source: Any, transform: Callable[[Any], Any], *, start: int = 0, num_workers: int = 0
 ) -> grain.IterDataset:
   """Returns a Grain dataset whose elements are `transform(batch)`, read ahead in the background.
 
   Args:
-    source: of the batches.
+    source: batch number -> batch, as the classes here; picklable where `num_workers > 0`.
+    transform: NumPy to NumPy, without touching a device; picklable like `source`.
     start: the number of the first batch; those before it are not read.
-    transform: NumPy to NumPy; picklable where `num_workers > 0`. It runs in a thread or a worker
-      process, and must not touch a device.
     num_workers: worker processes; 0 reads in a thread of this one.
   """
   dataset = grain.MapDataset.source(source)[start:].map(transform)
@@ -251,5 +225,5 @@ def batches(
 
 
 def _ignore_sigterm(index: int, count: int) -> None:
-  """Leaves a SIGTERM to a whole process group to the run, which needs its workers until it ends."""
+  """Leaves a SIGTERM to all processes to the run, which needs its workers until it ends."""
   signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -7,14 +7,17 @@ standard deviation. In place of a workdir a copy of its `result.json` will do, c
 """
 
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from . import errors, files, results
+from embed.planning import aligned
+
+from . import errors, files
 from .errors import MissingFileError, terminal
 
 # Runs that differ only in these do the same work on the same data.
@@ -22,15 +25,14 @@ _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
 
 
 def report(paths: Sequence[str | Path]) -> str:
-  """Returns the tables of runs; see the top of the module.
-
-  Args:
-    paths: workdirs, or copies of results.
-  """
+  """Returns the tables of runs; see the top of the module."""
   tables: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
   names: dict[str, str] = {}  # of the rows, by their settings
   for path in map(Path, paths):
-    result = _result(path)
+    file = path if path.suffix == ".json" else path / "result.json"
+    if not file.is_file():
+      raise MissingFileError(f"there is no {file}: give the workdirs of runs that have ended")
+    result = files.read_json(file)
     config = flatten_dict(result["config"], sep=".")
     data = config.get("data_file") or config.get("files") or config.get("dataset", "table")
     hashes = json.dumps(result["data_sha256"], sort_keys=True)
@@ -40,14 +42,47 @@ def report(paths: Sequence[str | Path]) -> str:
     name = name if name not in groups else str(path)
     key = json.dumps([result["recipe"], hashes, own], sort_keys=True)
     groups.setdefault(names.setdefault(key, name), []).append(result)
-  return "\n\n".join(f"{title}\n{results.rows(x)}" for (title, _), x in tables.items())
+  return "\n\n".join(f"{title}\n{rows(x)}" for (title, _), x in tables.items())
 
 
-def _result(path: Path) -> dict[str, Any]:
-  file = path if path.suffix == ".json" else path / "result.json"
-  if not file.is_file():
-    raise MissingFileError(f"there is no {file}: give the workdirs of runs that have ended")
-  return files.read_json(file)
+def table(result: Mapping[str, Any]) -> str:
+  """Returns a result as a table for a terminal: the metrics of the run and of its baselines."""
+  run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
+  return (
+    f"{rows({run: [result]})}\n"
+    f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
+    f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"
+  )
+
+
+def rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+  """Returns a table of results by name and of their baselines, each baseline after its results.
+
+  Of several results, such as of several seeds, it has the mean and the standard deviation (of
+  n - 1) of each metric. They are of the test rows, or of the validation rows if nothing was tested.
+  """
+  every = [result["metrics"] for group in groups.values() for result in group]
+  logged = dict.fromkeys(name for metrics in every for name in metrics)
+  split = "test" if any(name.startswith("test_") for name in logged) else "valid"
+  names = [name for name in logged if name.startswith(f"{split}_")]
+  lines = [(split, *(name.removeprefix(f"{split}_") for name in names))]
+  for label, group in groups.items():
+    fits: dict[str, list[Mapping[str, float]]] = {}
+    for result in group:
+      for name, metrics in {label: result["metrics"], **result["baselines"]}.items():
+        fits.setdefault(name, []).append(metrics)
+    for name, of_seeds in fits.items():
+      values = [[metrics[each] for metrics in of_seeds if each in metrics] for each in names]
+      line = (name, *map(_cell, values))
+      lines += [line] * (any(values) and line not in lines)  # a baseline of several runs once
+  return aligned(lines)
+
+
+def _cell(values: Sequence[float]) -> str:
+  if not values:
+    return ""
+  mean = f"{statistics.fmean(values):.4f}"
+  return mean if len(set(values)) == 1 else f"{mean} ± {statistics.stdev(values):.4f}"
 
 
 def main(argv: Sequence[str]) -> None:

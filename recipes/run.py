@@ -20,7 +20,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +33,7 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import checkpoints, files, log, results
+from . import checkpoints, files, log
 from . import config as config_lib
 from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
@@ -52,10 +52,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-  """Checks the config of a run that may be resumed; returns it with the batch size it began with.
-
-  Then the batches are the same on any number of devices.
-  """
+  """Checks the config of a run that may be resumed; returns it with its first batch size."""
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
     return config
   is_leaf = lambda path, _: len(path) == 2 or path == ("files",)  # a column is one value
@@ -96,10 +93,8 @@ def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module)
 
   Args:
     config: with what the data have decided.
-    workdir: of the run.
-    data: has `sha256`, hashes of the data by file, `statistics`, numbers by name, and `serve`, the
-      folder that was prepared with them; None if there is none.
-    model: that is trained.
+    data: has `sha256`, hashes by file, `statistics`, numbers by name, and `serve`, the folder of
+      what serving needs; None if there is none.
   """
   taken = max(checkpoints.steps(workdir), default=0)
   if taken and list(files.read_json(workdir / _DATA).values()) != list(data.sha256.values()):
@@ -157,6 +152,20 @@ def is_due(step: int, period: int) -> bool:
 # --- the result -----------------------------------------------------------------------------------
 
 
+def check_select(select: str, metrics: Collection[str]) -> None:
+  """Raises UserError unless validation has the metric that selects; "" selects nothing."""
+  if select and select not in metrics:
+    instead = f"choose one of {sorted(metrics)}, or" if metrics else "no rows validate:"
+    raise UserError(
+      f"config.select is {select!r}: {instead} pass --config.select= to test the last state"
+    )
+
+
+def scalars(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the metrics of a split by their names in a result."""
+  return {f"{split}_{name}": float(x) for name, x in metrics.items()}
+
+
 def finish(
   recipe: str,
   config: ConfigDict,
@@ -166,16 +175,8 @@ def finish(
   tested_step: int,
   metrics: Mapping[str, float],
 ) -> dict[str, Any]:
-  """Writes result.json and returns its content.
-
-  Args:
-    recipe: its name.
-    config, workdir, data: as for `begin`.
-    writer: the log of the run.
-    tested_step: of the state that is tested.
-    metrics: of the test rows; {} of a run that is not tested.
-  """
-  scores = results.scalars("test", metrics)
+  """Writes result.json and returns its content; `metrics` are of the test, and {} without one."""
+  scores = scalars("test", metrics)
   result = {
     "recipe": recipe,
     "config": plain(config),
@@ -245,7 +246,6 @@ class Run:
   def model(self, data: Any, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
     """Returns the model in its tested state, on the devices of the mesh."""
     model, _ = self.train.make_state(self.config, data, mesh)
-    mesh_lib.replicate(mesh, model)
     self.restore(model)
     return model
 

@@ -143,5 +143,10 @@ def training(recipe: str, config: Any, mesh: Mesh) -> tuple[Any, nnx.Module, nnx
   data = data_lib.describe(config) if recipe == "dlrm" else data_lib.load(config)
   config = config if recipe == "dlrm" and config.steps else train.decide(config, data, mesh)
   model, optimizer = shapes(lambda: train.make_state(config, data, mesh), mesh)
-  batch = mesh_lib.over_examples(mesh, data_lib.batch_shapes(data, config))
+  batch = (
+    data_lib.batch_shapes(data, config)
+    if recipe == "dlrm"
+    else data_lib.TrainBatches(data, config)[0]
+  )
+  batch = mesh_lib.over_examples(mesh, batch)
   return train.make_train_step(config, data, mesh), model, optimizer, batch

@@ -12,7 +12,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from ..evaluation.metrics import click_metrics
-from ..results import scalars
+from ..run import scalars
 from ..training.features import cut_ids
 from .data import ClickData
 

@@ -50,16 +50,11 @@ class ClickData:
   """A prepared data set.
 
   Attributes:
-    columns: memory-mapped, or computed when they are indexed.
-    splits: `train`, `valid` and `test` as ranges of rows.
+    columns, splits, sha256, best, serve: as of a `cache.Prepared`.
     features: in the order of their columns in `ids`.
-    sha256: hashes of the source files by name, or of the generated columns.
-    best: metrics of the probabilities that the labels were drawn from, where they are known.
-    serve: the folder of what serving needs besides the model; None where there is none.
-    dense_names: of the columns of `dense`, where they are known.
     vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
-    apart: whether each process reads rows of its own; see `pipeline.own_rows`.
+    apart: whether each process reads rows of its own.
   """
 
   columns: Mapping[str, Any]
@@ -68,7 +63,6 @@ class ClickData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
-  dense_names: tuple[str, ...] = ()
   vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
   apart: bool = False
@@ -103,10 +97,9 @@ class ClickData:
       columns = zip(self.labels, labels.T, strict=True)
       rates = {f"{name} rate": float(np.nanmean(column)) for name, column in columns}
     return {
-      **{
-        f"{words} rows": len(range(*self.splits[name]))
-        for name, words in (("train", "training"), ("valid", "validation"), ("test", "test"))
-      },
+      "training rows": self.num_examples,
+      "validation rows": len(range(*self.splits["valid"])),
+      "test rows": len(range(*self.splits["test"])),
       "numbers": len(self.numbers),
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
@@ -134,7 +127,6 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.sha256,
     prepared.best,
     prepared.serve,
-    tuple(prepared.meta.get("dense", ())),
     {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
     "shards" in prepared.meta,
@@ -174,10 +166,7 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
 def eval_batches(
   data: ClickData, split: str, batch_size: int, *, num_workers: int = 0
 ) -> grain.IterDataset:
-  """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up.
-
-  B is this process's part of `batch_size`; `num_workers` is as for `pipeline.batches`.
-  """
+  """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up."""
   source = pipeline.SequentialBatches(
     data.columns,
     data.splits[split],
@@ -201,11 +190,7 @@ def split_features(
   features: tuple[Feature, ...],
   configs: Mapping[str, embed.FeatureConfig],
 ) -> dict[str, Any]:
-  """Cuts `ids` into one input per feature and checks them on the host.
-
-  Raises:
-    ValueError: an id is outside its vocabulary; names the feature.
-  """
+  """Cuts `ids` into one input per feature; raises ValueError for one outside its vocabulary."""
   ids = cut_ids(batch["ids"], features)
   inputs = {
     feature.name: embed.Padded(ids[feature.name]) if feature.valency > 1 else ids[feature.name]

@@ -3,10 +3,10 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm", "deepfm"
+  "model": "dcnv2",  # or "dlrm"
   "dim": 16,  # columns of the tables
-  # Adds a linear model of all features to the logits of dlrm and dcnv2. Each table stores its
-  # weights in one more column for each output. deepfm always has it.
+  # Adds a linear model of all features to the logits. Each table stores its weights in one more
+  # column for each output.
   "linear": True,
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
@@ -19,9 +19,6 @@ DEFAULTS: dict[str, Any] = {
     "rank": 16,  # of the cross layers' matrices; 0 is full
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
-  },
-  "deepfm": {
-    "deep": (256, 128),  # widths of the MLP
   },
   "tasks": {
     # What several labels share, on the model's features; or "mmoe", "ple": experts of the last
@@ -61,7 +58,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "data_seed": 0,  # of the draws
     "labels": 1,  # or 2, "clicked" and "liked"
     "correlation": 0.5,  # of the logits of two labels, about
-    "zipf_exponent": 1.05,  # of the popularity of ids
   },
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files

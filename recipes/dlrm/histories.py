@@ -16,8 +16,7 @@ from flax import nnx
 from ..errors import UserError
 from ..training import layers
 from ..training.features import Feature
-from ..training.hstu import HSTUBlock
-from ..training.transformer import BERT4RecBlock
+from ..training.transformer import BERT4RecBlock, HSTUBlock
 
 MODELS = ("pooled", "din", "transformer", "hstu")
 

@@ -1,4 +1,4 @@
-"""DLRM, DCN-V2 and DeepFM: ways to let categorical and dense features meet.
+"""DLRM and DCN-V2: ways to let categorical and dense features meet.
 
 A model looks up its features, a backbone makes hidden features of them, and a head makes logits of
 these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
@@ -31,20 +31,13 @@ ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
 
 class Ranker(nnx.Module):
-  """A click model: tables, a backbone and a head.
-
-  Attributes:
-    inputs: takes the outputs of the tables, and K numbers.
-    head: `[B, H]` to `[B, O]`.
-    dtype: of the computation; logits are float32.
-    histories: makes one vector of the positions of a history; None where they are pooled.
-  """
+  """A click model: tables, a backbone and a head, `[B, H]` to float32 logits `[B, O]`."""
 
   embed: embed.SparseEmbed
   inputs: layers.Inputs
   head: Any
   dtype: Any
-  histories: histories_lib.Histories | None = None
+  histories: histories_lib.Histories | None = None  # None pools the positions of a history
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]`, or `[B, O]` of several outputs.
@@ -56,12 +49,8 @@ class Ranker(nnx.Module):
     if self.histories is not None:
       activations = self.histories(activations, batch["features"])
     vectors, dense_BxK, linear_BxO = self.inputs(activations, batch["dense"])
-    logits_BxO = self.outputs(vectors, dense_BxK) + linear_BxO
+    logits_BxO = self.head(self.hidden(vectors, dense_BxK)) + linear_BxO
     return logits_BxO[:, 0] if logits_BxO.shape[1] == 1 else logits_BxO
-
-  def outputs(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
-    """Returns `[B, O]`, without the linear model of `inputs`."""
-    return self.head(self.hidden(vectors, dense_BxK))
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     """Returns the backbone's features `[B, H]`."""
@@ -74,7 +63,7 @@ class DLRM(Ranker):
   Without dense features there is no bottom MLP, and only the tables' vectors are paired.
 
   Args:
-    tables: of single ids and bags; vectors of another width than `dim` are projected to it.
+    dim: D; vectors of another width are projected to it.
     bottom: widths of the bottom MLP before its last layer, which has width D.
     top: widths of the top MLP before the logit.
     concat_tables: the top MLP also sees the tables' vectors, not only the dot products and the
@@ -101,7 +90,9 @@ class DLRM(Ranker):
     mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
     self.names, self.concat_tables = tuple(widths), concat_tables
-    self.projections = _projections(widths, dim, dtype, rngs)
+    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    others = {name: width for name, width in widths.items() if width != dim}
+    self.projections = nnx.Dict({name: linear(width, dim) for name, width in others.items()})
     num_vectors = len(widths) + (num_dense > 0)
     kept = num_vectors if concat_tables else int(num_dense > 0)
     width = kept * dim + num_vectors * (num_vectors - 1) // 2
@@ -109,23 +100,14 @@ class DLRM(Ranker):
     self.head = head(self.top.out_features, rngs=rngs)
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
-    tables = [
-      _projected(self.projections, name, vectors[name].astype(self.dtype)) for name in self.names
-    ]
+    tables, projected = [], set(self.projections)  # `in` the Dict alone finds methods
+    for name in self.names:
+      x = vectors[name].astype(self.dtype)
+      tables.append(self.projections[name](x) if name in projected else x)
     numbers = [self.bottom(dense_BxK)] if self.bottom is not None else []
     x_BxFxD = jnp.stack([*tables, *numbers], axis=1)
     kept = [*tables, *numbers] if self.concat_tables else numbers
     return self.top(jnp.concatenate([*kept, layers.dot_interaction(x_BxFxD)], axis=1))
-
-
-def _projections(widths: Mapping[str, int], dim: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Dict:
-  """Returns linear maps to width `dim` for the vectors of another width."""
-  linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-  return nnx.Dict({name: linear(width, dim) for name, width in widths.items() if width != dim})
-
-
-def _projected(projections: nnx.Dict, name: str, x: jax.Array) -> jax.Array:
-  return projections[name](x) if name in set(projections) else x  # `in` alone finds methods
 
 
 class DCNV2(Ranker):
@@ -175,57 +157,7 @@ class DCNV2(Ranker):
     return jnp.concatenate([crossed, self.deep(x)], axis=1)
 
 
-class DeepFM(Ranker):
-  """Guo et al. 2017: a factorization machine and an MLP of the same vectors.
-
-  `logits = linear + p · pairs + head(MLP([vectors, dense]))`, with the linear model of `inputs` and
-  the dot products of all pairs `((sum_f v[f])^2 - sum_f v[f]^2) / 2` (equations 2 to
-  4). A dense feature's vector is a learned one times the number. p is 1 at first, as in the paper,
-  and learned, so that each output has its own (He and Chua 2017, "Neural Factorization Machines",
-  equation 4).
-
-  Args:
-    dim: D; vectors of another width are projected to it for the pairs.
-    deep: widths of the MLP, which has `dropout`.
-  """
-
-  def __init__(
-    self,
-    tables: embed.SparseEmbed,
-    inputs: layers.Inputs,
-    dim: int,
-    *,
-    deep: Sequence[int],
-    dropout: float,
-    head: Head = ONE_LOGIT,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    self.embed, self.inputs, self.dtype, num_dense = tables, inputs, dtype, inputs.num_dense
-    width = sum(inputs.widths.values()) + num_dense
-    self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
-    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-    self.projections = _projections(inputs.widths, dim, dtype, rngs)
-    small, ones = nnx.initializers.normal(0.01), nnx.initializers.ones
-    self.numbers = linear(num_dense, dim, kernel_init=small) if num_dense else None
-    self.pairs = linear(dim, inputs.linear, kernel_init=ones)
-    self.head = head(self.deep.out_features, rngs=rngs)
-
-  def outputs(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
-    logits_BxO = super().outputs(vectors, dense_BxK)
-    projected = [_projected(self.projections, name, x_BxD) for name, x_BxD in vectors.items()]
-    total_BxD, squares_BxD = sum(projected), sum(map(jnp.square, projected))
-    if self.numbers is not None:
-      total_BxD += self.numbers(dense_BxK)
-      squares_BxD += jnp.square(dense_BxK) @ jnp.square(self.numbers.kernel[...])
-    return logits_BxO + self.pairs((jnp.square(total_BxD) - squares_BxD) / 2)
-
-  def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
-    parts = [*vectors.values(), dense_BxK]
-    return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
-
-
-MODELS: dict[str, Any] = {"dlrm": DLRM, "dcnv2": DCNV2, "deepfm": DeepFM}
+MODELS: dict[str, Any] = {"dlrm": DLRM, "dcnv2": DCNV2}
 CHOICES: dict[str, Any] = {  # the known values by setting
   "model": MODELS,
   "dense_optimizer": ("adamw", "adagrad"),
@@ -247,7 +179,7 @@ def build_model(
   """
   name = config.model
   # First-order weights are more columns of the tables.
-  linear = len(data.labels) if config.linear or name == "deepfm" else 0
+  linear = len(data.labels) if config.linear else 0
   features = features_lib.feature_configs(
     [dataclasses.replace(f, dim=(f.dim or config.dim) + linear) for f in data.features],
     config.dim,

@@ -18,12 +18,13 @@ import numpy as np
 from scipy.special import expit
 
 from .. import cache, files
-from ..results import scalars
+from ..run import scalars
 from ..tables import spec
 from . import tasks
 
 _SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
 _TAGS, _MAX_TAGS, _NUM_DENSE, _RANK = 300, 5, 4, 4
+_EXPONENT = 1.05  # of the popularity of ids
 _CHUNK = 1 << 16
 
 
@@ -34,17 +35,17 @@ def settings(config) -> dict[str, Any]:
     "format": 1,
     "rows": config.rows,
     "seed": config.data_seed,
-    "zipf_exponent": config.zipf_exponent,
+    "zipf_exponent": _EXPONENT,
   }
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; `ids` are six single ids and a bag of up to five tags."""
   rows, seed, names = settings["rows"], settings["seed"], ["label"]
-  teachers = [_Teacher(np.random.default_rng((seed, 0)), settings["zipf_exponent"])]
+  teachers = [_Teacher(np.random.default_rng((seed, 0)))]
   if "labels" in settings:
     names = ["clicked", "liked"]
-    teachers.append(_Teacher(np.random.default_rng((seed, 2)), settings["zipf_exponent"]))
+    teachers.append(_Teacher(np.random.default_rng((seed, 2))))
   splits, labels = cache.cut(rows, valid=0.1, test=0.1), dict.fromkeys(names, spec.Label())
   shape, dtype = ((rows, 2), np.float32) if len(names) == 2 else ((rows,), np.uint8)
   label = cache.column(folder, "label", shape, dtype)
@@ -56,7 +57,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       stop = min(start + _CHUNK, rows)
       generator = np.random.default_rng((seed, 1, start))
       drawn = draw(generator, stop - start, teachers, settings.get("correlation", 1.0))
-      label[start:stop], dense[start:stop], ids[start:stop], of_chunk = drawn
+      drawn_label, dense[start:stop], ids[start:stop], of_chunk = drawn
+      label[start:stop] = drawn_label.reshape(-1, *label.shape[1:])
       for array in drawn[:3]:
         digest.update(np.ascontiguousarray(array).tobytes())
       logits.append(of_chunk[max(splits["test"][0] - start, 0) :])
@@ -78,22 +80,16 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 class _Teacher:
   """A factorization machine (Rendle 2010) with random weights over power-law ids."""
 
-  def __init__(self, generator: np.random.Generator, exponent: float):
+  def __init__(self, generator: np.random.Generator):
     sizes = _SIZES | {"tags": _TAGS}
-    sums = {n: np.cumsum(np.arange(1.0, size + 1) ** -exponent) for n, size in sizes.items()}
+    sums = {n: np.cumsum(np.arange(1.0, size + 1) ** -_EXPONENT) for n, size in sizes.items()}
     self.popularity = {name: x / x[-1] for name, x in sums.items()}  # cumulative; the last is 1
     normal = generator.normal
     self._weights = {name: normal(0.0, 0.5, size) for name, size in sizes.items()}
     self._vectors = {name: normal(0.0, 0.4, (size, _RANK)) for name, size in sizes.items()}
     self._dense = normal(0.0, 0.3, _NUM_DENSE)
 
-  def logits(
-    self,
-    dense: np.ndarray,
-    columns: Mapping[str, np.ndarray],
-    tags: np.ndarray,
-    present: np.ndarray,
-  ) -> np.ndarray:
+  def logits(self, dense, columns: Mapping[str, np.ndarray], tags, present) -> np.ndarray:
     """Returns `[N]` for numbers `[N, 4]`, ids `[N]` and tags `[N, 5]`, some of them present."""
     logits, vectors = -1.5 + dense @ self._dense, []
     for name, ids in columns.items():
@@ -111,10 +107,7 @@ class _Teacher:
 def draw(
   generator: np.random.Generator, rows: int, teachers: list[_Teacher], correlation: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-  """Returns labels, dense `[N, 4]`, ids `[N, 11]` and the logits that the labels came from.
-
-  Labels and logits are `[N]`, or of two teachers `[N, 2]`.
-  """
+  """Returns labels, dense `[N, 4]`, ids `[N, 11]` and logits; labels like them `[N, teachers]`."""
   dense = generator.normal(size=(rows, _NUM_DENSE)).astype(np.float32)
   popularity = teachers[0].popularity
   ids_of: Any = lambda name, *shape: np.searchsorted(popularity[name], generator.random(shape))
@@ -126,5 +119,4 @@ def draw(
     logits[:, 1] = correlation * logits[:, 0] + np.sqrt(1 - correlation**2) * logits[:, 1]
   labels = np.stack([generator.random(rows) < expit(x) for x in logits.T], 1).astype(np.uint8)
   ids = np.column_stack([*columns.values(), np.where(present, tags, -1)]).astype(np.int32)
-  squeeze = (lambda x: x[:, 0]) if len(teachers) == 1 else (lambda x: x)
-  return squeeze(labels), dense, ids, squeeze(logits)
+  return labels, dense, ids, logits

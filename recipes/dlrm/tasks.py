@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ..evaluation.groups import Groups, group_metrics
-from ..evaluation.metrics import CLICK_NAMES, click_metrics
+from ..evaluation.metrics import CLICK_NAMES, Groups, click_metrics, group_metrics
 from ..tables.spec import Label
 from ..training import layers
 
@@ -121,9 +120,7 @@ def head(config, labels: Labels, *, expert: int, dtype: Any) -> Any:
 def cut(labels: Labels, outputs: Any, targets: Any) -> Iterator[tuple[Any, ...]]:
   """Yields, for each label, its name, options, outputs, targets and where it counts, all `[B]`.
 
-  Args:
-    outputs: `[B]` or `[B, T]`.
-    targets: like `outputs`, NaN where a label does not count, which is 0 in what is yielded.
+  A target that does not count is NaN, and yielded as 0.
   """
   columns = (x.reshape(len(x), -1).T for x in (outputs, targets))
   for (name, label), own, target in zip(labels.items(), *columns, strict=True):
@@ -132,7 +129,7 @@ def cut(labels: Labels, outputs: Any, targets: Any) -> Iterator[tuple[Any, ...]]
 
 
 def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
-  """Returns the sum of the labels' cross-entropies, each by its weight, and the losses by name.
+  """Returns the sum of the labels' cross-entropies by their weights, and of several each by name.
 
   A label's loss is a mean over the rows where it counts, by the batch's `weight` if there is one.
 
@@ -146,7 +143,7 @@ def loss_fn(model: Any, batch: Any, *, labels: Labels) -> Any:
     weighted = optax.sigmoid_binary_cross_entropy(outputs, targets) * weights
     metrics[f"{name}_loss"] = jnp.sum(weighted) / jnp.maximum(jnp.sum(weights), _TINY)
     total += label.weight * metrics[f"{name}_loss"]
-  return total, metrics
+  return total, metrics if len(labels) > 1 else {}
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -160,15 +157,12 @@ def metrics(
   groups: Groups = _NO_GROUPS,
   ids: Mapping[str, np.ndarray] = {},
 ) -> dict[str, float]:
-  """Returns the metrics of all rows of a split by name.
-
-  Each label has those of `click_metrics` and `group_metrics`; see `named`.
+  """Returns the metrics of all rows of a split by name: `click_metrics` and `group_metrics`.
 
   Args:
     outputs: float `[N]` or `[N, T]`.
     targets: like `outputs`, NaN where a label does not count.
     weights: float `[N]`, how often a row counts.
-    groups, ids: see `group_metrics`.
   """
   scores: dict[str, dict[str, float]] = {}
   for name, _, *rows in cut(labels, outputs, targets):

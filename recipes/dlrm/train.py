@@ -19,8 +19,8 @@ from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import from_settings
-from ..evaluation import groups
-from ..results import check_select, scalars
+from ..evaluation.metrics import groups_of
+from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
 from . import tasks
@@ -88,9 +88,7 @@ def make_train_step(
   Every scalar that it returns is logged, as its mean since the last line.
   """
   del mesh
-  losses: Any = functools.partial(tasks.loss_fn, labels=data.labels)
-  if len(data.labels) == 1:
-    losses = lambda model, batch: (loss_fn(model, batch), {})
+  losses = functools.partial(tasks.loss_fn, labels=data.labels)
 
   def train_step(model, optimizer, batch):
     # Columns with a dynamic vocabulary have raw ids, which get rows here.
@@ -102,14 +100,6 @@ def make_train_step(
     return {"loss": loss} | metrics | norm
 
   return train_step
-
-
-def loss_fn(model, batch) -> jax.Array:
-  """Returns the mean cross-entropy of labels `[B]`, weighted by `weight` `[B]` if there is one."""
-  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
-  weight = batch.get("weight", jnp.ones_like(losses))
-  # A batch without any weight has no loss, and no gradient.
-  return jnp.sum(losses * weight) / jnp.maximum(jnp.sum(weight), 1e-30)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
@@ -129,7 +119,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   See `tasks.metrics`; of users where a table declares one, and of `config.slices`. A row counts by
   its `weight`, if there is one. A split without rows has no metrics.
   """
-  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  grouping = groups_of(data.features, config.slices, data.serve)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
@@ -165,7 +155,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  grouping = groups_of(data.features, config.slices, data.serve)
   names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)

@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 
 from .. import packing
 from ..errors import UserError
-from ..results import scalars
+from ..run import scalars
 from .metrics import RankingMetrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.

@@ -16,9 +16,8 @@ from flax import nnx
 import embed
 
 from ..training import build
-from ..training.hstu import HSTUBlock
 from ..training.layers import linear
-from ..training.transformer import BERT4RecBlock, SASRecBlock
+from ..training.transformer import BERT4RecBlock, HSTUBlock, SASRecBlock
 
 ITEM = "item"  # the table's name
 MODELS = ("sasrec", "bert4rec", "hstu")

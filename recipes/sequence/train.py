@@ -17,7 +17,7 @@ from .. import run as run_lib
 from ..errors import from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
-from ..results import check_select, scalars
+from ..run import check_select, scalars
 from ..training import build, layers, losses
 from . import data as data_lib
 from . import model as model_lib

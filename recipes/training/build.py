@@ -112,7 +112,6 @@ def tables(
     config: `table.sharding` is the strategy. With `hbm_bytes`, `embed.plan` chooses one for each
       table instead, and the plan is printed.
     optimizer: of tables that have none of their own.
-    mesh: the devices; None is one device.
     inputs: returns the layer's inputs for a whole batch, of `jax.ShapeDtypeStruct`; None for a
       model that is not trained, and needs no plan.
 

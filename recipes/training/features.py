@@ -96,7 +96,6 @@ def feature_configs(
   Args:
     dim: the width of tables that have none of their own.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own.
-    prefix: of the names of tables.
     positions: whether each id of a sequence gets a vector, instead of one vector for all.
   """
   tables: dict[str, embed.TableConfig] = {}

@@ -170,8 +170,8 @@ def _interaction(x_FxD: jax.Array) -> tuple[jax.Array, jax.Array]:
   return dot_interaction(x_FxD), x_FxD
 
 
-# JAX's own rule scatters the gradients into lower triangles of matrices and multiplies those twice.
-# Gathered into symmetric matrices they are multiplied once; on CPU that takes a third of the time.
+# JAX's own rule multiplies lower triangles twice. Symmetric matrices are multiplied once, which on
+# CPU takes a third of the time.
 def _interaction_grad(x_FxD: jax.Array, grads_P: jax.Array) -> tuple[jax.Array]:
   """Sums, for vector f, the gradient of each pair {f, g} times vector g."""
   count = x_FxD.shape[-2]

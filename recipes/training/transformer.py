@@ -1,4 +1,4 @@
-"""Blocks of softmax attention, for every model with sequences.
+"""Blocks of attention, for every model with sequences.
 
 B is rows, L columns of a row, D the width, H heads. A mask, bool `[B, L, M]`, is True where a
 column (the second axis) attends to another (the third).
@@ -46,16 +46,9 @@ class FeedForward(nnx.Module):
   """Two linear layers at each position, each followed by dropout."""
 
   def __init__(
-    self,
-    dim: int,
-    inner: int,
-    activation: Callable[[jax.Array], jax.Array],
-    *,
-    dropout: float,
-    init: str,
-    dtype: Any,
-    rngs: nnx.Rngs,
-  ):
+    self, dim: int, inner: int, activation: Callable, *,
+    dropout: float, init: str, dtype: Any, rngs: nnx.Rngs,
+  ):  # fmt: skip
     self.inner = linear(dim, inner, dtype, rngs, init)
     self.out = linear(inner, dim, dtype, rngs, init)
     self.activation = activation
@@ -121,3 +114,60 @@ class BERT4RecBlock(TransformerBlock):
   def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))
     return self.norms[1](x + self.forward(x))
+
+
+class HSTUBlock(nnx.Module):
+  """Zhai et al. 2024, "Actions speak louder than words", equations 1 to 3.
+
+  Attention without softmax, and a gate in place of the feed-forward layer:
+
+      U, V, Q, K = silu(W norm(x))
+      y = x + W' dropout(norm(silu(Q K^T + bias) / length V) * U)
+
+  The bias, one for all heads, is a learned number for the distance of two columns, and optional.
+
+  Args:
+    dim: D, a multiple of the number of heads.
+    length: the divisor of the attention, and the number of distances.
+    distances: whether there is a bias of distance.
+  """
+
+  causal, normed = True, True  # the encoder ends with a norm
+
+  def __init__(
+    self,
+    dim: int,
+    heads: int,
+    length: int,
+    *,
+    dropout: float,
+    distances: bool = True,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.heads, self.length = heads, length
+    self.uvqk = linear(dim, 4 * dim, dtype, rngs)
+    self.out = linear(dim, dim, dtype, rngs)
+    draw = lambda size: nnx.Param(0.02 * jax.random.normal(rngs.params(), (size,)))
+    self.bias = draw(length) if distances else None
+    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(
+    self, x_BxLxD: jax.Array, mask_BxLxM: jax.Array, memory_BxMxD: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns `[B, L, D]`; a memory needs `distances=False`."""
+    split = lambda x: split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
+    gate, value, query, key = split(x_BxLxD)
+    if memory_BxMxD is not None:
+      _, value, _, key = split(memory_BxMxD)
+    scores_BxHxLxM = jnp.einsum("blhd,bmhd->bhlm", query, key)
+    if self.bias is not None:
+      distance_LxM = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+      # The mask hides later columns.
+      bias = self.bias[...].astype(scores_BxHxLxM.dtype)
+      scores_BxHxLxM += bias[jnp.clip(distance_LxM, 0, self.length - 1)]
+    weights_BxHxLxM = jnp.where(mask_BxLxM[:, None], nnx.silu(scores_BxHxLxM), 0) / self.length
+    mixed_BxLxD = jnp.einsum("bhlm,bmhd->blhd", weights_BxHxLxM, value).reshape(x_BxLxD.shape)
+    gated_BxLxD = self.norms[1](mixed_BxLxD) * gate.reshape(x_BxLxD.shape)
+    return x_BxLxD + self.out(self.dropout(gated_BxLxD))

@@ -20,7 +20,7 @@ from .. import run as run_lib
 from ..errors import UserError, from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
-from ..results import check_select, scalars
+from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
 from . import losses

@@ -48,15 +48,6 @@ def test_all_tables_have_one_strategy_or_a_plan_chooses(capsys):
   assert not capsys.readouterr().err
 
 
-@pytest.mark.ci
-def test_rows_do_not_depend_on_the_strategy():
-  ids = {"user": np.array([79_999]), "country": np.array([3])}
-  planned, one = make(hbm_bytes=10**9), make(devices=1)
-  jax.tree.map(np.testing.assert_array_equal, planned(ids), one(ids))
-  array = planned.arrays[planned.spec.stack_of["user"].name]["parameters"].get_value()
-  assert array.addressable_shards[0].data.nbytes == 80_000 * 8 * 4 // 8
-
-
 def test_mistakes():
   cases = [
     (("mod", {"hbm_bytes": 1000}), "more than hbm_bytes=1,000: use more devices"),

@@ -96,11 +96,3 @@ def test_a_checkpoint_of_another_vocabulary_is_named(run):
   message = r"item/parameters has shape \(30, 4\), the model's has \(31, 4\).*Make the model"
   with pytest.raises(errors.UserError, match=message):
     checkpoints.load(checkpoints.folder(run[0], 6), **make(1, rows=31))
-
-
-def test_a_folder_without_checkpoints_restores_nothing(tmp_path):
-  state = make(1)
-  before = tree_of(state)
-  with checkpoints.opened(epath.Path(tmp_path), "") as manager:
-    assert checkpoints.restore(manager, **state) == (0, {})
-  assert_same(tree_of(state), before)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.training import hstu
+from recipes.training import transformer
 
 LENGTH, COLUMNS = 16, 6
 
@@ -31,7 +31,7 @@ def slowly(model, x, mask, bias):
 
 @pytest.mark.ci
 def test_the_block_adds_a_bias_of_distance_to_the_scores():
-  model = hstu.HSTUBlock(8, 2, LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
+  model = transformer.HSTUBlock(8, 2, LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
   draw = np.random.default_rng(0)
   x = draw.normal(size=(2, COLUMNS, 8)).astype(np.float32)
   mask = (draw.random((2, COLUMNS, COLUMNS)) < 0.6) & np.tri(COLUMNS, dtype=bool)

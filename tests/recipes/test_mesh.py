@@ -8,7 +8,6 @@ last bit; everything else, the batches, dropout and initial values, is the same.
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -102,14 +101,6 @@ def test_replicate_leaves_what_is_on_the_mesh_alone():
   assert model["a"].bias.get_value().is_fully_replicated
   assert len(model["b"].rngs.key.get_value().sharding.device_set) == 8
   jax.tree.map(np.testing.assert_array_equal, values(), before)
-
-
-def test_replicate_leaves_shapes_alone():
-  def make():
-    mesh_lib.replicate(mesh_lib.start(), model := nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    return model
-
-  assert nnx.eval_shape(make).kernel.get_value().shape == (8, 8)
 
 
 JOINS = [
@@ -208,13 +199,12 @@ def jobs(folder):
   found.close()
 
 
-def recipe(workdir, name="dlrm", *settings):
+def recipe(workdir):
   return [
-    sys.executable, "-m", f"recipes.{name}", f"--config=configs/{name}/synthetic.py:smoke",
+    sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={workdir.parent / 'cache'}",
     f"--config.steps={STEPS}", "--config.log_every=1", "--config.eval_every=6",
     "--config.checkpoint_every=5", "--config.dropout=0.2",
-    *settings,
   ]  # fmt: skip
 
 
@@ -273,9 +263,8 @@ def wait_for_lines(workdir, number, process):
     time.sleep(0.002)
 
 
-@pytest.fixture(scope="module")
-def killed(jobs, folder):
-  """A run of two processes of which one was killed in the middle, and the other was stopped."""
+@pytest.mark.weekly
+def test_a_killed_process_and_the_same_job_again(jobs, folder, pair):
   workdir = folder / "killed"
   main, other = jobs.start(recipe(workdir), processes=2)
   wait_for_lines(workdir, 6, main)  # a checkpoint is after step 5
@@ -284,12 +273,6 @@ def killed(jobs, folder):
   main.kill()
   main.wait()
   assert not (workdir / "result.json").exists()
-  return workdir
-
-
-@pytest.mark.weekly
-def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
-  workdir = shutil.copytree(killed, folder / "again")
   output = jobs.run(recipe(workdir), processes=2)
   assert "resuming from step" in output[0]
   result, lines = outcome(workdir)

@@ -1,7 +1,6 @@
 """The recipe in one file: short, alone, close to the best score; resumed and sharded exactly."""
 
 import ast
-import csv
 import pathlib
 
 import jax
@@ -72,12 +71,10 @@ def test_the_test_rows_have_ids_that_training_never_saw(clicks):
   rows = minimal.read_rows(clicks)
   train, test = rows[: ROWS * 4 // 5], rows[ROWS * 4 // 5 :]
   transforms = minimal.fit_transforms(train)
-  users, known = transforms.columns["user"], {row["user"] for row in train}
+  known = {row["user"] for row in train}
   unknown = [row for row in test if row["user"] not in known]
-  assert len(unknown) > 100
   ids = minimal.make_batch(unknown, transforms)["inputs"]["user"]
-  assert (ids >= len(users.tokens)).all()
-  assert (ids < users.vocabulary_size).all()
+  assert (ids >= len(transforms.columns["user"].tokens)).all()
   trained = minimal.make_batch(train, transforms)["inputs"]["user"]
   assert np.isin(ids, trained).mean() > 0.5
 
@@ -85,14 +82,8 @@ def test_the_test_rows_have_ids_that_training_never_saw(clicks):
 def test_empty_cells_and_new_values_have_ids(clicks, tmp_path):
   """In a file with the documented header alone."""
   header = ["user", "item", "city", "tags", "price", "clicked"]
-  with open(tmp_path / "own.csv", "w", newline="") as file:
-    csv.writer(file).writerows(
-      [
-        header,
-        ["", "i1", "Paris", "", "", "0"],
-        ["nobody", "", "", "new|tag1|tag2|tag3|tag4", "1e9", "1"],
-      ]
-    )
+  cells = [",i1,Paris,,,0", "nobody,,,new|tag1|tag2|tag3|tag4,1e9,1"]
+  (tmp_path / "own.csv").write_text("\n".join([",".join(header), *cells]) + "\n")
   transforms = minimal.fit_transforms(minimal.read_rows(clicks))
   batch = minimal.make_batch(minimal.read_rows(tmp_path / "own.csv"), transforms)
   assert batch["label"].tolist() == [0, 1]

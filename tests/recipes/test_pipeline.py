@@ -44,16 +44,6 @@ def test_every_row_once_per_epoch_in_a_new_order(columns):
 
 
 @pytest.mark.usefixtures("windows")
-def test_a_batch_depends_on_seed_and_number_only(columns):
-  forwards, backwards = shuffled(columns), shuffled(columns)
-  late = {i: backwards[i]["x"] for i in reversed(range(23))}
-  for i in range(23):
-    np.testing.assert_array_equal(forwards[i]["x"], late[i])
-  other = shuffled(columns, seed=4)
-  assert any((forwards[i]["x"] != other[i]["x"]).any() for i in range(23))
-
-
-@pytest.mark.usefixtures("windows")
 def test_hosts_share_a_global_batch(columns):
   whole = shuffled(columns)
   parts = [shuffled(columns, shard=(host, 2)) for host in range(2)]
@@ -142,14 +132,6 @@ def test_a_batch_reads_the_chunks_of_one_window_only():
     chunks = len(np.unique(np.concatenate(epoch[start : start + 8]) // 2**13))
     assert 200 < chunks < 600  # of two or three windows, each cut by another grid; of 6104 in all
   assert len(np.unique(np.concatenate(epoch) // 2**13)) > 1000
-
-
-def test_a_small_split_is_one_permutation():
-  """So that runs go on, from checkpoints too, in the order in which they have begun."""
-  order = pipeline.ShuffledRows(1000, seed=3)
-  for epoch in range(2):
-    wanted = np.random.default_rng((3, epoch)).permutation(1000)
-    np.testing.assert_array_equal(order.rows(1000 * epoch, 1000 * epoch + 1000), wanted)
 
 
 def test_an_empty_split_is_an_error(columns):

@@ -11,7 +11,7 @@ from cases import refused
 from etils import epath
 from recipe_runs import dlrm_smoke
 
-from recipes import checkpoints, config, errors, log, results, run
+from recipes import checkpoints, config, errors, log, run
 from recipes.dlrm import train
 
 STEPS = 12
@@ -169,12 +169,12 @@ def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch):
 
 
 def test_a_metric_that_the_recipe_has_not_is_rejected():
-  results.check_select("", [])
+  run.check_select("", [])
   cases = [
     (["valid_loss"], r"is 'valid_auc': choose one of \['valid_loss'\], or pass --config.select="),
     ([], r"'valid_auc': no rows validate: pass --config.select= to test the last state"),
   ]
-  refused(cases, lambda names: results.check_select("valid_auc", names), errors.UserError)
+  refused(cases, lambda names: run.check_select("valid_auc", names), errors.UserError)
 
 
 # --- the folder -----------------------------------------------------------------------------------

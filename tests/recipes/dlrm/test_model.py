@@ -17,7 +17,6 @@ MODELS = [
   (model_lib.DLRM, DLRM, 0),
   (model_lib.DLRM, DLRM | {"concat_tables": False, "bottom": ()}, 2),
   (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3, "bottom": (8, 4)}, 2),
-  (model_lib.DeepFM, {"deep": (16,), "dim": 3}, 2),
 ]
 
 
@@ -29,8 +28,7 @@ def build(kind, settings, num_dense=2):
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  linear = 1 if kind is model_lib.DeepFM else 0
-  inputs = layers.Inputs(tables, range(num_dense), linear=linear, rngs=rngs)
+  inputs = layers.Inputs(tables, range(num_dense), linear=1, rngs=rngs)
   return kind(tables, inputs, **settings, dropout=0.0, rngs=rngs)
 
 
@@ -70,12 +68,9 @@ def test_cross_by_hand():
   np.testing.assert_array_equal(call(low, x), [[7.0, 20.0]])
 
 
-def test_dot_interaction_by_hand():
+def test_dot_interaction_and_its_gradient():
   vectors = np.array([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]], np.float32)
   np.testing.assert_array_equal(jax.jit(layers.dot_interaction)(vectors), [[11.0, 17.0, 39.0]])
-
-
-def test_the_gradient_of_dot_interaction():
   draw = np.random.default_rng(0)
   vectors, grads = (draw.normal(size=s).astype(np.float32) for s in [(2, 3, 4, 5), (2, 3, 6)])
 
@@ -112,27 +107,3 @@ def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, sett
   for _ in range(60):
     last, _ = step(model, optimizer, inputs)
   assert last < first / 2
-
-
-def test_deepfm_by_hand():
-  """The sum of first-order weights, the dot products of all pairs, and the MLP's logit."""
-  features = {n: embed.FeatureConfig(embed.TableConfig(5, 4, name=n)) for n in ("user", "item")}
-  rngs = nnx.Rngs(0)
-  tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, range(2), linear=1, rngs=rngs)
-  model = model_lib.DeepFM(tables, inputs, 3, deep=(4,), dropout=0.0, rngs=rngs)
-  ids, dense = {"user": np.array([1], np.int32), "item": np.array([3], np.int32)}, [0.5, -2.0]
-  inputs = {"features": ids, "dense": np.array([dense], np.float32)}
-  outputs, rows = nnx.jit(lambda model: (model(inputs), model.embed(ids)))(model)
-  rows = {name: np.asarray(x[0]) for name, x in rows.items()}  # 3 columns and a weight
-  user, item = rows["user"][:3], rows["item"][:3]
-  seen = np.array([*user, *item, *dense])
-  (mlp,) = model.deep.layers
-  hidden = np.maximum(seen @ np.asarray(mlp.kernel[...]) + np.asarray(mlp.bias[...]), 0)
-  logit = hidden @ np.asarray(model.head.kernel[...])[:, 0] + np.asarray(model.head.bias[...])[0]
-  logit += (
-    rows["user"][3] + rows["item"][3] + dense @ np.asarray(model.inputs.wide.kernel[...])[:, 0]
-  )
-  fields = [user, item, *(np.asarray(model.numbers.kernel[...]).T * dense).T]
-  logit += sum(fields[i] @ fields[j] for i in range(4) for j in range(i))
-  np.testing.assert_allclose(outputs, [logit], rtol=1e-5)

@@ -11,7 +11,7 @@ from recipes.dlrm import data
 def config(cache_dir, **changes):
   values = {
     "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 4_000, "data_seed": 0,
-    "zipf_exponent": 1.05, "labels": 1, "correlation": 0.5,
+    "labels": 1, "correlation": 0.5,
   }  # fmt: skip
   return SimpleNamespace(**values | changes)
 

@@ -19,14 +19,7 @@ from recipes.dlrm import data, tasks, train
 from recipes.tables import spec
 
 NAN = float("nan")
-LABELS = spec.labels(
-  spec.parse(
-    {
-      "clicked": "label",
-      "liked": {"kind": "label", "weight": 0.5},
-    }
-  )
-)
+LABELS = {"clicked": spec.Label(), "liked": spec.Label(weight=0.5)}
 TARGETS = np.array([[1, 1], [0, NAN], [1, 0], [1, NAN]], np.float32)
 
 
@@ -61,11 +54,9 @@ def test_losses_by_hand():
 
 
 def test_weights_of_rows_count_and_a_label_that_never_counts_has_no_loss():
-  labels = spec.labels(spec.parse({"a": "label", "b": "label"}))
-  batch = {
-    "label": np.array([[1, NAN], [0, NAN]], np.float32),
-    "weight": np.array([3.0, 1.0], np.float32),
-  }
+  labels = {"a": spec.Label(), "b": spec.Label()}
+  label, weight = np.array([[1, NAN], [0, NAN]], np.float32), np.array([3, 1], np.float32)
+  batch = {"label": label, "weight": weight}
   outputs = np.array([[math.log(3), 9.0], [0.0, 9.0]], np.float32)
   differentiated = jax.value_and_grad(functools.partial(loss, labels=labels), has_aux=True)
   (total, losses), gradient = jax.jit(differentiated)(outputs, batch)
