@@ -16,12 +16,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Lines, and files where they count. A change may lower a number, and raises none.
 BUDGETS = {
   "embed/**/*.py": (11_000, 48),
-  "recipes/**/*.py": (16_371, 92),
+  "recipes/**/*.py": (13_100, 88),
   "configs/**/*.py": (556, None),
   "benchmarks/**/*.py": (3_304, None),
   "tests/*.py tests/[!r]*/**/*.py": (11_000, None),  # all but the recipes' own
-  "tests/recipes/**/*.py": (9_478, None),
-  "*.md docs/**/*.md recipes/**/*.md colabs/*.md benchmarks/*.md tests/**/*.md": (5_540, None),
+  "tests/recipes/**/*.py": (8_447, None),
+  "*.md docs/**/*.md recipes/**/*.md colabs/*.md benchmarks/*.md tests/**/*.md": (5_279, None),
 }
 UNCOUNTED = {"CHANGELOG.md", "docs/_build", "docs/colabs"}  # the last two a build writes
 

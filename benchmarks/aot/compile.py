@@ -137,16 +137,12 @@ def training(recipe: str, config: Any, mesh: Mesh) -> tuple[Any, nnx.Module, nnx
 
   Loads the data, but for a data set of dlrm whose columns the config tells.
   """
-  train = importlib.import_module(f"recipes.{recipe}.train")
+  train, is_dlrm = importlib.import_module(f"recipes.{recipe}.train"), recipe == "dlrm"
   train.check(config, mesh)
   data_lib = train.data_lib
-  data = data_lib.describe(config) if recipe == "dlrm" else data_lib.load(config)
-  config = config if recipe == "dlrm" and config.steps else train.decide(config, data, mesh)
+  data = data_lib.describe(config) if is_dlrm else data_lib.load(config)
+  config = config if is_dlrm and config.steps else train.decide(config, data, mesh)
   model, optimizer = shapes(lambda: train.make_state(config, data, mesh), mesh)
-  batch = (
-    data_lib.batch_shapes(data, config)
-    if recipe == "dlrm"
-    else data_lib.TrainBatches(data, config)[0]
-  )
-  batch = mesh_lib.over_examples(mesh, batch)
-  return train.make_train_step(config, data, mesh), model, optimizer, batch
+  batch = data_lib.batch_shapes(data, config) if is_dlrm else data_lib.TrainBatches(data, config)[0]
+  step = train.make_train_step(config, data, mesh)
+  return step, model, optimizer, mesh_lib.over_examples(mesh, batch)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import ways
 from absl import app, flags
 from absl.testing import flagsaver
 
@@ -136,3 +137,20 @@ def test_an_interrupt_is_no_traceback(command):
   begins_again = "stopped; the same command resumes from the last checkpoint"
   code, _, err = command("sequence", raising(KeyboardInterrupt()))
   assert (code, err[1:]) == (130, ["", begins_again])
+
+
+@pytest.mark.parametrize("recipe", ["dlrm", *ways.ci("two_tower", "sequence")])
+def test_training_imports_few_modules_and_nothing_that_prepares_data(recipe):
+  """A stranger who opens train.py stands before these."""
+  code = f"""import sys, recipes.{recipe}.train
+print("duckdb" in sys.modules or "pyarrow" in sys.modules)
+for name, module in sys.modules.items():
+  if name.startswith("recipes."):
+    print(module.__file__)
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  prepares, *paths = done.stdout.splitlines()
+  assert prepares == "False"
+  modules = [path for path in map(pathlib.Path, paths) if path.name != "__init__.py"]
+  assert len(modules) <= 24
+  assert sum(len(path.read_text().splitlines()) for path in modules) <= 4_500
