@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Lines, and files where they count. A change may lower a number, and raises none.
 BUDGETS = {
   "embed/**/*.py": (11_000, 48),
-  "recipes/**/*.py": (13_100, 88),
+  "recipes/**/*.py": (13_099, 88),
   "configs/**/*.py": (556, None),
   "benchmarks/**/*.py": (3_304, None),
   "tests/*.py tests/[!r]*/**/*.py": (11_000, None),  # all but the recipes' own

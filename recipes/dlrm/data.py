@@ -28,21 +28,40 @@ from . import tasks
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
+def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  from ..tables import clicks, spark
+
+  return (spark if settings["engine"] == "spark" else clicks).build(settings, folder)
+
+
+def _view(prepared: Prepared, config) -> Prepared:
+  """Returns the columns as batches read them: of shards, or with histories behind `ids`."""
+  from ..tables import histories, spark
+
+  del config
+  assert isinstance(prepared.columns, cache.Columns)
+  folder = prepared.columns.folder
+  if "shards" in prepared.meta:
+    return dataclasses.replace(prepared, columns=spark.Shards(folder))
+  if prepared.meta.get("histories"):
+    return dataclasses.replace(prepared, columns=histories.Columns(folder))
+  return prepared
+
+
 def data_set(name: str) -> DataSet:
   """Returns the data set that `config.dataset` names; imports what prepares it."""
-  from ..tables import clicks
   from ..tables import settings as table_settings
   from . import criteo1tb, published, synthetic
 
   if name == "synthetic":
     return DataSet(synthetic.settings, synthetic.build)
   if name == "table":
-    return DataSet(table_settings.settings, clicks.build, clicks.view)
+    return DataSet(table_settings.settings, _build, _view)
   settings = table_settings.declared(getattr(published, name))
   if name == "criteo_1tb":
-    view = lambda prepared, config: criteo1tb.view(clicks.view(prepared, config), config)
-    return DataSet(settings, clicks.build, view, criteo1tb.describe)
-  return DataSet(settings, clicks.build, clicks.view, hint=published.HINTS[name])
+    view = lambda prepared, config: criteo1tb.view(_view(prepared, config), config)
+    return DataSet(settings, _build, view, criteo1tb.describe)
+  return DataSet(settings, _build, _view, hint=published.HINTS[name])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,6 @@ _SIDES = {"user": spec.User, "item": spec.Item}
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  With `config.engine` "spark" tasks of a cluster do so.
-
   `label` is uint8 `[N]` of one label, else float32 `[N, labels]`, NaN where a label has no value.
 
   Raises:
@@ -34,10 +32,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     DamagedFileError: a row cannot be read; names file, row and column.
   """
   table = parsed(settings)
-  if table.engine == "spark":
-    from . import spark
-
-    return spark.build(settings, folder)
   by, declared = check(table), histories.declared(table)
   with source.connect(folder / "stage") as con, futures.ThreadPoolExecutor(1) as background:
     digests = background.submit(table.digests)
@@ -61,20 +55,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   table.check_unchanged()
   files.new_folder(folder / "stage").rmdir()
   return meta(table, encoder, notes, sizes) | about
-
-
-def view(prepared: cache.Prepared, config) -> cache.Prepared:
-  """Returns the columns as batches read them: of shards, or with histories behind `ids`."""
-  del config
-  assert isinstance(prepared.columns, cache.Columns)
-  folder = prepared.columns.folder
-  if "shards" in prepared.meta:
-    from . import spark
-
-    return dataclasses.replace(prepared, columns=spark.Shards(folder))
-  if prepared.meta.get("histories"):
-    return dataclasses.replace(prepared, columns=histories.Columns(folder))
-  return prepared
 
 
 def check(table: Table) -> str:
