@@ -16,7 +16,6 @@ import filelock
 import numpy as np
 
 from . import files
-from . import mesh as mesh_lib
 from .errors import UserError
 
 FORMAT = 5  # raise it with a change of what the `build` of any data set writes
@@ -163,6 +162,8 @@ def load(data_set: DataSet, config, prefix: str = "") -> Prepared:
     if not data_set.hint:
       raise
     raise type(error)(f"{error} {data_set.hint}") from error
+  from . import mesh  # imports Grain, which predictions do without
+
   for note in meta.get("notes", ()):
-    mesh_lib.say(note)
+    mesh.say(note)
   return data_set.view(Prepared(columns, meta, columns.folder.name), config)

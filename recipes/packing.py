@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .pipeline import ranges
-
 
 def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the row and the first column of each sequence: best fit, longest first.
@@ -35,6 +33,12 @@ def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     row[sequence], column[sequence] = target, width - room
     by_room[room - length].append(target)
   return row, column
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  """Returns `start, start + 1, ...`, `length` of them for each, one after the other."""
+  before = np.cumsum(lengths) - lengths
+  return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
 def padded(

@@ -13,6 +13,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from . import packing
 from .errors import UserError
 
 Arrays = Mapping[str, np.ndarray]
@@ -129,7 +130,7 @@ class ShuffledRows:
     per_window = max(_WINDOW * count // self._size, 1)
     window = int(np.searchsorted(ends, position, side="right")) // per_window
     chosen = chunks[window * per_window : (window + 1) * per_window]
-    order = ranges(edges[chosen], edges[chosen + 1] - edges[chosen])
+    order = packing.ranges(edges[chosen], edges[chosen + 1] - edges[chosen])
     # A seed that ends in zeros equals the one without them.
     np.random.default_rng((self._seed, epoch, window, 1)).shuffle(order)
     first = int(ends[window * per_window - 1]) if window else 0
@@ -137,12 +138,6 @@ class ShuffledRows:
 
   def __getstate__(self) -> dict[str, Any]:
     return self.__dict__ | {"_window": _NO_WINDOW}
-
-
-def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-  """Returns `start, start + 1, ...`, `length` of them for each, one after the other."""
-  before = np.cumsum(lengths) - lengths
-  return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
 class SequentialBatches:
