@@ -120,7 +120,7 @@ class Prepared:
 
   @property
   def serve(self) -> Path | None:
-    """The folder of what serving needs besides the model; None where there is none."""
+    """The folder with the files that serving reads besides the model; None without one."""
     folder = self.columns.folder / "serve" if isinstance(self.columns, Columns) else None
     return folder if folder is not None and folder.is_dir() else None
 

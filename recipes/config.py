@@ -49,7 +49,7 @@ RUN: dict[str, Any] = {
 _FORMAT = dataclasses.asdict(spec.Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 
-# Of your own table, whatever the recipe.
+# Settings of your own table, shared by all recipes.
 TABLE: dict[str, Any] = {
   "dataset": "table",
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}

@@ -38,7 +38,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 class _Parts(NamedTuple):
-  """What is exported of a recipe."""
+  """The parts of a recipe that are exported."""
 
   model: nnx.Module  # built as in training, its tables split over the devices; not restored yet
   function: Callable[[Any, Any], Any]  # of the model and inputs

@@ -35,7 +35,7 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared, config) -> Prepared:
-  """Returns the columns as batches read them: of shards, or with histories behind `ids`."""
+  """Returns the columns that batches read: shards, or `ids` followed by histories."""
   from ..tables import histories, spark
 
   del config

@@ -144,7 +144,7 @@ def group_metrics(
   examples, metrics = (logits, labels, weights), dict[str, float]()
   if groups.user:
     users, limit = ids[groups.user], groups.num_users or np.inf
-    if users.ndim == 2:  # every bit is set where there is no raw id
+    if users.ndim == 2:  # halves of raw ids; all bits set mean that there is none
       is_none = (users == np.iinfo(np.uint32).max).all(axis=1)
       users = np.where(is_none, -1, np.unique(users, axis=0, return_inverse=True)[1])
     known = (users >= 0) & (users < limit)

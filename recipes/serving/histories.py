@@ -1,4 +1,4 @@
-"""Histories in rows to predict for: lists of items, and of the values beside them."""
+"""Histories in rows to predict for: a list of items, and lists of the same length for `beside`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
