@@ -47,7 +47,6 @@ RUN: dict[str, Any] = {
 }
 
 _FORMAT = dataclasses.asdict(spec.Format())
-_SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 
 # Settings of your own table, shared by all recipes.
 TABLE: dict[str, Any] = {
@@ -55,9 +54,6 @@ TABLE: dict[str, Any] = {
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},
-  # Tables of their own with the features of users and items; key is the column with their ids.
-  "user_table": _SIDE,
-  "item_table": _SIDE,
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
     "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
@@ -88,7 +84,7 @@ MAY_CHANGE = (
   "cache_dir",
   "num_workers",
   "data_dir",
-  "files",  # of a table, and of its users and items
+  "files",
   "hbm_bytes",
   "writers",
 )
@@ -142,9 +138,7 @@ def of_table(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDic
   settings = _merged(TABLE | dict(defaults), given, "config")
   # A dict within a ConfigDict would lose its order.
   in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
-  sides = {f"config.{side}": settings[side] for side in ("user_table", "item_table")}
-  for place, group in {"config": settings, **sides}.items():
-    group["columns"] = in_order(spec.as_dicts(spec.parse(group["columns"], f"{place}.columns")))
+  settings["columns"] = in_order(spec.as_dicts(spec.parse(settings["columns"])))
   return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
 
 

@@ -10,10 +10,12 @@ import pyarrow as pa
 
 from .. import cache, files
 from ..errors import UserError
-from . import entities, source, spec, splitting
+from . import source, spec, splitting
 from .clicks import hashing
+from .fit import fit
 from .settings import Table
-from .transforms import Entities
+from .source import Relation
+from .transforms import Entities, Transforms
 from .values import SPLITS
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
@@ -188,7 +190,7 @@ class _Log:
         self._kinds[side][name] = kind
     if self._is_list and self._kinds["item"]:
       raise UserError(
-        "rows with several items cannot hold features of an item: use config.item_table"
+        "rows with several items cannot hold features of an item: write a row for each item"
       )
     by = by if by in ("time", "order", "hash", "column", "files") else ""
     table.check_split(by)
@@ -268,40 +270,33 @@ class _Log:
     return {n: x.combine_chunks() for n, x in zip(columns, found.columns, strict=True)}
 
   def entities(self, side: str, kept: np.ndarray, trained: np.ndarray) -> Entities:
-    """Returns users or items with their features.
+    """Returns users or items, whose features are fitted on and computed of their values.
 
     Args:
       side: "user" or "item".
       kept: the numbers of those that are left.
-      trained: the numbers of those that training rows have.
+      trained: the numbers of those that training rows have, which are fitted on.
     """
-    table, texts = self._table, self.texts[side]
-    is_trained, base = np.isin(np.arange(len(texts)), trained), None
-    if table.base is not None and (table.base / f"{side}s.parquet").exists():
-      base = Entities.load(table.base, f"{side}s").transforms
-    options: dict[str, Any] = {"bucketed": _BUCKETS, "base": base}
-    listed = texts.to_pylist()
-    made = entities.of_values(
-      self._con, listed, self._kinds[side], self.values(side), is_trained, **options
-    )
-    made = made.numbered([listed[number] for number in kept])
-    if side in table.sides:
-      ids = texts.take(pa.array(trained))
-      of_table = table.sides[side]
-      other, notes = entities.read(self._con, of_table, side, table.on_bad_row, ids, **options)
-      self.notes += notes
-      made = _joined(made, other.numbered(made.texts), side)
-    return made
-
-
-def _joined(own: Entities, other: Entities, side: str) -> Entities:
-  """Returns entities with the features of both; raises UserError where two have one name."""
-  for name in own.transforms.kinds.keys() & other.transforms.kinds.keys():
-    raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
-  titles = own.titles if other.titles is None else other.titles
-  transforms, ids = own.transforms.merged(other.transforms), {**own.ids, **other.ids}
-  dense = np.concatenate([own.dense, other.dense], axis=1)  # vectors: all numbers are bucketed
-  return Entities(own.texts, transforms, ids, dense, titles)
+    kinds, base = self._kinds[side], None
+    if self._table.base is not None and (self._table.base / f"{side}s.parquet").exists():
+      base = Entities.load(self._table.base, f"{side}s").transforms
+    texts = self.texts[side].take(pa.array(kept)).to_pylist()
+    values = {name: x.take(pa.array(kept)) for name, x in self.values(side).items()}
+    features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+    for name, kind in features.items():
+      if isinstance(kind, spec.Number):
+        features[name] = dataclasses.replace(kind, buckets=kind.buckets or _BUCKETS)
+    transforms = Transforms({}, {}, {}, {})
+    if features:
+      columns = {name: f"c{place}" for place, name in enumerate(values)}
+      split, place = (~np.isin(kept, trained)).astype(np.int8), np.arange(len(texts))
+      names = [*columns.values(), "split", "place"]
+      self._con.register("entities", pa.table([*values.values(), split, place], names))
+      transforms, _ = fit(Relation(self._con, "entities", columns), features, base)
+    ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
+    title = spec.only(kinds, spec.Title)
+    titles = values[title].to_pylist() if title else None
+    return Entities(texts, transforms, ids, transforms.dense(values, len(texts)), titles)
 
 
 def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:

@@ -15,8 +15,7 @@ def read(serve: Path) -> dict[str, RowIds]:
       tables[side] = RowIds(tuple(entities.texts))
       tables |= {f"{side}_{name}": ids for name, ids in _of(entities.transforms).items()}
     return tables | {"history": tables["item"]}
-  encoder = Encoder.load(serve)
-  return {name: ids for each in encoder.all_transforms for name, ids in _of(each).items()}
+  return _of(Encoder.load(serve).transforms)
 
 
 def inputs(serve: Path) -> list[str]:
@@ -25,7 +24,7 @@ def inputs(serve: Path) -> list[str]:
     sides = (Entities.load(serve, f"{side}s") for side in ("user", "item"))
     return [name for side in sides for name in side.transforms.kinds]
   encoder = Encoder.load(serve)
-  return [*(feature.name for feature in encoder.features), *encoder.dense_names]
+  return [*(feature.name for feature in encoder.features), *encoder.transforms.dense_names]
 
 
 def _of(transforms: Transforms) -> dict[str, RowIds]:

@@ -308,7 +308,6 @@ class Source:
   format: Format  # of text files
   kinds: Mapping[str, spec.Kind]  # by declared name
   stamps: Mapping[str, list[Any]]  # when the settings were made; see `files.stamp`
-  key: str = ""  # the column with the ids, of the features of users or items
 
   @property
   def all_files(self) -> list[str]:
@@ -317,9 +316,8 @@ class Source:
 
   @functools.cached_property
   def read_kinds(self) -> dict[str, spec.Kind]:
-    """The kinds that columns of the files have, the key's by the name ""."""
-    kinds = {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
-    return kinds | ({"": spec.User(column=self.key)} if self.key else {})
+    """The kinds that columns of the files have."""
+    return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
 
 
 def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
@@ -571,7 +569,7 @@ def _query(
   checks = {0: ("", file.bad[1]), _DROPPED: ("", "left out by the label's drop")}
   values, raws, cases = dict[str, Value](), dict[str, str](), [f"WHEN {file.bad[0]} THEN 0"]
   for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
-    read = [file.column(name) for name in kind.sources(declared or source.key)]
+    read = [file.column(name) for name in kind.sources(declared)]
     raws |= {column.name: column.raw for column in read}
     try:
       value = value_of(kind, read, source.format.missing, clock, place=number)
@@ -579,7 +577,7 @@ def _query(
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]
     values[name], checks[number] = value, (read[0].name, value.problem)
-    if declared in required or not declared:
+    if declared in required:
       code = number + MISSING
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
       fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))

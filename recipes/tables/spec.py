@@ -195,7 +195,6 @@ class Bag(Category):
   separator: str = "|"
   max_length: int = 0  # values used of a row; 0: as many as a training row has, up to 64
   combiner: str = _choice("mean", "sum", "sqrtn")  # of the vectors
-  columns: tuple[str, ...] = ()  # of flags: the values are the names of those that are not 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +279,7 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "columns", "side", "table", "pattern", "separator", *OF_TABLE)
+_OF_COLUMN = ("column", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -317,7 +316,7 @@ def _has_one_group(pattern: str) -> bool:
     return False
 
 
-def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[str, Kind]:
+def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
   """Returns the declared kinds by name, in the order of the declaration.
 
   Raises:
@@ -327,18 +326,12 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
   True
   """
   if not hasattr(columns, "items"):
-    raise UserError(f"{setting} is {columns!r}: give a dict of the columns and their kinds")
-  kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
-  if setting.endswith("_table.columns"):
-    for name, kind in kinds.items():
-      if is_history(kind):
-        raise UserError(f"{setting}[{name!r}] has `of`: declare it in config.columns")
-      if isinstance(kind, Side):  # all of them are of that side
-        kinds[name] = dataclasses.replace(kind, side="")
+    raise UserError(f"config.columns is {columns!r}: give a dict of the columns and their kinds")
+  kinds = {name: _parse_one(value, f"config.columns[{name!r}]") for name, value in columns.items()}
   for single in _SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
-      raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
+      raise UserError(f"config.columns: {' and '.join(names)} are both a {single.kind}: keep one")
   return kinds
 
 
@@ -416,32 +409,20 @@ def table_of(name: str, kind: Kind) -> str:
   return getattr(kind, "table", "") or name
 
 
-def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
-  """Raises UserError where columns of one table differ, or are of different files.
-
-  `declared` has the kinds by their setting, as "config" and "config.user_table".
-  """
-  owners: dict[str, tuple[str, bool]] = {}
-  for setting, kinds in declared.items():
-    by_table: dict[str, list[str]] = {}
-    for name, kind in kinds.items():
-      if has_table(kind):
-        own = kind.of if is_history(kind) else name
-        by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
-    for table, names in by_table.items():
-      is_named = any(getattr(kinds[name], "table", "") for name in names)
-      owner, was_named = owners.setdefault(table, (setting, is_named))
-      if owner != setting and (is_named or was_named):
+def check_tables(kinds: Mapping[str, Kind]) -> None:
+  """Raises UserError where columns of one table differ."""
+  by_table: dict[str, list[str]] = {}
+  for name, kind in kinds.items():
+    if has_table(kind):
+      own = kind.of if is_history(kind) else name
+      by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
+  for table, names in by_table.items():
+    for one, other in itertools.combinations(names, 2):
+      if differing := _differing(kinds[one], kinds[other]):
         raise UserError(
-          f"{setting}.columns[{names[0]!r}] has the table {table!r} of columns in {owner}: only "
-          "columns of the same files can share one, so choose another name"
+          f"config.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
+          f"{', '.join(differing)}"
         )
-      for one, other in itertools.combinations(names, 2):
-        if differing := _differing(kinds[one], kinds[other]):
-          raise UserError(
-            f"{setting}.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
-            f"{', '.join(differing)}"
-          )
 
 
 def _differing(one: Any, other: Any) -> list[str]:

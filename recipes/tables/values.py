@@ -132,8 +132,7 @@ def value_of(
     DamagedFileError: the column is stored in a way that cannot be read so.
   """
   (name, raw, stored), *_ = columns
-  is_flags = isinstance(kind, spec.Bag) and bool(kind.columns)
-  takes_lists = (kind.is_list or isinstance(kind, spec.Vector)) and not is_flags
+  takes_lists = kind.is_list or isinstance(kind, spec.Vector)
   is_list = stored.endswith("]")
   if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
     raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
@@ -169,11 +168,6 @@ def value_of(
     elif kind.decimal != ",":
       problem += " within float32. With decimal commas, declare decimal=','"
     return value(_number(columns[0], missing, getattr(kind, "decimal", ".")), within, bad, problem)
-  if is_flags:
-    texts, filled = {}, {}
-    is_set = lambda column: f"CASE WHEN {_number(column, missing)} <> 0"
-    flags = [f"{is_set(column)} THEN {literal(column.name)} END" for column in columns]
-    return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
   if takes_lists:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))

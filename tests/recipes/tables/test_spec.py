@@ -60,13 +60,10 @@ def test_errors_name_the_column():
 @pytest.mark.ci
 def test_columns_that_share_a_table_agree():
   category, bag = {"kind": "category", "table": "t"}, {"kind": "bag", "table": "t"}
-  check = lambda columns: spec.check_tables({"config": spec.parse(columns)})
+  check = lambda columns: spec.check_tables(spec.parse(columns))
   check({"a": category, "b": bag | {"combiner": "sum"}, "c": bag | {"combiner": "sum"}})
   cases = [
     ({"a": category, "b": category | {"oov": 3}}, "'a' and 'b' share the table 't'.* oov"),
     ({"a": category, "b": bag | {"combiner": "sum"}, "c": bag}, "'b' and 'c' .* combiner"),
   ]
   refused(cases, check, UserError)
-  both = {"config": spec.parse({"a": category}), "config.item_table": spec.parse({"b": category})}
-  with pytest.raises(UserError, match=r"config\.item_table.*'b'.* only columns of the same files"):
-    spec.check_tables(both)
