@@ -1,6 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import cache, files
+from .. import cache
 from ..errors import UserError
 from . import histories, source, spec
 from .fit import fit
@@ -31,9 +32,13 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   by, declared = check(table), histories.declared(table)
-  with source.connect(folder / "stage") as con, futures.ThreadPoolExecutor(1) as background:
+  with (
+    source.connect() as con,
+    futures.ThreadPoolExecutor(1) as background,
+    tempfile.TemporaryDirectory(dir=folder) as stage,
+  ):
     digests = background.submit(table.digests)
-    rows = source.read(con, table.rows, table.on_bad_row, **hashing(table, by))
+    rows = source.read(con, table.rows, Path(stage), table.on_bad_row, **hashing(table, by))
     rows.split(by, table.split)
     write_splits(rows, folder, table.names)
     base = base_of(table)
@@ -51,7 +56,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if log is not None:
       about["histories"] = log.write(folder, encoder.own_features)
   table.check_unchanged()
-  files.new_folder(folder / "stage").rmdir()
   return meta(table, encoder, notes, sizes) | about
 
 

@@ -1,6 +1,7 @@
 """Interactions of users with items: read from a table, cleaned, split and numbered."""
 
 import dataclasses
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import cache, files
+from .. import cache
 from ..errors import UserError
 from . import source, spec, splitting
 from .clicks import hashing
@@ -78,8 +79,8 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
       "which are the interactions: remove the others from config.columns"
     )
-  with source.connect(folder / "stage") as con:
-    log = _Log(con, table, by)
+  with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
+    log = _Log(con, table, by, Path(stage))
     user, item, split, row = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
@@ -91,7 +92,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     }
     order = np.argsort(row, kind="stable")
     splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
-  files.new_folder(folder / "stage").rmdir()
   table.check_unchanged()
   counts = len(users), len(items), len(user)
   if table.counts and counts != table.counts:
@@ -165,8 +165,8 @@ def pairs(table: Table) -> Pairs:
   Raises:
     UserError: no user or item is declared, or a row has none.
   """
-  with source.connect() as con:
-    log = _Log(con, table, "")
+  with source.connect() as con, tempfile.TemporaryDirectory() as stage:
+    log = _Log(con, table, "", Path(stage))
     user, item, *_ = log.numbered()
     first = splitting.first_of_pairs(user, item)
     return Pairs(user[first], item[first], log.texts["user"], log.texts["item"], log.values("user"))
@@ -175,7 +175,7 @@ def pairs(table: Table) -> Pairs:
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
-  def __init__(self, con: Any, table: Table, by: str):
+  def __init__(self, con: Any, table: Table, by: str, stage: Path):
     self._table, self._con, kinds = table, con, table.kinds
     user, item = table.name_of(spec.User), table.name_of(spec.Item) or table.name_of(spec.Ordered)
     item = item or table.require(spec.Item, "and recommendations need one")
@@ -196,7 +196,7 @@ class _Log:
     table.check_split(by)
     required = [name for name in (user, None if self._is_list else item) if name]
     self.rows = source.read(
-      con, table.rows, table.on_bad_row, required=required, **hashing(table, by)
+      con, table.rows, stage, table.on_bad_row, required=required, **hashing(table, by)
     )
     self.rows.split(by, table.split, holds_out=False)
     self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number

@@ -114,8 +114,7 @@ class Table:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
     if (name := self.name_of(cls)) is not None:
       return name
-    with source_lib.connect() as con:
-      file = source_lib.open_file(con, self.rows.all_files[0], self.rows.format)
+    file = source_lib.open_file(self.rows.all_files[0], self.rows.format)
     columns = ", ".join(file.columns)
     raise UserError(
       f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "

@@ -13,6 +13,7 @@
 The classes below are the kinds; their attributes are the options.
 """
 
+import codecs
 import dataclasses
 import difflib
 import itertools
@@ -39,12 +40,6 @@ def as_text(value: str | int | float) -> str:
 
 # --- files ----------------------------------------------------------------------------------------
 
-_ENCODINGS = {  # as DuckDB names them
-  "utf-8": "utf-8", "utf8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16",
-  "utf16": "utf-16", "utf-16-le": "utf-16", "latin-1": "latin-1", "latin1": "latin-1",
-  "iso-8859-1": "latin-1",
-}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -54,7 +49,7 @@ class Format:
     delimiter: between two fields; "" finds `,`, tab, `;`, `|`, `::` or space in the first rows.
       Where it has several characters, up to 4, quotes have no meaning.
     names: of the columns of files without a header; () reads the first line as the header.
-    encoding: utf-8, utf-16 or latin-1.
+    encoding: that Python knows: utf-8, utf-16, latin-1, cp1252 and others.
     missing: values that mean no value, as the empty one always does; spaces around are ignored.
     rest: the last of `names` takes the rest of the line; quotes have no meaning then.
     quote: around fields that hold delimiters or line ends; "" gives quotes no meaning.
@@ -81,16 +76,10 @@ class Format:
       raise UserError(f"config.format.names has {name!r} twice: give each column its own name")
     if self.rest and not self.names:
       raise UserError("config.format.rest needs names: write config.format.names=('…', '…')")
-    if self.codec is None:
-      raise UserError(
-        f"config.format.encoding={self.encoding!r}: write utf-8, utf-16 or latin-1, or convert the "
-        "files, as by iconv -f cp1252 -t utf-8"
-      )
-
-  @property
-  def codec(self) -> str | None:
-    """The encoding as DuckDB names it; None if it reads no such files."""
-    return _ENCODINGS.get(self.encoding.lower().replace("_", "-"))
+    try:
+      codecs.lookup(self.encoding)
+    except LookupError as error:
+      raise UserError(f"config.format.encoding: {error}: write utf-8, utf-16 or latin-1") from error
 
 
 def repeated(names: Sequence[str]) -> str | None:

@@ -182,7 +182,7 @@ def value_of(
     known = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
     return value(items, spelled if aligned else known)
   if isinstance(kind, spec.Label):
-    return value(_spelled(text), typed, *_bad_label(name, kind, typed))
+    return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))
   if isinstance(kind, spec.Split):
     is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
     return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
