@@ -55,7 +55,7 @@ from .values import (
 
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it
 _HEAD, _HEAD_LINES = 1 << 20, 200  # bytes and lines that show how a file is written
-_BLOCK = 16 << 20  # bytes of text in a batch, and of the longest row
+_BLOCK = 24 << 20  # bytes of text in a batch, and of the longest row
 _ROWS = 1 << 16  # of a Parquet file in a batch
 _LINE = ["line"], "\x1f", ""  # a field, between fields, and around: neither is in a text
 _AGAIN = "Copy or download it again."
@@ -207,8 +207,9 @@ def _cut(
   fields: Sequence[str],
   delimiter: str,
   quote: str,
-  skip: int,
-  after: int,
+  *,
+  skip: int = 0,
+  after: int = 0,
 ) -> dict[str, Any]:
   """Returns what `File` has of a text that a delimiter cuts into fields.
 
@@ -586,7 +587,9 @@ def _type(table: pa.Table, query: str, start: int, path: Path) -> list[dict[str,
   _of_thread.con.register("raw", table.append_column("place", place))
   answer = _of_thread.con.execute(query).to_arrow_table()
   is_good = answer["bad"].is_null()
-  pq.write_table(answer.filter(is_good).drop(["bad", "value"]), path, compression="lz4")
+  pq.write_table(
+    answer.filter(is_good).drop(["bad", "value"]), path, use_dictionary=False, compression="lz4"
+  )
   bad = answer.filter(pc.invert(is_good)).select(["bad", "place", "value"])
   about = [("place", "count"), ("place", "first"), ("value", "first")]
   return bad.group_by("bad", use_threads=False).aggregate(about).to_pylist()
