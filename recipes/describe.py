@@ -19,10 +19,9 @@ from typing import Any
 from . import errors
 from .errors import UserError, terminal
 from .files import write
-from .tables import profile, source
+from .tables import propose, source
 from .tables.formats import Format, fields_of, file_format, find_delimiter, paths
-from .tables.profile import Column, Sample
-from .tables.propose import Plan, propose
+from .tables.propose import Column, Plan, Sample
 from .tables.values import literal
 
 _WIDTH, _LINES = 100, 30  # of the config; the report is as wide
@@ -106,7 +105,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
   data_files = paths(files)
   format = _format(arguments, data_files[0])
-  sample = profile.read(data_files, Format(**format), arguments.rows)
+  sample = propose.read(data_files, Format(**format), arguments.rows)
   names = list(sample.columns)
   numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
   again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
@@ -114,7 +113,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   if has_header and (2 * numeric > len(names) or 1 < again > len(names) / 3):
     raise UserError(f"{data_files[0]}: the first line seems a row: name the columns, as {_NAMES}")
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
-  plan = propose(sample, roles, arguments.positive)
+  plan = propose.propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
   rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
   yield f"{', '.join(files)}: {len(names)} columns, {rows}"

@@ -1,16 +1,29 @@
-"""The role of each column of a sample: its values and the label decide, and names are hints."""
+"""A sample of a table's first rows in DuckDB, what its columns hold, and the role of each.
 
+Values and the label decide the roles, and names are hints.
+"""
+
+import dataclasses
 import re
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import UserError
-from . import spec
-from .profile import Column, Sample
-from .values import outcome
+from ..errors import DamagedFileError, UserError
+from . import source, spec
+from .values import Column as FileColumn
+from .values import outcome, typed, value_of
 
+_FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
+_SHAPES = {  # of texts that would be categories of what has an order, fields or items
+  "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
+  "numbers of a vector: declare its width": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
+  "list": r"\[.*\]",
+  "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
+  "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
+  r"(19|20)\d\d[/.]\d\d?[/.]\d\d?)([T ,].*)?",
+}
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
@@ -24,7 +37,114 @@ _WORDS = {  # that a name consists of, besides those of `_IDS`
 }
 _IDS = {"id", "ids", "code", "hash", "key"}
 _OTHER_TIMES = {"birth", "born", "release", "released", "published", "expiry", "expires"}
-_Columns = dict[str, Column]  # by name, or by role
+
+
+# --- what columns hold ----------------------------------------------------------------------------
+
+
+def _sql(query: str | Mapping[str, str], default: Any = "") -> Any:
+  """Makes an attribute of SQL over a column's values, or the first text whose condition holds."""
+  if not isinstance(query, str):
+    cases = (f"WHEN {condition} THEN '{text}'" for text, condition in query.items())
+    query = f"CASE {' '.join(cases)} ELSE '' END"
+  return dataclasses.field(default=default, metadata={"sql": query})
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """What a column holds in the rows of a sample."""
+
+  name: str
+  number: int  # in the order of the columns
+  text: str  # SQL of a value of the relation `sample` as a text, null where it is missing
+  missing: float = 1.0  # share of the rows
+  rows: int = _sql("sum(rows)::BIGINT", 0)  # with a value
+  distinct: int = _sql("count(*)", 0)
+  numbers: int = _sql("any_value(of_numbers)::BIGINT", 0)  # rows whose value is a number
+  is_whole: bool = _sql("bool_and(number % 1 = 0)", False)
+  has_zeros: bool = _sql(r"bool_or(regexp_matches(text, '^[+-]?0\d'))", False)  # as in 0123
+  low: float = _sql("min(number)", 0.0)
+  median: float = _sql("min(number) FILTER (below >= 0.5 * of_numbers)", 0.0)
+  tail: float = _sql("min(number) FILTER (below >= 0.99 * of_numbers)", 0.0)
+  high: float = _sql("max(number)", 0.0)
+  is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
+  shape: str = _sql({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
+  separator: str = _sql(
+    {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
+  )
+  top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
+  counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
+
+  @property
+  def type(self) -> str:
+    """The type of the values in a word."""
+    if self.rows == self.numbers:
+      return "number" if self.rows else "empty"
+    return "time" if self.is_dated else "list" if self.shape == "list" else "text"
+
+  @property
+  def value(self) -> str:
+    """SQL of a number or a time, in whose order the values are."""
+    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.type == 'number' else 'TIMESTAMPTZ'})"
+
+
+class Sample(NamedTuple):
+  """The first rows of a table."""
+
+  con: Any  # with `sample`, and `counts`: a column's number `n`, a value `text` and its `rows`
+  columns: dict[str, Column]
+  rows: int
+  is_all: bool  # whether the table has no other rows
+  skipped: list[str]  # what is wrong with rows that cannot be read
+
+  def ask(self, query: str) -> list[tuple]:
+    """Answers a query of the relations."""
+    return self.con.execute(query).fetchall()
+
+
+def read(paths: Sequence[str], format: spec.Format, num_rows: int) -> Sample:
+  """Reads the first rows of files; raises DamagedFileError where there is none."""
+  con, rows, names, skipped = source.connect(), 0, list[str](), list[str]()
+  for path in paths:
+    file, values = source.open_file(con, path, format), {}
+    names = names or list(file.columns)
+    for n, name in enumerate(names):
+      raw = FileColumn(name, f"CAST({file.column(name).raw} AS VARCHAR)", "VARCHAR")
+      values[f"c{n}"] = value_of(spec.Category(), [raw], format.missing, place=n)
+    query = typed(file.relation, values, [f"WHEN {file.bad[0]} THEN 0"])
+    into = "INSERT INTO sample" if rows else "CREATE OR REPLACE TABLE sample AS"
+    con.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
+    source.asked(con, path, f"{into} SELECT * FROM ({query}) LIMIT {num_rows - rows}")
+    problems = source.rejected(con, file, format, "skip")
+    if no_rows := con.execute("DELETE FROM sample WHERE bad = 0").fetchall()[0][0]:
+      problems[file.bad[1]] = no_rows, path
+    skipped += [f"{n:,} rows: {what} (first: {first})." for what, (n, first) in problems.items()]
+    rows = source.count(con, "sample")
+    if rows == num_rows:
+      break
+  if not rows:
+    why = " ".join(skipped) or "it has a header alone."
+    raise DamagedFileError(f"{paths[0]} has no rows: {why}")
+  con.execute(
+    f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows, any_value({_FINITE}) AS number FROM "
+    f"(SELECT unnest(range({len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
+    "WHERE text IS NOT NULL GROUP BY n, text"
+  )
+  queries = {f.name: f.metadata["sql"] for f in dataclasses.fields(Column) if f.metadata}
+  found = con.execute(
+    f"SELECT n, {', '.join(queries.values())} FROM (SELECT *, sum(rows) OVER (PARTITION BY n "
+    "ORDER BY number) AS below, sum(rows) FILTER (number IS NOT NULL) OVER (PARTITION BY n) AS "
+    "of_numbers FROM counts) GROUP BY n"
+  )
+  columns = {name: Column(name, n, f"c{n}") for n, name in enumerate(names)}
+  for n, *answers in found.fetchall():
+    known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
+    known["missing"] = 1 - known["rows"] / rows
+    columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
+  return Sample(con, columns, rows, rows < num_rows, skipped)
+
+
+# --- what columns are -----------------------------------------------------------------------------
 
 
 class Proposal(NamedTuple):
@@ -47,7 +167,15 @@ class Plan(NamedTuple):
 def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
   """Returns what each column is, given names of columns by "label", "user", "item" or "time"."""
   plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
-  roles = _checked(given, positive, columns)
+  for role, name in given.items():
+    if name not in columns:
+      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
+    if not columns[name].rows or [*given.values()].count(name) > 1:
+      why = "has another role" if columns[name].rows else "has no value in the sample"
+      raise UserError(f"--{role}={name}: the column {why}")
+  if positive and "label" not in given:
+    raise UserError(f"--positive={positive} is a value of the label: give --label too")
+  roles = {role: columns[name] for role, name in given.items()}
   roles |= _guessed(sample, roles, plan)
   for name, column in columns.items():
     plan.columns[name] = _feature(sample, column, roles.get("time"))
@@ -70,22 +198,6 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Pla
   return plan
 
 
-def _checked(given: Mapping[str, str], positive: str, columns: _Columns) -> _Columns:
-  """Returns the columns by role; raises UserError where one cannot have its role."""
-  for role, name in given.items():
-    if name not in columns:
-      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
-    if not columns[name].rows or [*given.values()].count(name) > 1:
-      why = "has another role" if columns[name].rows else "has no value in the sample"
-      raise UserError(f"--{role}={name}: the column {why}")
-    if role == "time" and columns[name].type in ("text", "list"):
-      dates = "2024-12-31 or 2024-12-31T23:59:59"
-      raise UserError(f"--time={name}: a time is a number that grows, or a date such as {dates}")
-  if positive and "label" not in given:
-    raise UserError(f"--positive={positive} is a value of the label: give --label too")
-  return {role: columns[name] for role, name in given.items()}
-
-
 def _words(name: str) -> set[str]:
   """Returns the words of a name in lower case, as of `lastVisit_at`."""
   return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
@@ -104,10 +216,10 @@ def _is_moment(column: Column) -> bool:
   return column.type == "time" or (column.type == "number" and is_within)
 
 
-def _guessed(sample: Sample, roles: _Columns, plan: Plan) -> _Columns:
+def _guessed(sample: Sample, roles: dict[str, Column], plan: Plan) -> dict[str, Column]:
   """Returns the user and the item, by their names, and the finest time of a row."""
   columns = [each for each in sample.columns.values() if each not in roles.values()]
-  found: _Columns = {}
+  found: dict[str, Column] = {}
   for column in sorted(columns, key=lambda each: each.distinct):
     is_id = column.is_whole if column.type == "number" else not column.shape
     if is_id and 1 < column.distinct <= _ROW_ID * column.rows:
@@ -191,8 +303,7 @@ def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[P
     listed = ", ".join(texts[:5]) + " …" * (column.distinct > 5)
     raise UserError(
       f"--label={column.name} has {column.distinct:,} values ({listed}), and needs clicks and "
-      f"others: say which is a click, --positive={shlex.quote(texts[0])}, read more of a longer "
-      "file with --rows, or leave the label out and give --user and --item"
+      f"others: say which is a click, as --positive={shlex.quote(texts[0])}"
     )
   plan.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
   return Proposal("label", "", options), y
@@ -213,10 +324,9 @@ def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
   for n, rows, clicks, rare, wrong in sample.ask(
     f"SELECT n, sum(rows), sum(clicks), {errors} FROM ({groups}) GROUP BY n ORDER BY n"
   ):
-    kind, why, _ = plan.columns[columns[n].name]
-    if kind in _FEATURES or why == "another time":
-      # Where all rows with a value have one outcome, the other one must be no chance.
-      absent = rows * (1 - rate if clicks else rate)
+    # Where all rows with a value have one outcome, the other one must be no chance.
+    absent = rows * (1 - rate if clicks else rate)
+    if plan.columns[columns[n].name].kind in _FEATURES:
       leaks += [columns[n].name] * (wrong <= 0.01 * rare if rare else absent >= _FEW_ROWS)
   plan.columns.update(dict.fromkeys(leaks, Proposal("", "leak of the label")))
   if leaks:
@@ -224,7 +334,7 @@ def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
     plan.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
 
 
-def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
+def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
   """Gives features their side, leaves out others without a label, and keeps many repeats."""
   for side, ids in ((side, roles[side]) for side in _SIDES):
     counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
@@ -253,7 +363,7 @@ def _complete_rankings(sample: Sample, roles: _Columns, y: str, plan: Plan) -> N
     plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
 
 
-def _complete_clicks(sample: Sample, roles: _Columns, y: str, plan: Plan) -> None:
+def _complete_clicks(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
   """Splits by hash where a part by time has one outcome, and gives dlrm a feature with vectors."""
   if "time" in roles:
     place = f"percent_rank() OVER (ORDER BY {roles['time'].value})"
