@@ -6,8 +6,8 @@ published or generated data set, and `TABLE` here for those of your own table.
 """
 
 import dataclasses
-import functools
 import importlib
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,19 +158,10 @@ def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
   return copy
 
 
-def value(config: Mapping[str, Any] | ConfigDict, name: str) -> Any:
-  """Returns the setting of a dotted name.
-
-  >>> value({"negatives": {"number": 8}}, "negatives.number")
-  8
-  """
-  return functools.reduce(lambda group, part: group[part], name.split("."), config)
-
-
 def at_least(config: ConfigDict, least: Mapping[str, int]) -> None:
   """Raises UserError for a setting, by its dotted name, that is below its least value."""
   for name, number in least.items():
-    if (found := value(config, name)) < number:
+    if (found := operator.attrgetter(name)(config)) < number:
       raise UserError(f"config.{name} is {found}: choose {number} or more")
 
 

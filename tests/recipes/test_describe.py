@@ -16,7 +16,7 @@ from served_models import run_of
 from recipes import config as config_lib
 from recipes import describe, export, predict
 from recipes import mesh as mesh_lib
-from recipes.tables import propose, settings
+from recipes.tables import settings
 from recipes.tables.spec import Format
 
 RNG = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def write(path, columns):
 def plan_of(path, columns, **roles):
   """What is proposed for a Parquet file of these columns."""
   pq.write_table(pa.table(columns), path)
-  return propose.propose(propose.read([str(path)], Format(), 10_000), roles)
+  return describe.propose(describe.read([str(path)], Format(), 10_000), roles)
 
 
 def click_columns(rows=ROWS):
