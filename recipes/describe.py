@@ -3,7 +3,8 @@
     python -m recipes.describe clicks.csv --label=clicked --out=my.py
 
 reads a sample of any file that the recipes read, prints what each column holds and what it could
-be used for, and writes a config of at most 30 lines, which trains as it is and is for editing.
+be used for, and writes a config of at most 30 lines, which trains as it is and is for editing. The
+values and the label decide what a column is; names are hints.
 --positive is the value of the label that is a click; --names are for a file without a header.
 """
 
