@@ -472,8 +472,6 @@ def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   """Yields the blocks of text to print, and writes the config."""
   out, files = arguments.out, arguments.files
-  if out and not out.endswith(".py"):
-    raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")
   if out and Path(out).exists() and not arguments.force:
     raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
   data_files = paths(files)

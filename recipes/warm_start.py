@@ -5,7 +5,6 @@ do, and by number elsewhere. The dense optimizer, random streams and the schedul
 rates start anew.
 """
 
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,12 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   path = checkpoints.folder(workdir, step)
   from .tables.transforms import stored_rows  # here, since it imports what reads tables
 
-  source, read = checkpoints.metadata(path)["model"], functools.partial(_read, path)
+  source = checkpoints.metadata(path)["model"]
+
+  def read(part: str, like: Arrays) -> dict[str, Any]:
+    """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
+    return checkpoints.read(path, {"model": {part: like}})["model"][part] if like else {}
+
   old_serve = Path(workdir) / "serve"
   own_ids, own_inputs = stored_rows(serve) if serve else ({}, None)
   old_ids, old_inputs = stored_rows(old_serve) if old_serve.is_dir() else ({}, None)
@@ -106,11 +110,6 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     # parameters would fit, and mean something else.
     mesh_lib.say("  the features or their order differ there: no dense parameter is loaded")
   embed.checkpoint.from_tree(tree, model=model)
-
-
-def _read(path: epath.Path, part: str, like: Arrays) -> dict[str, Any]:
-  """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
-  return checkpoints.read(path, {"model": {part: like}})["model"][part] if like else {}
 
 
 def _like(own: Arrays, old: Arrays, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -211,7 +211,6 @@ MISTAKES = [
   (["--positive=1"], "give --label too"),
   (["--user=same", "--item=same"], "has another role"),
   (["--label=clicked", "--out=mine.py"], "add --force"),
-  (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
   (["--out=my.py"], "my.py is not written. For a config, give --label"),
   (["--delimiter=;", "--quote=;"], "and they differ"),
   (["--encoding=utf-99"], "write utf-8, utf-16 or latin-1"),
