@@ -244,7 +244,7 @@ class TrainBatches:
       )
     if self._negatives:
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
-      own = slice(*pipeline.part(self._negatives, self._shard, "negatives.number"))
+      own = slice(*pipeline.part(self._negatives, self._shard))
       expected = np.full(self._negatives, np.log(self._negatives / self._num_items), np.float32)
       batch |= {"negatives": negatives[own], "log_expected": expected[own]}
     return batch
@@ -319,7 +319,7 @@ class EvalBatches:
   def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     users, offsets = data.evaluated, data.columns["offsets"]
     self._items, self._batch_size = data.columns["items"], config.eval_batch_size
-    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
+    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard))
     self._max_length, self._positions = config.max_length, config.positions
     self._ask = config.model == "bert4rec"
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]

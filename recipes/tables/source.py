@@ -65,7 +65,11 @@ _WORKERS = min(os.cpu_count() or 1, 8)
 def connect(threads: int = _WORKERS) -> duckdb.DuckDBPyConnection:
   """Returns a connection that spills to a folder of temporary files."""
   spilled = tempfile.mktemp(prefix="sparse_embed_")  # made and removed by DuckDB
-  settings = {"memory_limit": _MEMORY, "temp_directory": spilled, "threads": threads}
+  settings: dict[str, Any] = {
+    "memory_limit": _MEMORY,
+    "temp_directory": spilled,
+    "threads": threads,
+  }
   con = duckdb.connect(config=settings)
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
@@ -643,7 +647,7 @@ def _refuse(
   rows: Rows, file: File, query: _Query, bad: Sequence[Mapping[str, Any]], on_bad_row: str
 ) -> None:
   """Raises for the first row of a batch that is bad, or counts all of them."""
-  found = [(f"line {line}", "", *about, 1) for line, *about in file.unreadable]
+  found: list[Any] = [(f"line {line}", "", *about, 1) for line, *about in file.unreadable]
   file.unreadable.clear()
   for each in sorted(bad, key=lambda each: each["place_first"]):
     where = f"row {each['place_first'] - rows.starts[-1] + 1}"

@@ -17,6 +17,7 @@ import codecs
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
@@ -272,12 +273,19 @@ _OF_COLUMN = ("column", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
-  """Yields what to write instead of options that make no sense together."""
+  """Yields what to write instead of options that make no sense, alone or together."""
+  for field in dataclasses.fields(kind):
+    value, choices = getattr(kind, field.name), field.metadata.get("choices")
+    if choices and value not in choices:
+      yield f"{field.name} is {value!r}: choose {' or '.join(map(repr, choices))}"
+    if field.name != "at_least" and isinstance(value, int | float) and value < 0:
+      yield f"{field.name} is {value!r}: choose 0 or more"
   if isinstance(kind, Label) and kind.positive and kind.at_least is not None:
     yield "give positive or at_least, not both"
   if isinstance(kind, Number):
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
-    if kind.buckets == 1 or sorted(set(boundaries)) != [*boundaries]:
+    are_numbers = all(isinstance(each, int | float) for each in boundaries)
+    if kind.buckets == 1 or not are_numbers or sorted(set(boundaries)) != [*boundaries]:
       yield "buckets: give 2 or more, 0 for none, or boundaries that increase"
   if isinstance(kind, Category):
     if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
@@ -331,35 +339,67 @@ def _parse_one(value: Any, place: str) -> Kind:
   name = str(given.pop("kind", None))
   if name not in KINDS:
     raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(name, list(KINDS))}")
-  fields = {field.name: field for field in dataclasses.fields(KINDS[name])}
-  for option, each in given.items():
-    if option not in fields:
-      hint = nearest(str(option), list(fields))
-      raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
-    given[option] = _typed(each, fields[option], f"{place}: {option} is {each!r}")
-  kind = KINDS[name](**given)
+  known = {field.name: field.default for field in dataclasses.fields(KINDS[name])}
+  if _is_many(given.get("buckets")):
+    known["buckets"] = ()
+  kind = KINDS[name](**merged(known, given, place))
   for fault in _faults(kind):
     raise UserError(f"{place}: {fault}")
   return kind
 
 
-def _typed(value: Any, field: Any, place: str) -> Any:
-  """Returns the value of an option as the type of its default; raises UserError for another one."""
-  choices, default = field.metadata.get("choices"), field.default
-  if choices and value not in choices:
-    raise UserError(f"{place}: choose {' or '.join(map(repr, choices))}")
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  is_many = isinstance(value, Sequence) and not isinstance(value, str)
-  if field.name == "buckets" and is_many and all(isinstance(x, int | float) for x in value):
-    return tuple(map(float, value))
-  values = value if is_many else (value,)
-  if isinstance(default, tuple) and all(isinstance(x, str | int | float) for x in values):
-    return tuple(values)
-  if is_number and (field.name == "at_least" or (isinstance(default, float) and value >= 0)):
+def merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+  """Returns known settings with the values that are given, group by group.
+
+  Raises:
+    UserError: a setting is unknown, or of another type than its default; names it below `place`.
+  """
+  settings = {
+    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
+  }
+  for key, value in given.items():
+    if key not in known:
+      raise UserError(f"{place} has no setting {key!r}; {nearest(str(key), list(known))}")
+    settings[key] = _typed(value, known[key], f"{place}.{key}")
+  return settings
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  """Returns the value of a setting as the type of its default; raises UserError for another one."""
+  if default == {}:  # of columns, which `parse` checks
+    return value
+  if place.endswith(".files"):
+    return _files(value, place)
+  if isinstance(default, Mapping):
+    if not isinstance(value, Mapping):
+      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
+    return merged(default, value, place)
+  if isinstance(default, str) and isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(default, tuple) and (_is_many(value) or isinstance(value, str | int | float)):
+    return tuple(value) if _is_many(value) else (value,)
+  if isinstance(default, float | None) and type(value) in (int, float):
     return float(value)
-  if type(value) is not type(default) or (is_number and value < 0):
-    raise UserError(f"{place}: give a value like {default!r}")
+  if type(value) is not type(default):
+    raise UserError(
+      f"{place} is {value!r}: give a value like {0.0 if default is None else default!r}"
+    )
   return value
+
+
+def _is_many(value: Any) -> bool:
+  return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _files(value: Any, place: str) -> Any:
+  """Returns the files with every path as text; raises UserError for what names no file."""
+  if isinstance(value, str | os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, Mapping):
+    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
+  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
+    return [os.fspath(each) for each in value]
+  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:

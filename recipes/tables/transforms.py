@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -137,14 +137,20 @@ class Transforms:
     """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
     return self.vocabularies.get(vocabulary_of(name, self.kinds[name]) or "", ())
 
-  def rest_of_rows(self, name: str) -> str:
-    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
-    kind: Any = self.kinds[name]
-    if isinstance(kind, spec.Number):
-      return f"buckets {tuple(self.numbers[name]['boundaries'])}"
-    if kind.is_dynamic:
-      return f"dynamic {kind.capacity}"
-    return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+  def row_ids(self) -> dict[str, "RowIds"]:
+    """Returns the raw ids of the rows of each table."""
+    found = {}
+    for feature in self.features:
+      name = feature.name
+      kind: Any = self.kinds[name]
+      if isinstance(kind, spec.Number):
+        rest = f"buckets {tuple(self.numbers[name]['boundaries'])}"
+      elif kind.is_dynamic:
+        rest = f"dynamic {kind.capacity}"
+      else:
+        rest = "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+      found[feature.table or name] = RowIds(self.vocabulary(name), rest)
+    return found
 
   def dense(self, values: Values, rows: int) -> np.ndarray:
     """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
@@ -299,3 +305,29 @@ class Encoder:
     """Returns what `save` has written."""
     histories = [*map(History.loaded, files.read_json(folder / "encoder.json"))]
     return cls(Transforms.load(folder, "columns"), histories)
+
+
+class RowIds(NamedTuple):
+  """The raw ids of a table's first rows, and a name for the rows after them.
+
+  The rows after them correspond to those of another table only if both have the same name and
+  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
+  """
+
+  texts: Sequence[str]  # raw ids of the rows 0, 1, …
+  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
+
+
+def stored_rows(serve: Path) -> tuple[dict[str, RowIds], list[str]]:
+  """Returns the raw ids by table, and what a model reads besides ids, of a run's folder `serve`."""
+  if not (serve / "users.parquet").exists():  # dlrm
+    encoder = Encoder.load(serve)
+    names = (feature.name for feature in encoder.features)
+    return encoder.transforms.row_ids(), [*names, *encoder.transforms.dense_names]
+  tables, inputs = dict[str, RowIds](), list[str]()
+  for side in ("user", "item"):
+    entities = Entities.load(serve, f"{side}s")
+    tables[side] = RowIds(entities.texts)
+    tables |= {f"{side}_{name}": ids for name, ids in entities.transforms.row_ids().items()}
+    inputs += entities.transforms.kinds
+  return tables | {"history": tables["item"]}, inputs

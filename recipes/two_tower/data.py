@@ -196,7 +196,7 @@ class TrainBatches:
       names=("user", "item", "place"),
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
-    self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
+    self._extra_part = slice(*pipeline.part(config.negatives.number, shard))
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -264,7 +264,7 @@ class EvalBatches:
 
   def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
-    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
+    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard))
     self._exclude_seen, self._eval_history = config.exclude_seen, config.eval_history
     rows = data.rows(split)
     users = data.columns["user"][rows]

@@ -38,10 +38,10 @@ def gowalla(config) -> dict[str, Any]:
   hint = (
     f"Get train.txt and test.txt from {GOWALLA_URL}, and pass --config.data_dir=<their folder>."
   )
-  folder = files.data_folder(config.data_dir, hint)
-  sources = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
-  if (folder / "valid.txt").is_file():
-    sources["valid"] = folder / "valid.txt"
+  find = lambda name: files.require(config.data_dir, f"{name}.txt", hint=hint)
+  sources = {name: find(name) for name in ("train", "test")}
+  if (valid := sources["train"].with_name("valid.txt")).is_file():
+    sources["valid"] = valid
   return {
     "files": sources,
     "format": {"delimiter": " ", "names": ("user", "items"), "rest": True},

@@ -10,7 +10,7 @@ from small_data import write_movielens
 
 from recipes import files, movielens
 from recipes.dlrm import data
-from recipes.tables import row_ids
+from recipes.tables.transforms import stored_rows
 
 
 def config(data_dir, cache_dir):
@@ -21,7 +21,7 @@ def config(data_dir, cache_dir):
 
 def rows_of(loaded):
   """The rows as raw ids of user and movie, the user's gender, and whether it is a click; sorted."""
-  texts = [row_ids.read(loaded.serve)[name].texts for name in ("user", "movie", "gender")]
+  texts = [stored_rows(loaded.serve)[0][name].texts for name in ("user", "movie", "gender")]
   rows = zip(loaded.columns["ids"][:, :3].tolist(), loaded.columns["label"].tolist(), strict=True)
   named = lambda ids: [names[id] for names, id in zip(texts, ids, strict=True)]
   return sorted((*named(ids), label) for ids, label in rows)
