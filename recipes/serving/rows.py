@@ -1,6 +1,7 @@
 """Rows to predict for, as training has read its own: of Python, of tables and of files."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def of_file(path: str, format: Format, needed: Sequence[str]) -> Iterator[pa.Tab
   chosen = ", ".join(f"{column.raw} AS {identifier(column.name)}" for column in columns)
   number = 0
   with source_lib.connect() as con:
-    for raw in file.batches(columns):
+    for raw in itertools.chain(file.batches(columns), [file.schema.empty_table()]):
       for line, problem, _ in file.unreadable:
         raise DamagedFileError(f"{path}, line {line} {problem}. Repair it")
       con.register("raw", raw)
