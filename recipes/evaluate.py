@@ -29,6 +29,7 @@ from .evaluation.metrics import RankingMetrics, groups_of
 from .tables import clicks, interactions, source, spec
 from .tables import settings as table_settings
 from .tables.transforms import Codes, numbers_of
+from .training.features import cut_ids
 
 _USERS = 4096  # ranked at once
 
@@ -76,12 +77,14 @@ def _clicks(
   weight_name, chunks = table.name_of(spec.Weight), []
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)
-    positions = clicks.positions_of(table, rows, model.encoder)
-    for values, place, _ in rows.batches():
-      inputs = model.inputs(values, len(place), next(positions))
-      grouped = {name: inputs["features"][name] for name in grouping.features}
+    outcomes = rows.batches([*table.labels, *filter(None, [weight_name])])
+    encoded = clicks.encoded(table, rows, model.encoder)
+    for (values, place, _), inputs in zip(outcomes, encoded, strict=True):
+      features = cut_ids(inputs["ids"], model.encoder.features)
+      grouped = {name: features[name] for name in grouping.features}
       weight = numbers_of(values[weight_name]) if weight_name else np.ones(len(place))
-      chunks.append((model.scores(inputs), clicks.labels_of(table, values), weight, grouped))
+      label = clicks.labels_of(table, values)
+      chunks.append((model.scores(**inputs), label, weight, grouped))
   score, label, weight, grouped = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = logit(score)
   # The table may declare its labels in another order than the model's.

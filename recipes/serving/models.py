@@ -1,6 +1,7 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from ..evaluation import retrieval
 from ..tables import spec
 from ..tables.transforms import Encoder, Entities, lengths_of, stacked
 from ..training.features import cut_ids
-from . import histories
 from . import rows as rows_lib
 from .folder import Served
 
@@ -47,14 +47,8 @@ class ClickModel:
   def __init__(self, served: Served):
     self.served, kinds = served, served.kinds
     self.encoder = Encoder.load(served.transforms)
-    past = self.encoder.histories
-    is_own = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
-    features = {name: kind for name, kind in kinds.items() if is_own(kind)}
-    self._time = str(spec.only(kinds, spec.Time))
-    if any(history.has_ages for history in past):
-      features[self._time] = kinds[self._time]
-    missing, lists = served.text_format.missing, histories.lists(past, kinds)
-    self._reader = rows_lib.Reader(features, missing, lists=lists)
+    features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+    self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
     self.labels = spec.labels(kinds)
     several = tuple(f"score_{name}" for name in self.labels)
@@ -74,26 +68,19 @@ class ClickModel:
     """
     table = rows_lib.as_table(rows)
     values = self._reader.read(table, source, first_row)
-    positions = histories.positions(self.encoder, values, self._time)
-    return self.scores(self.inputs(values, len(table), positions))
+    encoded = self.encoder.encode(values, len(table))
+    ids_of_lists = self.encoder.transforms.ids_of_lists
+    past = [
+      ids_of_lists(values[history.name], history.of, history.width, last=True)
+      for history in self.encoder.histories
+    ]
+    flat = [ids.reshape(len(table), math.prod(ids.shape[1:])) for ids in past]
+    return self.scores(encoded["dense"], np.concatenate([encoded["ids"], *flat], axis=1))
 
-  def inputs(
-    self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray] = ()
-  ) -> dict[str, Any]:
-    """Returns the program's inputs `dense` and `features`.
-
-    Args:
-      values: N texts, numbers or lists by declared name, as training reads them.
-      count: N.
-      positions: the histories' columns of `ids`.
-    """
-    encoded = self.encoder.encode(values, count)
-    ids = np.concatenate([encoded["ids"], *positions], axis=1)
-    return {"dense": encoded["dense"], "features": cut_ids(ids, self.encoder.features)}
-
-  def scores(self, inputs: Mapping[str, Any]) -> np.ndarray:
-    """Returns as `predict`, for inputs of N rows."""
-    outputs = np.empty((len(inputs["dense"]), len(self.names)))
+  def scores(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns as `predict`, for N rows as `tables.clicks.encoded` yields them."""
+    inputs = {"dense": dense, "features": cut_ids(ids, self.encoder.features)}
+    outputs = np.empty((len(dense), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)

@@ -377,11 +377,10 @@ class Rows:
       index in `SPLITS`.
     columns: names in the view by declared name.
     left_out: how many rows were left out by what is wrong with them, and where the first is.
-    has_dates: whether times are dates.
   """
 
-  def __init__(self, con: duckdb.DuckDBPyConnection, source: Source, name: str, has_dates: bool):
-    self.con, self.source, self.has_dates = con, source, has_dates
+  def __init__(self, con: duckdb.DuckDBPyConnection, source: Source, name: str):
+    self.con, self.source = con, source
     self.table, self.view = f"{name}_stored", name
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
@@ -523,7 +522,7 @@ def read(
   kinds = source.read_kinds
   opened = [open_file(con, path, source.format) for path in source.all_files]
   clock = clock_of(con, opened[0], source) if clock is None else clock
-  rows = Rows(con, source, name, has_dates=clock == "date")
+  rows = Rows(con, source, name)
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
   con.execute(f"DROP VIEW IF EXISTS {name}; DROP TABLE IF EXISTS {rows.table}")
