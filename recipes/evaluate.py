@@ -25,7 +25,7 @@ from . import errors, export, packing, serving
 from . import mesh as mesh_lib
 from . import run as run_lib
 from .dlrm import tasks
-from .evaluation.metrics import RankingMetrics, groups_of
+from .evaluation.metrics import RankingMetrics, Users
 from .tables import clicks, interactions, source, spec
 from .tables import settings as table_settings
 from .tables.transforms import Codes, numbers_of
@@ -66,32 +66,29 @@ def of_export(served: Path, config) -> dict[str, Any]:
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
   if isinstance(model, serving.ClickModel):
-    return _clicks(model, table, config.slices)
+    return _clicks(model, table)
   return _ranking(model, table, config.ks)
 
 
-def _clicks(
-  model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
-) -> dict[str, Any]:
-  grouping = groups_of(model.encoder.features, slices, model.served.transforms)
+def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
+  users = Users.load(model.served.transforms)
   weight_name, chunks = table.name_of(spec.Weight), []
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)
     outcomes = rows.batches([*table.labels, *filter(None, [weight_name])])
     encoded = clicks.encoded(table, rows, model.encoder)
     for (values, place, _), inputs in zip(outcomes, encoded, strict=True):
-      features = cut_ids(inputs["ids"], model.encoder.features)
-      grouped = {name: features[name] for name in grouping.features}
+      user = users.ids(cut_ids(inputs["ids"], model.encoder.features))
       weight = numbers_of(values[weight_name]) if weight_name else np.ones(len(place))
       label = clicks.labels_of(table, values)
-      chunks.append((model.scores(**inputs), label, weight, grouped))
-  score, label, weight, grouped = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
+      chunks.append((model.scores(**inputs), label, weight, user))
+  score, label, weight, user = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
   outputs = logit(score)
   # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, outputs, targets, weight, grouping, grouped)
-  return {"rows": len(label), "metrics": {k: x for k, x in metrics.items() if not np.ndim(x)}}
+  metrics = tasks.metrics(model.labels, outputs, targets, weight, users.codes(user))
+  return {"rows": len(label), "metrics": metrics}
 
 
 def _ranking(

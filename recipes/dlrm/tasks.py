@@ -15,14 +15,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ..evaluation.metrics import CLICK_NAMES, Groups, click_metrics, group_metrics
+from ..evaluation.metrics import CLICK_NAMES, click_metrics, gauc
 from ..tables.spec import Label
 from ..training import layers
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
 STRUCTURES = ("shared_bottom", "mmoe", "ple")
-_NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
@@ -154,30 +153,29 @@ def metrics(
   outputs: np.ndarray,
   targets: np.ndarray,
   weights: np.ndarray,
-  groups: Groups = _NO_GROUPS,
-  ids: Mapping[str, np.ndarray] = {},
+  users: np.ndarray | None = None,
 ) -> dict[str, float]:
-  """Returns the metrics of all rows of a split by name: `click_metrics` and `group_metrics`.
+  """Returns the metrics of all rows of a split by name: `click_metrics`, and `gauc` of users.
 
   Args:
     outputs: float `[N]` or `[N, T]`.
     targets: like `outputs`, NaN where a label does not count.
     weights: float `[N]`, how often a row counts.
+    users: int `[N]`, negative where none is known.
   """
   scores: dict[str, dict[str, float]] = {}
   for name, _, *rows in cut(labels, outputs, targets):
     own, target, counts = map(np.asarray, rows)
     counts = counts & (weights > 0)
-    examples = own[counts], target[counts], weights[counts]
-    scores[name] = click_metrics(*examples)
-    if counts.any():
-      scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
+    scores[name] = click_metrics(own[counts], target[counts], weights[counts])
+    if counts.any() and users is not None:
+      scores[name] |= gauc(own[counts], target[counts], users[counts], weights[counts])
   return named(labels, scores)
 
 
-def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
+def metric_names(labels: Labels, *, has_users: bool = False) -> list[str]:
   """Returns the names of the metrics that can select a state."""
-  names = [*CLICK_NAMES, *(["gauc"] if groups.user else [])]
+  names = [*CLICK_NAMES, *["gauc"] * has_users]
   if len(labels) == 1:
     return names
   return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]
