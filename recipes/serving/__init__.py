@@ -26,8 +26,7 @@ Needs sparse-embed with its extra `serving`. The run, its data and its checkpoin
 
 from pathlib import Path
 
-from . import folder as folder_lib
-from .models import ClickModel, Recommended, Recommender
+from .models import ClickModel, Recommended, Recommender, read
 
 __all__ = ["ClickModel", "Recommended", "Recommender", "load"]
 
@@ -38,5 +37,5 @@ def load(folder: str | Path) -> ClickModel | Recommender:
   Raises:
     MissingFileError: the folder is no export.
   """
-  served = folder_lib.read(folder)
+  served = read(folder)
   return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)
