@@ -56,8 +56,8 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   run = run_lib.opened(workdir)
   if run.recipe != "dlrm":
     raise UserError(
-      f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: make them the `test` "
-      "files of a run that starts from this one with init_from, or take the items of "
+      f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: make them the "
+      "`test` files of a run that starts from this one with init_from, or take the items of "
       "recipes.predict and metrics of your own"
     )
   config = config_lib.copied(run.config, files=files)

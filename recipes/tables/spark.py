@@ -158,7 +158,7 @@ class _Task:
   def write(self, number: int, *, split: str, starts: Sequence[int]) -> list[int]:
     """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
     with source.connect() as con:
-      rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
+      rows = source.Rows(con, self.source(number), "rows")
       rows.starts = [0]
       placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
       stored = f"({placed} FROM read_parquet({literal(glob.escape(str(self.path(number))))}))"
@@ -182,7 +182,7 @@ class _Rows(source.Rows):
   """Rows that tasks have typed, of which Spark answers queries."""
 
   def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
-    super().__init__(con, table.rows, "rows", task.clock == "date")
+    super().__init__(con, table.rows, "rows")
     self._session, self.place, self.split_sql = session, "place", "0"
     self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
     for problem, (rows, first) in (item for each in read for item in each.left_out.items()):

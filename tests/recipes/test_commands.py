@@ -37,7 +37,7 @@ def test_a_run_is_measured_on_other_files(clicks, tmp_path):
 
 
 def test_a_run_of_rankings_is_not_measured_on_other_files(towers):
-  with pytest.raises(errors.UserError, match="run of two_tower, and other files measure dlrm alone"):
+  with pytest.raises(errors.UserError, match="two_tower, and other files measure dlrm alone"):
     evaluate.evaluate_files(towers.workdir, "more.csv")
 
 
