@@ -42,17 +42,18 @@ class GatedExperts(nnx.Module):
     expert: width of an expert.
     is_last: whether no level follows; else one more gate mixes all experts, for the shared experts
       of the next level.
+    options: of the experts, as of `layers.MLP`.
   """
 
   def __init__(
     self, width: int, num_tasks: int, own: int, shared: int, expert: int, is_last: bool,
-    *, dropout: float, dtype: Any, rngs: nnx.Rngs,
+    **options: Any,
   ):  # fmt: skip
-    mlp = functools.partial(layers.MLP, width, (expert,), dropout=dropout, dtype=dtype, rngs=rngs)
+    mlp = functools.partial(layers.MLP, width, (expert,), **options)
     experts = lambda number: nnx.List(mlp() for _ in range(number))
     self.own, self.shared = nnx.List(experts(own) for _ in range(num_tasks)), experts(shared)
     seen = [own + shared] * num_tasks + [num_tasks * own + shared] * (not is_last)
-    self.gates = nnx.List(nnx.Linear(width, number, rngs=rngs) for number in seen)
+    self.gates = nnx.List(nnx.Linear(width, number, rngs=options["rngs"]) for number in seen)
 
   def __call__(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns `[B, expert]` for each task, and for the shared experts where a level follows.
@@ -81,16 +82,13 @@ class PLE(nnx.Module):
 
   own, num_levels = 1, 2
 
-  def __init__(
-    self, width: int, *, labels: Labels, expert: int, dropout: float, dtype: Any, rngs: nnx.Rngs
-  ):
-    options: Any = {"dropout": dropout, "dtype": dtype, "rngs": rngs}
+  def __init__(self, width: int, *, labels: Labels, expert: int, **options: Any):
     self.levels = nnx.List[GatedExperts]()
     for number in range(1, self.num_levels + 1):
       inputs, is_last = width if number == 1 else expert, number == self.num_levels
       level = GatedExperts(inputs, len(labels), self.own, 4, expert, is_last, **options)
       self.levels.append(level)
-    self.out = nnx.List(nnx.Linear(expert, 1, rngs=rngs) for _ in labels)
+    self.out = nnx.List(nnx.Linear(expert, 1, rngs=options["rngs"]) for _ in labels)
 
   def __call__(self, hidden_BxH: jax.Array) -> jax.Array:
     inputs = [hidden_BxH] * (len(self.out) + 1)

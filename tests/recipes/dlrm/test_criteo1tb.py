@@ -8,7 +8,7 @@ import recipe_runs
 from small_data import write_criteo_days
 
 import embed
-from recipes.dlrm import criteo1tb, data
+from recipes.dlrm import data, published
 
 
 def config(folder, cache_dir, **changes):
@@ -57,7 +57,7 @@ def test_bags_by_hand():
     (splitmix64(id + (feature << 32) + (k << 40)) >> 32) * size >> 32
   )
   ids = np.array([[7, 2], [39_999_999, 0], [-1, 1]], np.int32)
-  bags = criteo1tb.Bags(ids, (40_000_000, 3), (3, 2))
+  bags = published.Bags(ids, ((40_000_000, 3), (3, 2)))
   assert bags.shape == (3, 5)
   expected = [
     [
