@@ -21,6 +21,7 @@ import numpy as np
 from .. import files, movielens
 from ..cache import Prepared
 from ..errors import UserError
+from ..training import build
 
 _INTEGERS = tuple(f"i{i + 1:02d}" for i in range(13))
 _CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(26))
@@ -57,8 +58,7 @@ def criteo(config) -> dict[str, Any]:
     MissingFileError: the file is missing; says where it comes from.
   """
   vocabularies = {"hash": {"hash": config.hash_size}, "min_count": {"min_count": config.min_count}}
-  if config.vocabulary not in vocabularies:
-    raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
+  build.check_choice("vocabulary", config.vocabulary, vocabularies)
   path = files.require(files.data_folder(config.data_dir, _KAGGLE), config.data_file, hint=_KAGGLE)
   return _criteo(config, path, dict.fromkeys(_CATEGORIES, vocabularies[config.vocabulary]))
 
