@@ -48,7 +48,9 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
 
 
 def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
-  """Returns as `of_export`, of a run on a table and other files.
+  """Returns the number of `rows` and the `metrics` of a run on a table, on other files of clicks.
+
+  Metrics are those of `dlrm.tasks.metrics`.
 
   Raises:
     UserError: the run is of rankings, or a file cannot be read.
@@ -60,20 +62,12 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
       "`test` files of a run that starts from this one with init_from, or take the items of "
       "recipes.predict and metrics of your own"
     )
-  config = config_lib.copied(run.config, files=files)
+  settings = table_settings.settings(config_lib.copied(run.config, files=files))
+  table = table_settings.parsed(settings)
   with tempfile.TemporaryDirectory() as folder:
-    return of_export(export.export(workdir, Path(folder) / "served"), config)
-
-
-def of_export(served: Path, config) -> dict[str, Any]:
-  """Returns the number of `rows` and the `metrics` of an exported model on the files of a table.
-
-  Metrics are those of `dlrm.tasks.metrics`.
-  """
-  table = table_settings.parsed(table_settings.settings(config))
-  model = serving.load(served)
+    model = serving.load(export.export(workdir, Path(folder) / "served"))
   assert isinstance(model, serving.ClickModel)
-  users, weight_name, chunks = Users.load(model.served.transforms), table.name_of(spec.Weight), []
+  users, weight_name, chunks = Users.load(Path(workdir) / "serve"), table.name_of(spec.Weight), []
   with source.connect() as con:
     rows = source.read(con, table.rows, table.on_bad_row)
     outcomes = rows.batches([*table.labels, *filter(None, [weight_name])])

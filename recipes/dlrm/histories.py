@@ -58,16 +58,14 @@ class Encoder(nnx.Module):
 
   HEADS = 2
 
-  def __init__(
-    self, model: str, dim: int, length: int, *, dropout: float, dtype: Any, rngs: nnx.Rngs
-  ):
+  def __init__(self, model: str, dim: int, length: int, *, dropout: float, **options: Any):
     if dim % self.HEADS:
       raise UserError(
         f"a position is {dim} wide, and history.model={model!r} has {self.HEADS} heads: choose an "
         "even config.dim"
       )
-    options: Any = {"dtype": dtype, "rngs": rngs}
-    self.places = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, dim)))
+    key = options["rngs"].params()
+    self.places = nnx.Param(0.02 * jax.random.normal(key, (length, dim)))
     self.block: Any = (
       HSTUBlock(dim, self.HEADS, length + 1, distances=False, dropout=dropout, **options)
       if model == "hstu"

@@ -268,7 +268,8 @@ def test_other_files_are_measured_by_their_own_log(run):
   expected = own_probabilities(training)
   label = np.array([row["clicked"] for row in in_order(rows)])
   logloss = -np.mean(np.log(np.where(label, expected, 1 - expected)))
-  assert evaluate.of_export(folder, training.config)["metrics"]["logloss"] == pytest.approx(logloss)
+  found = evaluate.evaluate_files(folder.parent / "run", training.config.files)
+  assert found["metrics"]["logloss"] == pytest.approx(logloss)
 
 
 @pytest.mark.ci
