@@ -45,7 +45,8 @@ def histories(args: argparse.Namespace) -> _Runs:
     "liked": {"kind": "label", "column": "rating", "at_least": 4},
     "when": "time",
   }
-  past = {"kind": "sequence", "of": "movie", "max_length": _PAST, "beside": ["liked", "when"]}
+  seen = {"kind": "sequence", "of": "movie", "max_length": _PAST}
+  past = {"seen": seen, "enjoyed": seen | {"where": "liked"}}
   table: dict[str, Any] = {
     "files": str(args.data_dir / "u.data"),
     "format": {"names": ["user", "movie", "rating", "when"]},
@@ -53,7 +54,7 @@ def histories(args: argparse.Namespace) -> _Runs:
   }
   yield "MovieLens 100K", "none", table | {"columns": columns}
   for model in _HISTORIES:
-    more = {"columns": columns | {"seen": past}, "history": {"model": model}}
+    more = {"columns": columns | past, "history": {"model": model}}
     yield "MovieLens 100K", model, table | more
 
 

@@ -79,7 +79,6 @@ MAY_CHANGE = (
   "eval_every",
   "checkpoint_every",
   "eval_batch_size",
-  "slices",
   "cache_dir",
   "num_workers",
   "data_dir",

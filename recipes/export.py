@@ -28,7 +28,7 @@ from . import mesh as mesh_lib
 from . import run as run_lib
 from .errors import MissingFileError, from_settings
 from .evaluation import retrieval
-from .serving import folder as folder_lib
+from .serving import models as models_lib
 from .tables import spec
 from .tables.settings import READING
 from .tables.transforms import Encoder, Entities
@@ -67,7 +67,7 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     raise MissingFileError(
       f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have"
     )
-  files.check_out(out, folder_lib.NAME)
+  files.check_out(out, models_lib.NAME)
   mesh = mesh_lib.start()
   with from_settings():
     parts = _RECIPES[run.recipe](config_lib.with_even_evaluation(run.config, mesh), serve, mesh)
@@ -86,13 +86,13 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     "exclude_seen": run.config.get("exclude_seen", True),
   }
   with files.replacing_folder(out) as partial:
-    program.save(partial / folder_lib.MODEL)
+    program.save(partial / models_lib.MODEL)
     if parts.candidates is not None:
-      np.save(partial / folder_lib.CANDIDATES, parts.candidates())
+      np.save(partial / models_lib.CANDIDATES, parts.candidates())
     # Popularity is in the vectors of the items: predictions do not read the order of the log.
     unread = shutil.ignore_patterns("history_when.npy")
-    shutil.copytree(serve, partial / folder_lib.TRANSFORMS, ignore=unread)
-    files.write_json(partial / folder_lib.NAME, about | parts.about)
+    shutil.copytree(serve, partial / models_lib.TRANSFORMS, ignore=unread)
+    files.write_json(partial / models_lib.NAME, about | parts.about)
   return out
 
 

@@ -7,7 +7,7 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
   train and half of day 23 to validate; its target is a validation AUC of .80275 within an epoch.
   What differs: the tables' Adagrad starts at 0.1 and has no epsilon (MLPerf: 0 and 1e-8, as the
   dense part has here); the learning rate is .004 (the README there says .005); ids are hashes of
-  the categories, and the other ids of a bag are drawn, see recipes/dlrm/criteo1tb.py; a blank
+  the categories, and the other ids of a bag are drawn, see recipes/dlrm/published.py; a blank
   category has no vector, and a blank integer is the mean; tables start normal(0, 0.01) instead of
   uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
 Cost: not run. Tables and slots are 195 GiB over all chips. Spark prepares the days, one a task, and

@@ -51,7 +51,7 @@ def _view(prepared: Prepared, config) -> Prepared:
 def data_set(name: str) -> DataSet:
   """Returns the data set that `config.dataset` names; imports what prepares it."""
   from ..tables import settings as table_settings
-  from . import criteo1tb, published, synthetic
+  from . import published, synthetic
 
   if name == "synthetic":
     return DataSet(synthetic.settings, synthetic.build)
@@ -59,8 +59,8 @@ def data_set(name: str) -> DataSet:
     return DataSet(table_settings.settings, _build, _view)
   settings = table_settings.declared(getattr(published, name))
   if name == "criteo_1tb":
-    view = lambda prepared, config: criteo1tb.view(_view(prepared, config), config)
-    return DataSet(settings, _build, view, criteo1tb.describe)
+    view = lambda prepared, config: published.with_bags(_view(prepared, config), config)
+    return DataSet(settings, _build, view, published.describe_bags)
   return DataSet(settings, _build, _view, hint=published.HINTS[name])
 
 

@@ -41,9 +41,6 @@ DEFAULTS: dict[str, Any] = {
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
   "epochs": 10,  # of a run whose `steps` are 0
   "select": "valid_logloss",  # or "valid_auc": its best state is tested; "" tests the last state
-  # Columns by whose values all metrics are measured as well, as ("gender",): auc[gender=F]. They
-  # have at most 32 values.
-  "slices": (),
   "patience": 2,  # validations without improvement until training stops; 0 never stops
   "baseline": {
     "inverse_penalties": (0.01, 0.1, 1.0),  # values of C of the logistic regression to choose from

@@ -1,9 +1,9 @@
 """Models of the positions of a history: pooled, DIN, a transformer, or HSTU.
 
-`Histories` replaces the vectors of each part of a history at all positions by one vector of the
-same width, so that a backbone sees no difference between the models.
+`Histories` replaces the vectors of a history at all positions by one vector of the same width, so
+that a backbone sees no difference between the models.
 
-B is the batch, L the number of positions, D the width of a position, all parts together.
+B is the batch, L the number of positions, D the width of a position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,14 @@ class DIN(nnx.Module):
 
   def __call__(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
     """Returns `[B, D]` for positions, a candidate, and a mask of the positions in use."""
+    weights_BxL = self.weights(keys_BxLxD, query_BxD, mask_BxL)
+    return jnp.einsum("bl,bld->bd", weights_BxL, keys_BxLxD)
+
+  def weights(self, keys_BxLxD: jax.Array, query_BxD: jax.Array, mask_BxL: jax.Array) -> jax.Array:
+    """Returns what each position is multiplied by, `[B, L]`."""
     query = jnp.broadcast_to(query_BxD[:, None], keys_BxLxD.shape)
     pairs = jnp.concatenate([keys_BxLxD, query, keys_BxLxD - query, keys_BxLxD * query], axis=-1)
-    weights_BxL = jnp.where(mask_BxL, self.out(self.mlp(pairs))[..., 0], 0)
-    return jnp.einsum("bl,bld->bd", weights_BxL, keys_BxLxD)
+    return jnp.where(mask_BxL, self.out(self.mlp(pairs))[..., 0], 0)
 
 
 class Encoder(nnx.Module):
@@ -54,16 +58,14 @@ class Encoder(nnx.Module):
 
   HEADS = 2
 
-  def __init__(
-    self, model: str, dim: int, length: int, *, dropout: float, dtype: Any, rngs: nnx.Rngs
-  ):
+  def __init__(self, model: str, dim: int, length: int, *, dropout: float, **options: Any):
     if dim % self.HEADS:
       raise UserError(
         f"a position is {dim} wide, and history.model={model!r} has {self.HEADS} heads: choose an "
         "even config.dim"
       )
-    options: Any = {"dtype": dtype, "rngs": rngs}
-    self.places = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, dim)))
+    key = options["rngs"].params()
+    self.places = nnx.Param(0.02 * jax.random.normal(key, (length, dim)))
     self.block: Any = (
       HSTUBlock(dim, self.HEADS, length + 1, distances=False, dropout=dropout, **options)
       if model == "hstu"
@@ -84,8 +86,7 @@ class Encoder(nnx.Module):
 class Histories(nnx.Module):
   """Attends to the positions of all histories of a model, each for the candidate of its row.
 
-  The candidate is the row's own feature in the table of a part: the item for the items of the
-  history. For a part without one, such as an action or an age, it is zeros.
+  The candidate is the row's own feature in the table of the history: its item for items.
 
   Args:
     widths: of the features' vectors by name.
@@ -106,53 +107,46 @@ class Histories(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.dtype, self.linear = dtype, linear
-    self.widths = {name: width - linear for name, width in widths.items()}
-    table = lambda feature: feature.table or feature.name
     single = [f for f in features if f.valency == 1 and not f.history]
-    candidates = {table(feature): feature.name for feature in reversed(single)}
-    candidates |= {feature.name: feature.name for feature in single}
-    self.parts: dict[str, dict[str, str | None]] = {}  # of a history: the candidates by part
+    own = {f.table or f.name: f.name for f in reversed(single)} | {f.name: f.name for f in single}
+    model, options = config.history.model, {"dtype": dtype, "rngs": rngs}
+    models, self.candidates = {}, dict[str, str]()  # by history
     for feature in features:
-      if feature.history:
-        parts = self.parts.setdefault(feature.history, {})
-        parts[feature.name] = candidates.get(feature.candidate or table(feature))
-        if parts[feature.history] is None:
-          raise UserError(
-            f"the sequence {feature.history!r} shares its table with no single value of the row, "
-            "which config.history.model attends for: set `of`, or declare it as a bag"
-          )
-    lengths = {feature.name: feature.valency for feature in features}
-    model, options, models = config.history.model, {"dtype": dtype, "rngs": rngs}, {}
-    for name, parts in self.parts.items():
-      dim = sum(self.widths[part] for part in parts)
+      if not feature.history:
+        continue
+      name, dim = feature.name, widths[feature.name] - linear
+      if feature.history not in own:
+        raise UserError(
+          f"the sequence {name!r} shares its table with no single value of the row, "
+          "which config.history.model attends for: set `of`, or declare it as a bag"
+        )
+      self.candidates[name] = own[feature.history]
       models[name] = (
         DIN(dim, **options)
         if model == "din"
-        else Encoder(model, dim, lengths[name], dropout=config.dropout, **options)
+        else Encoder(model, dim, feature.valency, dropout=config.dropout, **options)
       )
     self.models = nnx.Dict(models)
 
   def __call__(
     self, activations: Mapping[str, jax.Array], inputs: Mapping[str, Any]
   ) -> dict[str, jax.Array]:
-    """Returns activations with `[B, width]` for each part of a history.
+    """Returns activations with `[B, width]` for each history.
 
     Args:
-      activations: of all features; of parts `[B, L, width]`.
+      activations: of all features; of histories `[B, L, width]`.
       inputs: their ids, `embed.Padded` for those of several.
     """
     pooled = dict(activations)
-    for name, parts in self.parts.items():
+    for name in self.candidates:
       keys_BxLxD, query_BxD, mask_BxL = self.arguments(name, activations, inputs)
-      vectors_BxD, start = self.models[name](keys_BxLxD, query_BxD, mask_BxL), 0
-      for part in parts:
-        pooled[part] = vectors_BxD[:, start : start + self.widths[part]]
-        start += self.widths[part]
-        if self.linear:
-          weights = activations[part].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
-          count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
-          mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
-          pooled[part] = jnp.concatenate([pooled[part], mean.astype(vectors_BxD.dtype)], axis=1)
+      vector = self.models[name](keys_BxLxD, query_BxD, mask_BxL)
+      if self.linear:
+        weights = activations[name].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
+        count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
+        mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
+        vector = jnp.concatenate([vector, mean.astype(vector.dtype)], axis=1)
+      pooled[name] = vector
     return pooled
 
   def arguments(
@@ -161,14 +155,10 @@ class Histories(nnx.Module):
     """Returns positions `[B, L, D]`, the candidate `[B, D]` and the mask `[B, L]`."""
     ids = getattr(inputs[name], "values", inputs[name])
     mask_BxL = (ids if ids.ndim == 2 else ids[:, None]) >= 0
-    keys, queries = [], []
-    for part, candidate in self.parts[name].items():
-      width = self.widths[part]
-      key = activations[part].reshape(*mask_BxL.shape, -1)[..., :width].astype(self.dtype)
-      keys.append(key)
-      own = jnp.zeros_like(key[:, 0]) if candidate is None else activations[candidate][:, :width]
-      queries.append(own.astype(self.dtype))
-    return jnp.concatenate(keys, axis=-1), jnp.concatenate(queries, axis=-1), mask_BxL
+    keys_BxLxW = activations[name].reshape(*mask_BxL.shape, -1).astype(self.dtype)
+    query_BxW, width = activations[self.candidates[name]].astype(self.dtype), keys_BxLxW.shape[-1]
+    dim = width - self.linear
+    return keys_BxLxW[..., :dim], query_BxW[:, :dim], mask_BxL
 
 
 def attends(config, features: Sequence[Feature]) -> bool:

@@ -36,7 +36,6 @@ class Ranker(nnx.Module):
   embed: embed.SparseEmbed
   inputs: layers.Inputs
   head: Any
-  dtype: Any
   histories: histories_lib.Histories | None = None  # None pools the positions of a history
 
   def __call__(self, batch: Batch) -> jax.Array:
@@ -69,6 +68,7 @@ class DLRM(Ranker):
     concat_tables: the top MLP also sees the tables' vectors, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
+    options: `rngs` and `dtype` of the layers.
   """
 
   def __init__(
@@ -82,28 +82,24 @@ class DLRM(Ranker):
     concat_tables: bool,
     dropout: float,
     head: Head = ONE_LOGIT,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
+    **options: Any,
   ):
-    self.embed, self.inputs, self.dtype = tables, inputs, dtype
-    num_dense, widths = inputs.num_dense, inputs.widths
-    mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
-    self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
-    self.names, self.concat_tables = tuple(widths), concat_tables
-    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    self.embed, self.inputs, self.concat_tables = tables, inputs, concat_tables
+    self.names, num_dense, widths = tuple(inputs.widths), inputs.num_dense, inputs.widths
+    self.bottom = layers.MLP(num_dense, [*bottom, dim], **options) if num_dense else None
+    linear: Any = functools.partial(nnx.Linear, use_bias=False, **options)
     others = {name: width for name, width in widths.items() if width != dim}
     self.projections = nnx.Dict({name: linear(width, dim) for name, width in others.items()})
     num_vectors = len(widths) + (num_dense > 0)
     kept = num_vectors if concat_tables else int(num_dense > 0)
     width = kept * dim + num_vectors * (num_vectors - 1) // 2
-    self.top = mlp(width, top, dropout=dropout)
-    self.head = head(self.top.out_features, rngs=rngs)
+    self.top = layers.MLP(width, top, dropout=dropout, **options)
+    self.head = head(self.top.out_features, rngs=options["rngs"])
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     tables, projected = [], set(self.projections)  # `in` the Dict alone finds methods
     for name in self.names:
-      x = vectors[name].astype(self.dtype)
-      tables.append(self.projections[name](x) if name in projected else x)
+      tables.append(self.projections[name](vectors[name]) if name in projected else vectors[name])
     numbers = [self.bottom(dense_BxK)] if self.bottom is not None else []
     x_BxFxD = jnp.stack([*tables, *numbers], axis=1)
     kept = [*tables, *numbers] if self.concat_tables else numbers
@@ -120,6 +116,7 @@ class DCNV2(Ranker):
       network's output to the deep one.
     bottom: widths of an MLP on the dense features before they meet the others, as in MLPerf's
       DLRM-DCNv2; () leaves it out.
+    options: `rngs` and `dtype` of the layers.
   """
 
   def __init__(
@@ -134,23 +131,20 @@ class DCNV2(Ranker):
     dropout: float,
     bottom: Sequence[int] = (),
     head: Head = ONE_LOGIT,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
+    **options: Any,
   ):
-    self.embed, self.inputs, self.dtype = tables, inputs, dtype
+    self.embed, self.inputs, self.names = tables, inputs, tuple(inputs.widths)
     self.is_stacked = structure == "stacked"
-    options: Any = {"dtype": dtype, "rngs": rngs}
     self.bottom = layers.MLP(inputs.num_dense, bottom, **options) if bottom else None
-    self.names = tuple(inputs.widths)
     width = sum(inputs.widths.values()) + (bottom[-1] if bottom else inputs.num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank, **options)
     self.deep = layers.MLP(width, deep, dropout=dropout, **options)
-    self.head = head(self.deep.out_features + (0 if self.is_stacked else width), rngs=rngs)
+    seen = self.deep.out_features + (0 if self.is_stacked else width)
+    self.head = head(seen, rngs=options["rngs"])
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     numbers = dense_BxK if self.bottom is None else self.bottom(dense_BxK)
-    parts = [*(vectors[name] for name in self.names), numbers]
-    x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
+    x = jnp.concatenate([*(vectors[name] for name in self.names), numbers], axis=1)
     crossed = self.cross(x)
     if self.is_stacked:
       return self.deep(crossed)
@@ -177,7 +171,6 @@ def build_model(
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  name = config.model
   # First-order weights are more columns of the tables.
   linear = len(data.labels) if config.linear else 0
   features = features_lib.feature_configs(
@@ -191,11 +184,10 @@ def build_model(
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   options: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
-  sizes = {**config[name]} | ({} if name == "dcnv2" else {"dim": config.dim})
-  widths = sizes["top" if name == "dlrm" else "deep"]
-  expert = widths[-1] if widths else config.dim
   vectors: Any = {"dim": config.dim, "vectors": data.vectors, "linear": linear}
-  model: Ranker = MODELS[name](
+  sizes = {**config[config.model]} | ({"dim": config.dim} if config.model == "dlrm" else {})
+  expert = [config.dim, *sizes["top" if config.model == "dlrm" else "deep"]][-1]
+  model: Ranker = MODELS[config.model](
     tables,
     layers.Inputs(tables, data.numbers, **vectors, **options),
     **sizes,
@@ -203,9 +195,9 @@ def build_model(
     dropout=config.dropout,
     **options,
   )
-  by_name = {name: feature.table.dim for name, feature in features.items()}
   if histories_lib.attends(config, data.features):
+    widths = {name: feature.table.dim for name, feature in features.items()}
     model.histories = histories_lib.Histories(
-      config, data.features, by_name, linear=linear, **options
+      config, data.features, widths, linear=linear, **options
     )
   return model

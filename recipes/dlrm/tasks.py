@@ -15,14 +15,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ..evaluation.metrics import CLICK_NAMES, Groups, click_metrics, group_metrics
+from ..evaluation.metrics import CLICK_NAMES, click_metrics, gauc
 from ..tables.spec import Label
 from ..training import layers
 
 Labels = Mapping[str, Label]
 ONE_CLICK: Labels = {"label": Label()}
 STRUCTURES = ("shared_bottom", "mmoe", "ple")
-_NO_GROUPS = Groups()
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
@@ -43,17 +42,18 @@ class GatedExperts(nnx.Module):
     expert: width of an expert.
     is_last: whether no level follows; else one more gate mixes all experts, for the shared experts
       of the next level.
+    options: of the experts, as of `layers.MLP`.
   """
 
   def __init__(
     self, width: int, num_tasks: int, own: int, shared: int, expert: int, is_last: bool,
-    *, dropout: float, dtype: Any, rngs: nnx.Rngs,
+    **options: Any,
   ):  # fmt: skip
-    mlp = functools.partial(layers.MLP, width, (expert,), dropout=dropout, dtype=dtype, rngs=rngs)
+    mlp = functools.partial(layers.MLP, width, (expert,), **options)
     experts = lambda number: nnx.List(mlp() for _ in range(number))
     self.own, self.shared = nnx.List(experts(own) for _ in range(num_tasks)), experts(shared)
     seen = [own + shared] * num_tasks + [num_tasks * own + shared] * (not is_last)
-    self.gates = nnx.List(nnx.Linear(width, number, rngs=rngs) for number in seen)
+    self.gates = nnx.List(nnx.Linear(width, number, rngs=options["rngs"]) for number in seen)
 
   def __call__(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns `[B, expert]` for each task, and for the shared experts where a level follows.
@@ -82,16 +82,13 @@ class PLE(nnx.Module):
 
   own, num_levels = 1, 2
 
-  def __init__(
-    self, width: int, *, labels: Labels, expert: int, dropout: float, dtype: Any, rngs: nnx.Rngs
-  ):
-    options: Any = {"dropout": dropout, "dtype": dtype, "rngs": rngs}
+  def __init__(self, width: int, *, labels: Labels, expert: int, **options: Any):
     self.levels = nnx.List[GatedExperts]()
     for number in range(1, self.num_levels + 1):
       inputs, is_last = width if number == 1 else expert, number == self.num_levels
       level = GatedExperts(inputs, len(labels), self.own, 4, expert, is_last, **options)
       self.levels.append(level)
-    self.out = nnx.List(nnx.Linear(expert, 1, rngs=rngs) for _ in labels)
+    self.out = nnx.List(nnx.Linear(expert, 1, rngs=options["rngs"]) for _ in labels)
 
   def __call__(self, hidden_BxH: jax.Array) -> jax.Array:
     inputs = [hidden_BxH] * (len(self.out) + 1)
@@ -154,30 +151,29 @@ def metrics(
   outputs: np.ndarray,
   targets: np.ndarray,
   weights: np.ndarray,
-  groups: Groups = _NO_GROUPS,
-  ids: Mapping[str, np.ndarray] = {},
+  users: np.ndarray | None = None,
 ) -> dict[str, float]:
-  """Returns the metrics of all rows of a split by name: `click_metrics` and `group_metrics`.
+  """Returns the metrics of all rows of a split by name: `click_metrics`, and `gauc` of users.
 
   Args:
     outputs: float `[N]` or `[N, T]`.
     targets: like `outputs`, NaN where a label does not count.
     weights: float `[N]`, how often a row counts.
+    users: int `[N]`, negative where none is known.
   """
   scores: dict[str, dict[str, float]] = {}
   for name, _, *rows in cut(labels, outputs, targets):
     own, target, counts = map(np.asarray, rows)
     counts = counts & (weights > 0)
-    examples = own[counts], target[counts], weights[counts]
-    scores[name] = click_metrics(*examples)
-    if counts.any():
-      scores[name] |= group_metrics(groups, *examples, {k: x[counts] for k, x in ids.items()})
+    scores[name] = click_metrics(own[counts], target[counts], weights[counts])
+    if counts.any() and users is not None:
+      scores[name] |= gauc(own[counts], target[counts], users[counts], weights[counts])
   return named(labels, scores)
 
 
-def metric_names(labels: Labels, groups: Groups = _NO_GROUPS) -> list[str]:
+def metric_names(labels: Labels, *, has_users: bool = False) -> list[str]:
   """Returns the names of the metrics that can select a state."""
-  names = [*CLICK_NAMES, *(["gauc"] if groups.user else [])]
+  names = [*CLICK_NAMES, *["gauc"] * has_users]
   if len(labels) == 1:
     return names
   return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]

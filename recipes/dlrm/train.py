@@ -20,7 +20,7 @@ from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import from_settings
-from ..evaluation.metrics import groups_of
+from ..evaluation.metrics import Users
 from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
@@ -117,10 +117,10 @@ def logits(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  See `tasks.metrics`; of users where a table declares one, and of `config.slices`. A row counts by
-  its `weight`, if there is one. A split without rows has no metrics.
+  See `tasks.metrics`; of users where a table declares one. A row counts by its `weight`, if there
+  is one. A split without rows has no metrics.
   """
-  grouping = groups_of(data.features, config.slices, data.serve)
+  users = Users.load(data.serve)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
@@ -131,14 +131,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     )
     ahead, rows = collections.deque[Any](), list[Any]()
     for batch in mesh_lib.prefetch_to_device(mesh, batches):
-      ids = {name: batch["features"][name] for name in grouping.features}
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
-      ahead.append((predict(view, batch), batch["label"], amount, ids))
+      ahead.append((predict(view, batch), batch["label"], amount, users.ids(batch["features"])))
       if len(ahead) > _PENDING:
         rows.append(mesh_lib.gather(ahead.popleft()))
     rows += map(mesh_lib.gather, ahead)
     outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    return tasks.metrics(data.labels, outputs, targets, weights, grouping, ids)
+    return tasks.metrics(data.labels, outputs, targets, weights, users.codes(ids))
 
   return evaluate
 
@@ -156,8 +155,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  grouping = groups_of(data.features, config.slices, data.serve)
-  names = tasks.metric_names(data.labels, grouping) if has_valid else ()
+  has_users = bool(Users.load(data.serve).feature)
+  names = tasks.metric_names(data.labels, has_users=has_users) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)
 

@@ -1,4 +1,4 @@
-"""Metrics of clicks, also within users and slices, and of rankings, fed batch by batch."""
+"""Metrics of clicks, also within users, and of rankings, fed batch by batch."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,6 @@ from sklearn.metrics import log_loss, roc_auc_score
 from ..errors import UserError
 
 CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
-_MAX_VALUES = 32  # of a column that slices
-_OTHER = "(other)"  # values that training has not seen, or too rarely
 
 
 def click_metrics(logits, labels, weights=None) -> dict[str, float]:
@@ -70,90 +68,54 @@ def gain(metric: str, value: float) -> float:
   return -value if metric.endswith("loss") or metric == "ne" else value
 
 
-# --- users and slices -----------------------------------------------------------------------------
+# --- users ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
-  """Groups of examples that have metrics of their own.
+class Users:
+  """The users of examples, for GAUC.
 
   Attributes:
-    user: the feature with the user of each example; "" where none is known.
-    num_users: its first ids, each of which is one user; users that training has not seen share the
+    feature: with the user of each example; "" where none is declared.
+    known: its first ids, each of which is one user; users that training has not seen share the
       others, which have no part in GAUC. 0: every id is a user.
-    slices: by feature, the names of its ids; larger ids have the last name too.
   """
 
-  user: str = ""
-  num_users: int = 0
-  slices: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+  feature: str = ""
+  known: int = 0
 
-  @property
-  def features(self) -> tuple[str, ...]:
-    """The features that name the groups."""
-    return tuple(dict.fromkeys(filter(None, (self.user, *self.slices))))
+  @classmethod
+  def load(cls, serve: Path | None) -> "Users":
+    """Returns the user that a table declares, given the folder of its transforms, if it has one."""
+    if serve is None:
+      return cls()
+    from ..tables import spec  # imports what reads tables
+    from ..tables.transforms import Encoder
 
+    transforms = Encoder.load(serve).transforms
+    name = spec.only(transforms.kinds, spec.User)
+    return cls() if name is None else cls(name, len(transforms.vocabulary(name)))
 
-def groups_of(features: Sequence[Any], slices: Sequence[str], serve: Path | None) -> Groups:
-  """Returns the slices by `config.slices`, and the user if the table declares one.
+  def ids(self, features: Mapping[str, Any]) -> Any:
+    """Returns the users' ids among those of a batch's features; None where none is declared."""
+    return features[self.feature] if self.feature else None
 
-  Args:
-    features: each a `training.features.Feature`.
-    slices: names of features with a single id, of at most 32 values.
-    serve: the folder of a table's transforms; None knows no users, and calls values by their ids.
-  """
-  sizes = {f.name: f.vocabulary_size for f in features if f.columns == 1}
-  sizes = {name: size for name, size in sizes.items() if size <= _MAX_VALUES}
-  if not sizes.keys() >= set(slices):
-    raise UserError(f"config.slices is {tuple(slices)}: choose some of {sorted(sizes)}")
-  named = {name: tuple(map(str, range(sizes[name]))) for name in slices}
-  if serve is None:
-    return Groups(slices=named)
-  from ..tables import spec  # imports what reads tables
-  from ..tables.transforms import Encoder
+  def codes(self, ids: Any) -> Any:
+    """Returns `ids` as numbers of users, int `[N]`, of which negative ones have no part in GAUC.
 
-  encoder = Encoder.load(serve)
-  for name in named.keys() & encoder.transforms.kinds.keys():
-    if values := encoder.transforms.vocabulary(name):
-      named[name] = (*values, _OTHER)
-  user = spec.only(encoder.transforms.kinds, spec.User)
-  if user is None:
-    return Groups(slices=named)
-  return Groups(user, len(encoder.transforms.vocabulary(user)), named)
+    Args:
+      ids: int32 `[N]`, negative where there is none; raw ids of a dynamic vocabulary uint32
+        `[N, 2]`; or None.
 
-
-def group_metrics(
-  groups: Groups, logits, labels, weights, ids: Mapping[str, Any]
-) -> dict[str, float]:
-  """Computes `gauc` and, for each value of a slice, `click_metrics`, named as `auc[sex=F]`.
-
-  Args:
-    groups: what to measure.
-    logits, labels, weights: `[N]` each, as for `click_metrics`.
-    ids: int32 `[N]` of the groups' features, negative where there is none; raw ids of a dynamic
-      vocabulary uint32 `[N, 2]`.
-
-  >>> groups = Groups("user", slices={"sex": ("F", "M")})
-  >>> ids = {"user": np.array([0, 0, 1, 1]), "sex": np.array([0, 0, 0, 1])}
-  >>> rows = np.array([1.0, 0.0, 2.0, 3.0]), np.array([1, 0, 0, 1]), np.ones(4)
-  >>> metrics = group_metrics(groups, *rows, ids)
-  >>> metrics["gauc"], metrics["gauc_share"], metrics["auc[sex=F]"]
-  (1.0, 1.0, 0.5)
-  """
-  examples, metrics = (logits, labels, weights), dict[str, float]()
-  if groups.user:
-    users, limit = ids[groups.user], groups.num_users or np.inf
-    if users.ndim == 2:  # halves of raw ids; all bits set mean that there is none
-      is_none = (users == np.iinfo(np.uint32).max).all(axis=1)
-      users = np.where(is_none, -1, np.unique(users, axis=0, return_inverse=True)[1])
-    known = (users >= 0) & (users < limit)
-    metrics |= gauc(logits, labels, np.where(known, users, -1), weights)
-  for name, values in groups.slices.items():
-    codes = np.minimum(ids[name], len(values) - 1)
-    for code, value in enumerate(values):
-      scores = click_metrics(*(x[codes == code] for x in examples))
-      metrics |= {f"{metric}[{name}={value}]": x for metric, x in scores.items()}
-  return metrics
+    >>> Users("user", known=2).codes(np.array([0, 1, 2, -1])).tolist()
+    [0, 1, -1, -1]
+    """
+    if ids is None:
+      return None
+    if ids.ndim == 2:  # halves of raw ids; all bits set mean that there is none
+      is_none = (ids == np.iinfo(np.uint32).max).all(axis=1)
+      ids = np.where(is_none, -1, np.unique(ids, axis=0, return_inverse=True)[1])
+    return np.where(ids < (self.known or np.inf), ids, -1)
 
 
 def gauc(logits, labels, users, weights) -> dict[str, float]:

@@ -11,7 +11,7 @@ with files.
 **Clicks.** Every declared feature needs its column. A category outside the vocabulary has one of
 the `oov` rows of its table, or no vector with `oov=0`. A missing category has no vector, a missing
 number is the mean of training. A history that training has built of its log is a list column of its
-name, and one for each value beside it (`seen`, `seen_genre`).
+name.
 
 **Recommendations.** A row needs one of: the user, a feature of the user, or a `history`, raw ids of
 items in the order of time, as a list or separated by `|`. A value in the row takes the place of the
@@ -26,8 +26,7 @@ Needs sparse-embed with its extra `serving`. The run, its data and its checkpoin
 
 from pathlib import Path
 
-from . import folder as folder_lib
-from .models import ClickModel, Recommended, Recommender
+from .models import ClickModel, Recommended, Recommender, read
 
 __all__ = ["ClickModel", "Recommended", "Recommender", "load"]
 
@@ -38,5 +37,5 @@ def load(folder: str | Path) -> ClickModel | Recommender:
   Raises:
     MissingFileError: the folder is no export.
   """
-  served = folder_lib.read(folder)
+  served = read(folder)
   return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)

@@ -1,27 +1,78 @@
-"""Models that answer raw rows: probabilities of clicks, and the best items."""
+"""Exported models that answer raw rows: probabilities of clicks, and the best items."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pyarrow as pa
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.special import expit
 
-from .. import packing
+from .. import files, packing
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import spec
 from ..tables.transforms import Encoder, Entities, lengths_of, stacked
 from ..training.features import cut_ids
-from . import histories
 from . import rows as rows_lib
-from .folder import Served
+
+# The files of an export.
+NAME = "served.json"
+MODEL = "model.npz"
+TRANSFORMS = "transforms"
+CANDIDATES = "candidates.npy"
 
 _HISTORY = "history"  # the column with a user's own items
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
+
+
+# --- exports --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """An exported model, in memory."""
+
+  transforms: Path  # the folder of transforms, users and items
+  about: Mapping[str, Any]
+  kinds: Mapping[str, spec.Kind]  # the declared columns of the training rows
+  text_format: spec.Format  # of the training rows
+  run: Callable[[Any], jax.Array]  # the program, compiled for each new number of rows
+  candidates: jax.Array | None  # of the items, float32 `[items, D]`, zeros at the end; None of dlrm
+  mesh: Mesh  # that the candidates are split over
+
+
+def read(folder: str | Path) -> Served:
+  """Reads an export; raises MissingFileError for another folder."""
+  folder = Path(folder)
+  advice = "`python -m recipes.export RUN --out=FOLDER` writes a folder to give here"
+  about = files.read_json(files.require(folder, NAME, hint=advice))
+  with np.load(folder / MODEL) as file:
+    stored = dict(file)
+  program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
+  mesh = Mesh(np.array(jax.local_devices()), ("data",))
+  return Served(
+    transforms=folder / TRANSFORMS,
+    about=about,
+    kinds=spec.parse(about["columns"]),
+    text_format=spec.Format(**about["text"]),
+    run=functools.partial(jax.jit(program.call), jax.device_put(stored)),
+    candidates=_split(folder / CANDIDATES, mesh) if (folder / CANDIDATES).exists() else None,
+    mesh=mesh,
+  )
+
+
+def _split(path: Path, mesh: Mesh) -> jax.Array:
+  """Returns the rows of a file split over the mesh, zeros at the end; no device holds all."""
+  rows = np.load(path)
+  padded = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
+  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -47,14 +98,8 @@ class ClickModel:
   def __init__(self, served: Served):
     self.served, kinds = served, served.kinds
     self.encoder = Encoder.load(served.transforms)
-    past = self.encoder.histories
-    is_own = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
-    features = {name: kind for name, kind in kinds.items() if is_own(kind)}
-    self._time = str(spec.only(kinds, spec.Time))
-    if any(history.has_ages for history in past):
-      features[self._time] = kinds[self._time]
-    missing, lists = served.text_format.missing, histories.lists(past, kinds)
-    self._reader = rows_lib.Reader(features, missing, lists=lists)
+    features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+    self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
     self.labels = spec.labels(kinds)
     several = tuple(f"score_{name}" for name in self.labels)
@@ -74,26 +119,19 @@ class ClickModel:
     """
     table = rows_lib.as_table(rows)
     values = self._reader.read(table, source, first_row)
-    positions = histories.positions(self.encoder, values, self._time)
-    return self.scores(self.inputs(values, len(table), positions))
+    encoded = self.encoder.encode(values, len(table))
+    ids_of_lists = self.encoder.transforms.ids_of_lists
+    past = [
+      ids_of_lists(values[history.name], history.of, history.width, last=True)
+      for history in self.encoder.histories
+    ]
+    flat = [ids.reshape(len(table), math.prod(ids.shape[1:])) for ids in past]
+    return self.scores(encoded["dense"], np.concatenate([encoded["ids"], *flat], axis=1))
 
-  def inputs(
-    self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray] = ()
-  ) -> dict[str, Any]:
-    """Returns the program's inputs `dense` and `features`.
-
-    Args:
-      values: N texts, numbers or lists by declared name, as training reads them.
-      count: N.
-      positions: the histories' columns of `ids`.
-    """
-    encoded = self.encoder.encode(values, count)
-    ids = np.concatenate([encoded["ids"], *positions], axis=1)
-    return {"dense": encoded["dense"], "features": cut_ids(ids, self.encoder.features)}
-
-  def scores(self, inputs: Mapping[str, Any]) -> np.ndarray:
-    """Returns as `predict`, for inputs of N rows."""
-    outputs = np.empty((len(inputs["dense"]), len(self.names)))
+  def scores(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns as `predict`, for N rows as `tables.clicks.encoded` yields them."""
+    inputs = {"dense": dense, "features": cut_ids(ids, self.encoder.features)}
+    outputs = np.empty((len(dense), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)
@@ -175,16 +213,7 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    return self.answers(self._reader.read(table, source, first_row), len(table), top)
-
-  def answers(self, values: Mapping[str, Any], count: int, top: int | None) -> Recommended:
-    """Returns as `recommend`, for N values as training reads them.
-
-    Args:
-      values: users, their own items as "history", and features by declared name.
-      count: N.
-      top: as of `recommend`.
-    """
+    values, count = self._reader.read(table, source, first_row), len(table)
     num_items, is_new = len(self._items.texts), self.served.about["exclude_seen"]
     top = min(10, num_items) if top is None else top
     if not 1 <= top <= num_items:
@@ -210,14 +239,6 @@ class Recommender:
     texts = lambda each: np.array([*each, None], object)[ids]
     titles = None if self._items.titles is None else texts(self._items.titles)
     return Recommended(texts(self._items.texts), scores, titles, ~is_known)
-
-  def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
-    """Returns which of N items, raw ids, are never recommended to N users, who have had them."""
-    user, item = self._users.codes.find(users), self._items.codes.find(items)
-    owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
-    count = len(self._items.texts)
-    had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
-    return had & (user >= 0) & (item >= 0) & self.served.about["exclude_seen"]
 
   def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the known items of rows, or else of their users."""

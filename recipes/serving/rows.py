@@ -15,7 +15,6 @@ from ..tables import source as source_lib
 from ..tables import spec
 from ..tables.spec import Format
 from ..tables.values import Column, Value, identifier, typed, value_of
-from .histories import Beside
 
 _CHUNK = 4096
 
@@ -49,7 +48,6 @@ class Reader:
   Args:
     kinds: by declared name; columns that rows lack are left out where they are not `required`.
     missing: texts that mean no value.
-    lists: of histories, by name, each history before the values beside it.
 
   Attributes:
     columns: of the rows, that are read.
@@ -60,14 +58,9 @@ class Reader:
     kinds: Mapping[str, spec.Kind],
     missing: Sequence[str],
     *,
-    lists: Mapping[str, Beside] = {},
     required: bool = True,
   ):
-    self.kinds = dict(kinds)
-    self.kinds |= dict.fromkeys(lists, spec.Bag())
-    self._missing, self._lists, self._required = missing, lists, required
-    has_dates = any(each.history.has_dates for each in lists.values())
-    self._clock = "date" if has_dates else "fraction"
+    self.kinds, self._missing, self._required = dict(kinds), missing, required
     sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))
     self.columns = tuple(dict.fromkeys(sources))
     self._con = duckdb.connect(config={"threads": 1})
@@ -97,16 +90,11 @@ class Reader:
         if lacking:
           continue
         read = [Column(c, places[c], stored[places[c]]) for c in kind.sources(name)]
-        beside, columns[name] = self._lists.get(name), f"c{place}"
+        columns[name] = f"c{place}"
         try:
-          value = value_of(
-            kind, read, self._missing, self._clock, place=place, aligned=beside is not None
-          )
+          values[columns[name]] = value_of(kind, read, self._missing, place=place)
         except DamagedFileError as error:
           raise UserError(f"{source}: {error}") from error
-        if beside is not None and beside.history.name != name:
-          value = beside.read(value, values[columns[beside.history.name]].sql)
-        values[columns[name]] = value
       answer = con.execute(typed("given", values)).to_arrow_table()
     bad = answer["bad"].is_valid().to_numpy()
     if bad.any():

@@ -194,18 +194,19 @@ def labels_of(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
   return np.stack(columns, axis=1).astype(np.float32)
 
 
-def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np.ndarray]]:
-  """Yields the histories' columns of `ids` of each batch of rows, built of all of them."""
+def encoded(table: Table, rows: Rows, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+  """Yields `dense` and `ids` of each batch of rows, with histories that are built of all rows."""
+  batches = (encoder.encode(values, len(place)) for values, place, _ in rows.batches())
   if not encoder.histories:
-    while True:
-      yield []
+    yield from batches
+    return
+  held, start = [*batches], 0
   log = histories.Rows(table, encoder.histories, rows, {})
-  ids = [encoder.encode(values, len(place))["ids"] for values, place, _ in rows.batches()]
-  all_ids, start = np.concatenate(ids), 0
-  logs = [*log.logs(encoder.own_features, all_ids)]
-  for block in ids:
-    part = slice(start, start := start + len(block))
-    yield [x for each in logs for x in each.positions(part)]
+  logs = [*log.logs(encoder.own_features, np.concatenate([batch["ids"] for batch in held]))]
+  for batch in held:
+    part = slice(start, start := start + len(batch["ids"]))
+    ids = [batch["ids"], *(each.positions(part) for each in logs)]
+    yield batch | {"ids": np.concatenate(ids, axis=1)}
 
 
 def summary(encoder: Encoder) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,36 +139,6 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     rows = [each[once] for each in rows]
   return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-  """The users of a table and the items they have had, each pair once.
-
-  Attributes:
-    user, item: int32 `[N]`.
-    users, items: raw ids by number.
-    values: of the users' features, from the first row of each, by declared name.
-  """
-
-  user: np.ndarray
-  item: np.ndarray
-  users: pa.Array
-  items: pa.Array
-  values: Mapping[str, Any]
-
-
-def pairs(table: Table) -> Pairs:
-  """Returns the pairs in a table, without splitting it or reading features from other files.
-
-  Raises:
-    UserError: no user or item is declared, or a row has none.
-  """
-  with source.connect() as con, tempfile.TemporaryDirectory() as stage:
-    log = _Log(con, table, "", Path(stage))
-    user, item, *_ = log.numbered()
-    first = splitting.first_of_pairs(user, item)
-    return Pairs(user[first], item[first], log.texts["user"], log.texts["item"], log.values("user"))
 
 
 class _Log:

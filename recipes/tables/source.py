@@ -396,11 +396,10 @@ class Rows:
     total: rows of the files, with those that were left out for a bad value.
     starts: the first row of each file.
     left_out: how many rows were left out by what is wrong with them, and where the first is.
-    has_dates: whether times are dates.
   """
 
-  def __init__(self, con: Any, source: Source, folder: Path, has_dates: bool):
-    self.con, self.source, self.has_dates = con, source, has_dates
+  def __init__(self, con: Any, source: Source, folder: Path):
+    self.con, self.source = con, source
     self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
@@ -535,7 +534,7 @@ def read(
   kinds = source.read_kinds
   opened = [open_file(path, source.format) for path in source.all_files]
   clock = clock_of(source) if clock is None else clock
-  rows = Rows(con, source, folder, has_dates=clock == "date")
+  rows = Rows(con, source, folder)
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
   parts = (folder / f"{number:06d}.parquet" for number in itertools.count())

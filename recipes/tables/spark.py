@@ -150,7 +150,7 @@ class _Task:
   def write(self, number: int, *, split: str, starts: Sequence[int]) -> list[int]:
     """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
     with source.connect() as con:
-      rows = source.Rows(con, self.source(number), self.path(number), self.clock == "date")
+      rows = source.Rows(con, self.source(number), self.path(number))
       rows.stored = f"(SELECT * REPLACE (place + {starts[number]} AS place) FROM {rows.stored})"
       rows.define(split)
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
@@ -170,7 +170,7 @@ class _Rows(source.Rows):
   """Rows that tasks have typed, of which Spark answers queries."""
 
   def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
-    super().__init__(con, table.rows, task.folder, task.clock == "date")
+    super().__init__(con, table.rows, task.folder)
     self._session, self.stored = session, "stored"
     *self.starts, self.total = np.cumsum([0, *(each.rows for each in read)]).tolist()
     for problem, (rows, first) in (item for each in read for item in each.left_out.items()):

@@ -7,7 +7,7 @@
       "price": {"kind": "number", "log": True},
       "city": {"kind": "category", "min_count": 5},
       "tags": {"kind": "bag", "separator": "|"},
-      "seen": {"kind": "sequence", "of": "movie", "beside": ("genre", "clicked", "when")},
+      "seen": {"kind": "sequence", "of": "movie", "where": "clicked"},
     }
 
 The classes below are the kinds; their attributes are the options.
@@ -197,7 +197,6 @@ class Ordered(Bag):
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
   of: str = ""  # a declared category, such as the item
-  beside: tuple[str, ...] = ()  # declared columns whose values in the same earlier rows go along
   where: str = ""  # the label: only rows where it is 1 are in the history; "" takes all
 
 
@@ -298,8 +297,8 @@ def _faults(kind: Any) -> Iterator[str]:
     yield "separator is the text between two values, and not empty"
   if isinstance(kind, Vector) and not kind.width:
     yield "width is the number of values in each vector: give it"
-  if isinstance(kind, Ordered) and not kind.of and (kind.beside or kind.where):
-    yield "beside and where are for a history: name its column with of"
+  if isinstance(kind, Ordered) and not kind.of and kind.where:
+    yield "where is for a history: name its column with of"
   if is_history(kind) and any(getattr(kind, name) != getattr(Ordered, name) for name in _OF_COLUMN):
     yield "of names values of earlier rows, in the table of their column: leave out its options"
   if isinstance(kind, Time) and kind.columns and not 3 <= len(kind.columns) <= 6:

@@ -127,7 +127,7 @@ class Transforms:
     if isinstance(kind, spec.Bag):
       about |= {"combiner": kind.combiner}
     if isinstance(kind, spec.Ordered):
-      about |= {"history": name}
+      about |= {"history": kind.table or name}
     if kind.is_dynamic:
       about |= {"eviction": kind.eviction, "half_life": kind.half_life}
     counted = len(self.vocabulary(name)) + kind.oov
@@ -169,16 +169,21 @@ class Transforms:
 
     Of a dynamic vocabulary the halves of raw ids, int32 `[..., 2]`.
     """
-    kind, ids_of = self.kinds[name], functools.partial(self._of_distinct, name)
+    kind = self.kinds[name]
     if isinstance(kind, spec.Number):
       numbers = numbers_of(values[name])
       buckets = np.searchsorted(self.numbers[name]["boundaries"], numbers, side="right")
       return np.where(np.isnan(numbers), -1, buckets).astype(np.int32)
     if not isinstance(kind, spec.Bag):
-      return _by_distinct(ids_of, values[name])
-    ids, lengths = _by_distinct(ids_of, values[name].flatten()), lengths_of(values[name])
-    stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, self.widths[name])
-    return taken(ids, stops - (kept if kind.last else lengths), kept, self.widths[name])
+      return _by_distinct(functools.partial(self._of_distinct, name), values[name])
+    return self.ids_of_lists(values[name], name, self.widths[name], last=kind.last)
+
+  def ids_of_lists(self, lists: pa.Array, name: str, width: int, *, last: bool) -> np.ndarray:
+    """Returns the ids of the first or last values of lists as of a feature, int32 `[N, width]`."""
+    ids = _by_distinct(functools.partial(self._of_distinct, name), lists.flatten())
+    lengths = lengths_of(lists)
+    stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, width)
+    return taken(ids, stops - (kept if last else lengths), kept, width)
 
   def _of_distinct(self, name: str, texts: Sequence[str]) -> np.ndarray:
     """Returns the ids of texts, int32 `[N]`, or halves of raw ids `[N, 2]`."""
@@ -282,8 +287,7 @@ class Encoder:
     self.transforms, self.histories = transforms, tuple(histories)
     self.own_features = transforms.features
     own = {feature.name: feature for feature in self.own_features}
-    past = (feature for history in self.histories for feature in history.features(own))
-    self.features = (*self.own_features, *past)
+    self.features = (*self.own_features, *(history.feature(own) for history in self.histories))
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
@@ -303,7 +307,7 @@ class Encoder:
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
-    histories = [*map(History.loaded, files.read_json(folder / "encoder.json"))]
+    histories = [History(**history) for history in files.read_json(folder / "encoder.json")]
     return cls(Transforms.load(folder, "columns"), histories)
 
 

@@ -117,7 +117,6 @@ def value_of(
   clock: str = "",
   *,
   place: int = 0,
-  aligned: bool = False,
 ) -> Value:
   """Returns how a declared column is read.
 
@@ -126,7 +125,6 @@ def value_of(
     missing: texts that mean no value.
     clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
     place: a number for the names of the steps.
-    aligned: whether a list keeps its missing items, which are null.
 
   Raises:
     DamagedFileError: the column is stored in a way that cannot be read so.
@@ -177,8 +175,7 @@ def value_of(
       vector = f"CASE WHEN {is_whole} THEN {floats} END"
       return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
-    known = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
-    return value(items, spelled if aligned else known)
+    return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
   if isinstance(kind, spec.Label):
     return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))
   if isinstance(kind, spec.Split):

@@ -24,8 +24,8 @@ class Feature:
     eviction: of the table's dynamic vocabulary, whose ids are pairs of int32 columns, the halves of
       a raw id; "" is a fixed vocabulary.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
-    history: the name of the sequence that the ids are part of, in the order of time; "" is a bag.
-    candidate: the row's own feature that a history is attended for; "" is one in its table.
+    history: of ids in the order of time: the row's own feature that they are attended for, or the
+      table of one; "" is a bag.
   """
 
   name: str
@@ -38,7 +38,6 @@ class Feature:
   eviction: str = ""
   half_life: int = 0
   history: str = ""
-  candidate: str = ""
 
   @property
   def is_dynamic(self) -> bool:

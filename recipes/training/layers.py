@@ -48,7 +48,7 @@ class Inputs(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self._vectors, self._numbers = dict(vectors or {}), tuple(numbers)
-    self.num_dense, self.linear = len(numbers), linear
+    self.num_dense, self.linear, self.dtype = len(numbers), linear, dtype
     widths = {name: feature.table.dim - linear for name, feature in tables.spec.features.items()}
     self.widths = widths | dict.fromkeys(self._vectors, dim)
     # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
@@ -66,6 +66,8 @@ class Inputs(nnx.Module):
   ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
     """Returns vectors `[B, width]` by name, numbers `[B, num_dense]` and logits `[B, O]`.
 
+    Vectors and numbers are of `dtype`, logits of float32.
+
     Args:
       activations: the outputs of the tables by feature.
       dense_BxK: numbers and vectors side by side.
@@ -74,11 +76,12 @@ class Inputs(nnx.Module):
     for name, (start, stop) in self._vectors.items():
       vectors[name] = self.projections[name](dense_BxK[:, start:stop])
     numbers_BxN = dense_BxK[:, np.array(self._numbers, int)] if self._vectors else dense_BxK
-    if not self.linear:
-      return vectors, numbers_BxN, 0
     logits_BxO: Any = 0 if self.wide is None else self.wide(numbers_BxN)
-    logits_BxO += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
-    return {name: x[:, : -self.linear] for name, x in vectors.items()}, numbers_BxN, logits_BxO
+    if self.linear:
+      logits_BxO += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
+      vectors = {name: x[:, : -self.linear] for name, x in vectors.items()}
+    vectors = {name: x.astype(self.dtype) for name, x in vectors.items()}
+    return vectors, numbers_BxN.astype(self.dtype), logits_BxO
 
 
 def inverse_length(x: jax.Array) -> jax.Array:

@@ -36,6 +36,11 @@ def test_a_run_is_measured_on_other_files(clicks, tmp_path):
   assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_run_of_rankings_is_not_measured_on_other_files(towers):
+  with pytest.raises(errors.UserError, match="two_tower, and other files measure dlrm alone"):
+    evaluate.evaluate_files(towers.workdir, "more.csv")
+
+
 def test_baselines_are_added_once(clicks, tmp_path, monkeypatch):
   run, result = clicks.copy(tmp_path), clicks.result
   assert baselines.fit(run, most_rows=99)["baselines"] == {}  # 100 rows train

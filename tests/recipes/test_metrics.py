@@ -1,11 +1,10 @@
-"""Metrics equal scikit-learn's and a slow ranking's; users and slices by hand."""
+"""Metrics equal scikit-learn's and a slow ranking's; users by hand."""
 
 import math
 
 import jax
 import numpy as np
 import pytest
-from cases import refused
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
@@ -13,15 +12,12 @@ from slow_ranking import slow_ranking
 from recipes import errors
 from recipes.evaluation import retrieval
 from recipes.evaluation.metrics import (
-  Groups,
   RankingMetrics,
+  Users,
   click_metrics,
   gauc,
-  group_metrics,
-  groups_of,
   ranking_names,
 )
-from recipes.training.features import Feature
 
 
 def test_clicks_by_hand():
@@ -56,6 +52,11 @@ def expected(logits, labels, weight):
   }
 
 
+def test_clicks_equal_scikit_learn():
+  rows = drawn(600)
+  assert click_metrics(*rows) == pytest.approx(expected(*rows), rel=1e-12)
+
+
 def test_what_examples_do_not_define_is_left_out():
   assert click_metrics([0.0], [0]) == {"logloss": pytest.approx(math.log(2))}
   assert click_metrics([0.0], [1]).keys() == {"logloss", "calibration"}
@@ -64,7 +65,7 @@ def test_what_examples_do_not_define_is_left_out():
     click_metrics([np.nan, 0.2], [0, 1])
 
 
-# --- users and slices -----------------------------------------------------------------------------
+# --- users ----------------------------------------------------------------------------------------
 
 
 def slow_gauc(logits, labels, users, weight):
@@ -89,43 +90,22 @@ def test_gauc_by_hand():
   assert gauc([1.0, 2.0], [1, 0], [0, 1], np.ones(2)) == gauc([], [], [], []) == alone
 
 
-GROUPS = Groups("user", 40, {"sex": ("F", "M"), "age": ("old", "young", "none", "one")})
-
-
-def test_users_and_slices_equal_scikit_learn():
-  logits, labels, weight = rows = drawn(600)
-  draw = np.random.default_rng(1)
-  ids = {"user": draw.integers(-1, 45, 600), "sex": draw.integers(0, 2, 600)}
-  ids["age"] = np.where(labels * (draw.random(600) < 0.5), 3, draw.integers(0, 2, 600))
-  found = group_metrics(GROUPS, *rows, ids)
-  known = (ids["user"] >= 0) & (ids["user"] < 40)  # others share an id
-  within = slow_gauc(*(x[known] for x in (logits, labels, ids["user"], weight)))
-  assert found.pop("gauc") == pytest.approx(within, rel=1e-6)
-  assert 0.5 < found.pop("gauc_share") < 1
-  one = [name for name in found if name.endswith("[age=one]")]
-  assert one == ["logloss[age=one]", "calibration[age=one]"]
-  assert not [name for name in found if name.endswith("[age=none]")]
-  for column, value, text in (("sex", 0, "F"), ("sex", 1, "M"), ("age", 1, "young")):
-    chosen = ids[column] == value
-    wanted = expected(*(x[chosen] for x in rows))
-    of_slice = {name: found[f"{name}[{column}={text}]"] for name in wanted}
-    assert of_slice == pytest.approx(wanted, rel=1e-12)
+def test_gauc_equals_scikit_learn():
+  logits, labels, weight = drawn(600)
+  ids = np.random.default_rng(1).integers(-1, 45, 600)
+  found = gauc(logits, labels, Users("user", 40).codes(ids), weight)
+  known = (ids >= 0) & (ids < 40)  # others share an id
+  within = slow_gauc(*(x[known] for x in (logits, labels, ids, weight)))
+  assert found["gauc"] == pytest.approx(within, rel=1e-6)
+  assert 0.5 < found["gauc_share"] < 1
 
 
 def test_raw_ids_tell_users_apart():
   none = 2**32 - 1
   users = np.array([[0, 7], [1, 7], [0, 7], [1, 7], [none, none]], np.uint32)
-  rows = np.array([2.0, 1.0, 1.0, 2.0, 9.0]), np.array([1, 1, 0, 0, 0]), np.ones(5)
-  found = group_metrics(Groups("user"), *rows, {"user": users})
+  rows = np.array([2.0, 1.0, 1.0, 2.0, 9.0]), np.array([1, 1, 0, 0, 0])
+  found = gauc(*rows, Users("user").codes(users), np.ones(5))
   assert found == {"gauc": 0.5, "gauc_share": 0.8}  # one user's pair is in order
-
-
-def test_slices_are_of_columns_of_few_values():
-  features = (Feature("hour", 24), Feature("user", 1000), Feature("tags", 9, valency=3))
-  found = groups_of(features, ("hour",), None)
-  assert found == Groups(slices={"hour": tuple(map(str, range(24)))})
-  cases = [(name, r"choose some of \['hour'\]") for name in ("user", "tags", "hours")]
-  refused(cases, lambda name: groups_of(features, (name,), None), errors.UserError)
 
 
 # --- rankings -------------------------------------------------------------------------------------

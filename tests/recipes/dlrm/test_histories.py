@@ -28,7 +28,8 @@ ROWS = [
   ("cid", "b", "y", 0, 25, "valid"),
   ("bob", "c", "y", 1, 40, "test"),
 ]
-SEEN = {"kind": "sequence", "of": "what", "max_length": 2, "beside": ("where", "when", "clicked")}
+SEEN = {"kind": "sequence", "of": "what", "max_length": 2}
+PLACES = {"kind": "sequence", "of": "where", "max_length": 2}
 LIKED = {"kind": "sequence", "of": "what", "where": "clicked", "max_length": 3}
 COLUMNS = {
   "who": "user",
@@ -38,6 +39,7 @@ COLUMNS = {
   "when": "time",
   "part": "split",
   "seen": SEEN,
+  "places": PLACES,
 }
 
 
@@ -56,15 +58,11 @@ def test_histories_by_hand(tmp_path):
   # Training has a and b, and x and y; 2 is the row of unknown ones. Splits: 3, 2 and 2 rows.
   assert ids["what"].tolist() == [0, 0, 1, 2, 1, 0, 2]
   assert ids["seen"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 2], [0, -1]]
-  assert ids["seen_where"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 0], [0, -1]]
-  assert ids["seen_clicked"].tolist() == [none, none, [1, -1], [1, -1], none, [0, 1], [1, -1]]
-  # The ages are 10, 10, 11 and 20: between powers of two.
-  assert ids["seen_when"].tolist() == [none, none, [3, -1], [3, -1], none, [3, 3], [4, -1]]
+  assert ids["places"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 0], [0, -1]]
   assert ids["liked"].tolist()[5:] == [[0, 2, -1], [0, -1, -1]]
   by_name = {feature.name: feature for feature in loaded.features}
   assert by_name["seen"].table == by_name["liked"].table == "what"
-  assert by_name["seen_where"].table == "where"
-  assert by_name["seen_clicked"].vocabulary_size == 2
+  assert by_name["places"].table == "where"
   some = np.array([5, 0])
   np.testing.assert_array_equal(loaded.columns["ids"][some], loaded.columns["ids"][:][some])
   assert sorted(loaded.columns) == ["dense", "ids", "label"]
@@ -75,15 +73,14 @@ def test_declarations_that_make_no_sense(tmp_path):
     ({"who": "category"}, "no column is declared as 'user', whose earlier rows 'seen' holds"),
     ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
     ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
-    ({"seen": SEEN | {"beside": ("part",)}}, r"\.beside names 'part': name categories"),
+    ({"seen": SEEN | {"of": "part"}}, "name a declared item, or a category of one value"),
     ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
-    ({"seen_when": {"kind": "number", "column": "when"}}, "makes a feature 'seen_when', which is"),
     ({"seen": SEEN | {"table": "what"}}, "of names values of earlier rows"),
     (
-      {"seen": SEEN, "more": SEEN | {"combiner": "sum", "beside": ()}},
+      {"seen": SEEN, "more": SEEN | {"combiner": "sum"}},
       "'seen' and 'more' share the table 'what', and differ in combiner",
     ),
-    ({"seen": SEEN | {"of": ""}}, "beside and where are for a history: name its column with of"),
+    ({"seen": LIKED | {"of": ""}}, "where is for a history: name its column with of"),
   ]
 
   refused(cases, lambda changes: load(tmp_path, columns=COLUMNS | changes), UserError)
@@ -97,6 +94,7 @@ FREE = COLUMNS | {
   "where": {"kind": "category", "size": 9},
   "who": {"kind": "user", "size": 12},
   "seen": SEEN | {"max_length": 4},
+  "places": PLACES | {"max_length": 4},
   "liked": LIKED,
 }
 NOW = 55  # of times from 0 to 99
@@ -130,7 +128,7 @@ def test_no_later_row_changes_an_earlier_history(tmp_path):
     trained = next(iter(data.eval_batches(loaded, "train", 100)))["features"]["seen"].values
     tested = next(iter(data.eval_batches(loaded, "test", 100)))["features"]["seen"].values
     parts = ids_of(loaded)
-    history = [parts[name][early] for name in parts if name.startswith(("seen", "liked"))]
+    history = [parts[name][early] for name in ("seen", "places", "liked")]
     is_early = early[:100], early[-100:]
     before.append([*history, trained[is_early[0]], tested[is_early[1]]])
     assert any((np.asarray(part) >= 0).any() for part in history)
@@ -153,15 +151,16 @@ def test_din_by_hand():
   np.testing.assert_allclose(output, [[6.0, 3.0]])
 
 
-def attending(name, features, widths):
-  config = ConfigDict({"history": {"model": name}, "dropout": 0.0})
-  return histories.Histories(config, features, widths, dtype=jnp.float32, rngs=nnx.Rngs(0))
+def attending(name, features, widths, linear=0):
+  config, options = ConfigDict({"history": {"model": name}, "dropout": 0.0}), {"linear": linear}
+  options |= {"dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+  return histories.Histories(config, features, widths, **options)
 
 
 @pytest.mark.parametrize("name", ["din", *ways.ci("transformer", "hstu")])
 @pytest.mark.programs(20, "an encoder is initialized")
 def test_masks_places_and_the_candidate(name):
-  features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="seen"))
+  features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="item"))
   model = attending(name, features, dict.fromkeys(("item", "seen"), 4)).models["seen"]
   draw = np.random.default_rng(0)
   keys, query = draw.normal(size=(3, 5, 4)), draw.normal(size=(3, 4))
@@ -185,28 +184,29 @@ def test_masks_places_and_the_candidate(name):
 FEATURES = (
   Feature("item", 9),
   Feature("city", 3),
-  Feature("seen", 9, valency=3, table="item", history="seen"),
-  Feature("seen_when", 64, valency=3, history="seen"),
+  Feature("bought", 9, valency=3, table="item", history="item"),
+  Feature("cities", 3, valency=1, table="city", history="city"),
 )
 
 
 @nnx.jit
 def call(module, activations, inputs):
-  return module.arguments("seen", activations, inputs), module(activations, inputs)
+  return module.arguments("bought", activations, inputs), module(activations, inputs)
 
 
-def test_each_part_meets_its_candidate_and_has_a_vector_of_its_width():
-  widths = {"item": 2, "city": 5, "seen": 2, "seen_when": 3}
-  module = attending("din", FEATURES, widths)
-  shapes = {"item": (1, 2), "city": (1, 5), "seen": (1, 3, 2), "seen_when": (1, 3, 3)}
+def test_a_history_meets_its_candidate_and_has_a_vector_of_its_width():
+  widths = {"item": 3, "city": 5, "bought": 3, "cities": 5}
+  module = attending("din", FEATURES, widths, linear=1)
+  shapes = {"item": (1, 3), "city": (1, 5), "bought": (1, 3, 3), "cities": (1, 1, 5)}
   activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
-  inputs = {"seen": embed.Padded(np.array([[4, 2, -1]]))}
+  inputs = {"bought": embed.Padded(np.array([[4, 2, -1]])), "cities": np.array([1])}
   (keys, query, mask), made = call(module, activations, inputs)
-  assert keys[0].tolist() == [[0, 1, 0, 1, 2], [2, 3, 3, 4, 5], [4, 5, 6, 7, 8]]
-  assert query.tolist() == [[0, 1, 0, 0, 0]]  # an age has no candidate
+  assert keys[0].tolist() == [[0, 1], [3, 4], [6, 7]]
+  assert query.tolist() == [[0, 1]]
   assert mask.tolist() == [[True, True, False]]
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
-  with pytest.raises(UserError, match="'seen' shares its table with no single value"):
+  assert (made["bought"][0, 2], made["cities"][0, 4]) == ((2 + 5) / 2, 4)  # of the linear model
+  with pytest.raises(UserError, match="'bought' shares its table with no single value"):
     attending("din", FEATURES[1:], widths)
 
 
@@ -246,9 +246,9 @@ def with_lists(rows):
   for row in rows:
     mine = [each for each in rows if each["who"] == row["who"] and each["when"] < row["when"]]
     mine.sort(key=lambda each: each["when"])
-    lists = {f"seen_{name}": [each[name] for each in mine] for name in ("where", "when", "clicked")}
+    seen, places = ([each[name] for each in mine] for name in ("what", "where"))
     liked = [each["what"] for each in mine if each["clicked"]]
-    asked.append(row | {"seen": [each["what"] for each in mine], "liked": liked} | lists)
+    asked.append(row | {"seen": seen, "places": places, "liked": liked})
   return asked
 
 
@@ -268,29 +268,20 @@ def test_other_files_are_measured_by_their_own_log(run):
   expected = own_probabilities(training)
   label = np.array([row["clicked"] for row in in_order(rows)])
   logloss = -np.mean(np.log(np.where(label, expected, 1 - expected)))
-  assert evaluate.of_export(folder, training.config)["metrics"]["logloss"] == pytest.approx(logloss)
+  found = evaluate.evaluate_files(folder.parent / "run", training.config.files)
+  assert found["metrics"]["logloss"] == pytest.approx(logloss)
 
 
 @pytest.mark.ci
 def test_requests_with_little_or_wrong_in_them(run):
   _, folder, rows = run("din")
-  served, lists = serving.load(folder), ("seen", "seen_where", "seen_when", "seen_clicked", "liked")
+  served, lists = serving.load(folder), ("seen", "places", "liked")
   row = rows[0] | dict.fromkeys(lists)
-  assert set(lists) | {"when"} <= set(served.columns)
+  assert set(lists) <= set(served.columns)
   ask = lambda **given: served.predict([row | given])[0]
   none = ask()
   assert ask(seen=[], liked="") == none
   assert 0 < ask(who="nobody", what="nothing") < 1
-  some = {"seen": "i3|new", "seen_where": "|s1", "seen_when": "5|7", "seen_clicked": "0|1"}
-  assert 0 < ask(**some) != none
-  assert ask(**some | {"seen_where": [None, "s1"], "seen": ["i3", "new"]}) == ask(**some)
-  assert ask(**some | {"seen_where": None}) == ask(**some | {"seen_where": "|"})
-  cases = [
-    ({"seen_where": "s1"}, "'seen_where': .* is not one value of 'where' for each item of 'seen'"),
-    ({"seen_when": "5|soon"}, "row 1, column 'seen_when'"),
-    ({"seen_when": None}, "row 1, column 'seen_when'"),
-    ({"seen_clicked": "0|maybe"}, "row 1, column 'seen_clicked'"),
-  ]
-  refused(cases, lambda wrong: ask(**some | wrong), UserError)
-  with pytest.raises(UserError, match="rows has no column 'seen_clicked'"):
-    served.predict([{name: row[name] for name in row if name != "seen_clicked"}])
+  assert ask(seen="i3|new") == ask(seen=["i3", None, "new"]) != none
+  with pytest.raises(UserError, match="rows has no column 'places'"):
+    served.predict([{name: row[name] for name in row if name != "places"}])

@@ -87,9 +87,7 @@ def test_structures_have_an_output_for_each_label_and_every_part_learns(structur
 def test_gates_sum_to_one_and_mix_their_own_and_the_shared_experts():
   """Of a level of PLE, computed one expert at a time."""
   own = 2
-  level = tasks.GatedExperts(
-    4, 2, own, 3, 5, is_last=False, dropout=0.0, dtype=jnp.float32, rngs=nnx.Rngs(0)
-  )
+  level = tasks.GatedExperts(4, 2, own, 3, 5, is_last=False, rngs=nnx.Rngs(0))
   draw = np.random.default_rng(0)
   inputs = [draw.normal(size=(7, 4)).astype(np.float32) for _ in range(3)]
 
