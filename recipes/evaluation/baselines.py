@@ -23,8 +23,8 @@ _NEIGHBOURS, _BLOCK = 100, 128
 _MAX_KNN_PAIRS = 10**10
 
 
-# The scores of all items `[B, items]`, from a split and histories `[B, items]`.
-Scorer = Callable[[str, csr_matrix], np.ndarray]
+# The scores of all items `[B, items]`, from histories `[B, items]`.
+Scorer = Callable[[csr_matrix], np.ndarray]
 
 
 def ranking_tasks(
@@ -35,7 +35,6 @@ def ranking_tasks(
   *,
   exclude_seen: bool,
   ease_l2: float,
-  recent: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Callable[[], dict[str, float]]]:
   """Returns functions that fit a baseline and return its metrics, by the baseline's name.
 
@@ -48,13 +47,11 @@ def ranking_tasks(
     ks: as for `ranking`.
     exclude_seen: whether items of the history are left out of the ranking.
     ease_l2: the penalty of EASE; 0 leaves it out.
-    recent: by split, scores `[items]` that rank alike for all; None leaves them out.
   """
-  popular, tiled = popularity(train), lambda scores, rows: np.tile(scores, (rows.shape[0], 1))
-  fits: dict[str, Callable[[], Scorer]] = {}
-  if recent is not None:
-    fits["recent popularity"] = lambda: lambda split, rows: tiled(recent[split], rows)
-  fits["popularity"] = lambda: lambda split, rows: tiled(popular, rows)
+  popular = popularity(train)
+  fits: dict[str, Callable[[], Scorer]] = {
+    "popularity": lambda: lambda rows: np.tile(popular, (rows.shape[0], 1))
+  }
   if np.square(np.diff(train.indptr), dtype=np.float64).sum() <= _MAX_KNN_PAIRS:
     fits["item kNN"] = lambda: _product(item_knn(train))
   if ease_l2:
@@ -64,7 +61,7 @@ def ranking_tasks(
     scorer, metrics = fit(), dict[str, float]()
     for split, rows in histories.items():
       if relevant[split].nnz:
-        scores = lambda start, stop, split=split, rows=rows: scorer(split, rows[start:stop])
+        scores = lambda start, stop, rows=rows: scorer(rows[start:stop])
         seen = rows if exclude_seen else None
         metrics |= scalars(split, ranking(scores, relevant[split], seen, ks))
     return metrics
@@ -74,7 +71,7 @@ def ranking_tasks(
 
 def _product(weights: Any) -> Scorer:
   dense = lambda scores: scores.toarray() if scipy.sparse.issparse(scores) else scores
-  return lambda split, rows: dense(rows @ weights)
+  return lambda rows: dense(rows @ weights)
 
 
 def ranking(

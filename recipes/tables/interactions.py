@@ -41,17 +41,14 @@ class Interactions:
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
     lengths = np.bincount(self.user, minlength=len(self.users.texts))
-    return self.item[self._by_user()], np.concatenate([[0], np.cumsum(lengths)])
-
-  def _by_user(self) -> np.ndarray:
-    return np.argsort(self.user, kind="stable")
+    order = np.argsort(self.user, kind="stable")
+    return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
     cache.column(folder, "history", items.shape, np.int32)[:] = items
     cache.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
-    cache.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
     self.users.save(folder, "users")
     self.items.save(folder, "items")
 

@@ -9,10 +9,7 @@ from .data import EARLIER, RetrievalData
 
 
 def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-  """Returns, by name, functions that fit a baseline and return its metrics.
-
-  Recent popularity ranks by what is added to the model's scores, alone.
-  """
+  """Returns, by name, functions that fit a baseline and return its metrics."""
   histories = {split: data.matrix(*earlier) for split, earlier in EARLIER.items()}
   relevant = {split: data.matrix(split) for split in EARLIER}
   if config.examples == "rows":
@@ -20,10 +17,6 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
       user, item = (data.columns[name][data.rows(split)] for name in ("user", "item"))
       histories[split] = histories[split][user]
       relevant[split] = baselines.ones(np.arange(len(item)), item, (len(item), data.num_items))
-  recent = None
-  if data.ordered and config.popularity.weight:
-    half_life = config.popularity.half_life
-    recent = {split: data.popularity(half_life, *earlier) for split, earlier in EARLIER.items()}
   return baselines.ranking_tasks(
     data.matrix("train"),
     histories,
@@ -31,5 +24,4 @@ def tasks(data: RetrievalData, config) -> Mapping[str, Callable[[], Mapping[str,
     config.ks,
     exclude_seen=config.exclude_seen,
     ease_l2=config.baseline.ease_l2,
-    recent=recent,
   )

@@ -24,32 +24,17 @@ from ..training.features import Feature, column_name
 EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
-# Half-lives of popularity to choose from, in shares of the log; 0 is none.
-_HALF_LIVES = (0.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
-def log_popularity(
-  item: np.ndarray, when: np.ndarray, half_life: float, num_items: int
-) -> np.ndarray:
-  """Returns the log of each item's share of the interactions, float32 `[num_items]`.
+def log_popularity(item: np.ndarray, num_items: int) -> np.ndarray:
+  """Returns the log of each item's share of N interactions, int `[N]`, as float32 `[num_items]`.
 
   Half an interaction is added to each item, so that new ones are rare, not impossible.
 
-  Args:
-    item: int `[N]`.
-    when: int `[N]`, places in the order of time.
-    half_life: the share of the N interactions after which one counts half; 0 counts all alike.
-
-  >>> item, when = np.array([0, 0, 1]), np.array([0, 1, 2])
-  >>> np.exp(log_popularity(item, when, 0.0, 2))  # 2.5 and 1.5 of 4
+  >>> np.exp(log_popularity(np.array([0, 0, 1]), 2))  # 2.5 and 1.5 of 4
   array([0.625, 0.375], dtype=float32)
-  >>> np.exp(log_popularity(item, when, 1 / 3, 2))  # 1/4 + 1/2 + 1/2 and 1 + 1/2 of 2.75
-  array([0.45454544, 0.5454545 ], dtype=float32)
   """
-  weights = None
-  if half_life > 0:
-    weights = 0.5 ** ((when.max(initial=0) - when) / (half_life * max(len(when), 1)))
-  counts = np.bincount(item, weights, num_items) + 0.5
+  counts = np.bincount(item, minlength=num_items) + 0.5
   return np.log(counts / counts.sum()).astype(np.float32)
 
 
@@ -102,21 +87,9 @@ class RetrievalData:
     user, item = self.columns["user"][rows], self.columns["item"][rows]
     return baselines.ones(user, item, (self.num_users, self.num_items))
 
-  def popularity(self, half_life: float, *splits: str) -> np.ndarray:
+  def popularity(self, *splits: str) -> np.ndarray:
     """Returns `log_popularity` in the named splits, float32 `[items]`."""
-    rows = self.rows(*splits)
-    column = self.columns["when" if self.ordered else "place"]
-    return log_popularity(self.columns["item"][rows], column[rows], half_life, self.num_items)
-
-  def half_life(self) -> float:
-    """Returns the half-life whose popularity in training makes the validation pairs likeliest.
-
-    0 without an order of time, or without validation.
-    """
-    valid = self.columns["item"][self.rows("valid")]
-    if not self.ordered or not len(valid):
-      return 0.0
-    return max(_HALF_LIVES, key=lambda each: self.popularity(each, "train")[valid].mean())
+    return log_popularity(self.columns["item"][self.rows(*splits)], self.num_items)
 
   def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
     """Returns a tower's features of "user" or "item" ids, but for histories."""

@@ -93,7 +93,7 @@ class TwoTower(nnx.Module):
     self.frequency = Frequency(data.num_items)
     # A score is a cosine, divided by the temperature in training alone. With popularity, an item
     # that no batch has had counts by its popularity and features: its own row is noise.
-    self.popularity = config.popularity.weight * config.temperature
+    self.popularity = config.popularity * config.temperature
     # The counts tell which items this run has trained, not an earlier one.
     self._knows_items = bool(self.popularity) and not config.init_from
 

@@ -28,9 +28,9 @@ def write(
   """Writes a data set's columns and returns its meta, but for `sha256`.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order, or in that of time if they are `ordered`; `when` int64 is then a pair's
-  place in the log. `<split>_offsets` int64 `[users + 1]` say where each user's begin. `place` int32
-  counts a user's rows of a split from 0. Features and vectors are `user_<name>` and `item_<name>`.
+  rows in random order, or in that of time if they are `ordered`. `<split>_offsets` int64
+  `[users + 1]` say where each user's begin. `place` int32 counts a user's rows of a split from 0.
+  Features and vectors are `user_<name>` and `item_<name>`.
 
   Args:
     pairs: user, item and the index of the split in `SPLITS`, `[N]` each.
@@ -44,8 +44,6 @@ def write(
   columns = {
     name: cache.column(folder, name, user.shape, np.int32) for name in ("user", "item", "place")
   }
-  if ordered:
-    columns["when"] = cache.column(folder, "when", user.shape, np.int64)
   generator, start, splits = np.random.default_rng(seed), 0, {}
   for index, name in enumerate(SPLITS):
     rows = np.flatnonzero(split == index)
@@ -58,8 +56,6 @@ def write(
     stop = start + len(rows)
     for column, found in (("user", user[rows]), ("item", item[rows]), ("place", place)):
       columns[column][start:stop] = found
-    if ordered:
-      columns["when"][start:stop] = rows
     cache.column(folder, f"{name}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[name], start = (start, stop), stop
   vectors: dict[str, dict[str, int]] = {"user": {}, "item": {}}

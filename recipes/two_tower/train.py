@@ -124,7 +124,7 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
     queries, candidates = model(**inputs(config, batch))
     model.frequency.update(batch["positive"])
     ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
-    log_expected, weight = None, config.popularity.weight
+    log_expected, weight = None, config.popularity
     if config.logq or weight:
       own = model.frequency.expected(jnp.maximum(ids, 0))
       log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
@@ -193,7 +193,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
       return {}
     metrics = RankingMetrics(config.ks)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    popularity = data.popularity(config.popularity.half_life, *data_lib.EARLIER[split])
+    popularity = data.popularity(*data_lib.EARLIER[split])
     items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
@@ -235,20 +235,9 @@ def check(config, mesh: Mesh | None) -> None:
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
-  has_valid, half_life = len(data.rows("valid")) > 0, config.popularity.half_life
+  has_valid = len(data.rows("valid")) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
-  config = with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
-  if half_life > 0 and not data.ordered:
-    raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
-  if half_life >= 0:
-    return config
-  if data.ordered and not has_valid and config.popularity.weight:
-    raise UserError(
-      "popularity.half_life is chosen on validation, and there is none: set it, as to the one in "
-      "config.json of a run with validation"
-    )
-  popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
-  return config_lib.copied(config, popularity=popularity)
+  return with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
 
 
 def make_state(

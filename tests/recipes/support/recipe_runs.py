@@ -159,6 +159,5 @@ def lists_of(train, valid, test, *, num_items=1000, ordered=True):
     splits[name], start = (start, start + sum(lengths)), start + sum(lengths)
   joined = lambda x: np.concatenate(x).astype(np.int32) if isinstance(x, list) else x
   columns = {name: joined(parts) for name, parts in columns.items()}
-  columns["when"] = np.arange(start)
   none: tuple = {"user": (), "item": ()}, {"user": {}, "item": {}}
   return RetrievalData(columns, splits, len(train), num_items, *none, ordered)

@@ -217,19 +217,6 @@ def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
     assert history.tolist() == [own[len(own) * i // 3] for i in range(3)]
 
 
-def test_the_half_life_is_the_one_that_validation_likes():
-  """Item 1 has a third of the interactions, the last ones: it is popular where they count more."""
-  train = [[0], [0], [0], [0], [1], [1]]
-  late = lists_of(train, [[]] * 4 + [[0], [1]], [[]] * 6, num_items=2)
-  assert late.half_life() == 0.5
-  always = lists_of(train, [[]] * 4 + [[1], [0]], [[]] * 6, num_items=2, ordered=False)
-  assert always.half_life() == 0
-  same = lists_of([[0], [1], [0], [1]], [[], [], [1], [0]], [[]] * 4, num_items=2)
-  assert same.half_life() == 0
-  last = lists_of(train, [[]] * 5 + [[1]], [[]] * 6, num_items=2)
-  assert last.half_life() == 0.05
-
-
 def test_what_comes_later_trains_no_query(tmp_path):
 
   def check(ordered):
