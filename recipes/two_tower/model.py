@@ -100,11 +100,11 @@ class TwoTower(nnx.Module):
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
     inputs = {"query": query, "candidate": candidate}
-    activations = self.embed(self.of_tables(inputs))
+    activations = self.embed(self._of_tables(inputs))
     queries_BxD = self.query_tower({**query, **activations["query"]})
     return queries_BxD, self.candidate_tower({**candidate, **activations["candidate"]})
 
-  def of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+  def _of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the inputs, by tower and name, without vectors."""
     return {
       side: {name: x for name, x in features.items() if name not in self._vectors[side]}
@@ -112,7 +112,7 @@ class TwoTower(nnx.Module):
     }
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
+    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`."""
     if self._knows_items and "history" in query:
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
@@ -122,7 +122,7 @@ class TwoTower(nnx.Module):
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
-    """Returns `[C, D]`, or with log popularity `[C, D + 1]`; admits no raw ids."""
+    """Returns `[C, D]`, or with log popularity `[C, D + 1]`."""
     if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
     vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
@@ -131,8 +131,7 @@ class TwoTower(nnx.Module):
     return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
 
   def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
-    rows = self.embed.translate(self.of_tables({side: features}))
-    return {**features, **self.embed(rows)[side]}
+    return {**features, **self.embed(self._of_tables({side: features}))[side]}
 
 
 def build_model(

@@ -87,7 +87,6 @@ def make_train_step(
   loss_fn = loss_function(config, mesh)
 
   def train_step(model, optimizer, batch):
-    batch = admit(config, model, batch)
     with jax.named_scope("dense"):
       loss, grads = embed.value_and_grad(loss_fn)(model, batch)
     grads, norm = build.clipped(grads, config.clip_norm)
@@ -134,20 +133,6 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
     return losses.sampled_softmax(logits_BxC, ids, log_expected=log_expected).mean()
 
   return loss_fn
-
-
-def admit(config, model: TwoTower, batch):
-  """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
-  if not model.embed.vocabularies:
-    return batch
-  features = inputs(config, batch)
-  rows = model.embed.admit(model.of_tables(features))
-  rows = {side: features[side] | admitted for side, admitted in rows.items()}
-  size = batch["positive"].shape[0]
-  cut = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
-  batch = batch | {"query": rows["query"], "positive_candidate": cut(slice(size))}
-  drawn = {"negative_candidate": cut(slice(size, None))} if config.negatives.number else {}
-  return batch | drawn
 
 
 def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
