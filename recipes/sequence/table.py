@@ -42,8 +42,6 @@ def published(config) -> dict[str, Any]:
     "format": {"delimiter": " ", **format},
     "columns": columns,
     "exclude_seen": False,
-    "counts": config.counts,
-    "by_number": True,
   }
 
 

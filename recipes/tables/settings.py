@@ -50,8 +50,6 @@ class Table:
   refit: bool
   engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
-  counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
-  by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
 
   @property
   def _stamps(self) -> dict[str, list[Any]]:
@@ -169,16 +167,14 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """Returns the `settings` of a data set whose files and columns are known.
 
   Args:
-    table: `(config) -> settings`, as a user's config has them, and perhaps `counts` and `by_number`
-      of a `Table`. What it leaves out is the config's where it has that, and else the default.
+    table: `(config) -> settings`, as a user's config has them. What it leaves out is the config's
+      where it has that, and else the default.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*config_lib.TABLE, "init_from") if name in config}
-    given = {"counts": (), "by_number": False, **table(config)}
-    published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
-    completed = config_lib.of_table({**own, **given}, {"select": config.select, "init_from": ""})
-    return settings(completed) | published
+    defaults = {"select": config.select, "init_from": ""}
+    return settings(config_lib.of_table({**own, **table(config)}, defaults))
 
   return settings_of
 
@@ -223,8 +219,6 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
     settings["split"],
     base=Path(settings["base"][0]) if "base" in settings else None,
-    counts=tuple(settings.get("counts", ())),
-    by_number=settings.get("by_number", False),
     **{name: settings[name] for name in _PLAIN},
   )
 

@@ -53,10 +53,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     **_PUBLISHED,
     "core": 10,  # users and items with fewer rows are dropped
   },
-  "movielens100k": {
-    **_PUBLISHED,
-    "counts": (943, 1_682, 100_000),  # users, items and ratings; () takes other files
-  },
+  "movielens100k": _PUBLISHED,
   "gowalla": {
     **_PUBLISHED,
     "refit": False,  # True trains on the validation pairs as well; then `select` must be ""

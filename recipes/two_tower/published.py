@@ -88,7 +88,6 @@ def movielens100k(config) -> dict[str, Any]:
       },
     },
     "split": {"by": "hash", "valid": 0.08, "test": 0.2, "seed": config.split_seed},
-    "counts": config.counts,
   }
 
 
