@@ -9,6 +9,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 import threadpoolctl
+from ml_collections import ConfigDict
 from scipy.sparse import csr_matrix
 
 from .. import packing
@@ -23,19 +24,16 @@ _NEIGHBOURS, _BLOCK = 100, 128
 _MAX_KNN_PAIRS = 10**10
 
 
-# The scores of all items `[B, items]`, from histories `[B, items]`.
-Scorer = Callable[[csr_matrix], np.ndarray]
+Scorer = Callable[[csr_matrix], np.ndarray]  # of histories to scores, both `[B, items]`
+Task = Callable[[], Mapping[str, float]]  # fits a baseline and returns its metrics
 
 
-def ranking_tasks(
+def tasks(
   train: csr_matrix,
   histories: Mapping[str, csr_matrix],
   relevant: Mapping[str, csr_matrix],
-  ks: Sequence[int],
-  *,
-  exclude_seen: bool,
-  ease_l2: float,
-) -> dict[str, Callable[[], dict[str, float]]]:
+  config: ConfigDict,
+) -> dict[str, Task]:
   """Returns functions that fit a baseline and return its metrics, by the baseline's name.
 
   Item kNN is left out where users have too many items in all.
@@ -44,9 +42,7 @@ def ranking_tasks(
     train: `[users, items]`, ones.
     histories: by split, `valid` and `test`, the items that each example asks with.
     relevant: by split, as for `ranking`; a split without a relevant item has no metrics.
-    ks: as for `ranking`.
-    exclude_seen: whether items of the history are left out of the ranking.
-    ease_l2: the penalty of EASE; 0 leaves it out.
+    config: `ks`, `exclude_seen` and `baseline.ease_l2`.
   """
   popular = popularity(train)
   fits: dict[str, Callable[[], Scorer]] = {
@@ -54,16 +50,16 @@ def ranking_tasks(
   }
   if np.square(np.diff(train.indptr), dtype=np.float64).sum() <= _MAX_KNN_PAIRS:
     fits["item kNN"] = lambda: _product(item_knn(train))
-  if ease_l2:
-    fits["EASE"] = lambda: _product(ease(train, ease_l2))
+  if config.baseline.ease_l2:
+    fits["EASE"] = lambda: _product(ease(train, config.baseline.ease_l2))
 
   def measured(fit: Callable[[], Scorer]) -> dict[str, float]:
     scorer, metrics = fit(), dict[str, float]()
     for split, rows in histories.items():
       if relevant[split].nnz:
         scores = lambda start, stop, rows=rows: scorer(rows[start:stop])
-        seen = rows if exclude_seen else None
-        metrics |= scalars(split, ranking(scores, relevant[split], seen, ks))
+        seen = rows if config.exclude_seen else None
+        metrics |= scalars(split, ranking(scores, relevant[split], seen, config.ks))
     return metrics
 
   return {name: functools.partial(measured, fit) for name, fit in fits.items()}

@@ -1,4 +1,4 @@
-"""Two towers over one `SparseEmbed`, and the features of a data set that they read.
+"""Two towers over one `SparseEmbed`, their features, and how often items are in a batch.
 
 B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
@@ -19,9 +19,9 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from .data import RetrievalData
-from .losses import Frequency
 
 SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
+_RATE = 0.02  # of the moving averages of `Frequency`
 
 
 class Tower(nnx.Module):
@@ -132,6 +132,70 @@ class TwoTower(nnx.Module):
 
   def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {**features, **self.embed(self._of_tables({side: features}))[side]}
+
+
+class Estimate(nnx.Variable):
+  """The arrays of a `Frequency`, by name."""
+
+
+class Frequency(nnx.Module):
+  """The streaming estimator of Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling".
+
+  It keeps the batch that had an item last, and a moving average of the intervals between the
+  batches that have the item; the item's rate is one over that. A large batch may have an item
+  several times, for which the paper has no room: a second moving average keeps how often, and the
+  expected number of an item in a batch is this count over the interval. Both averages weigh all
+  observations equally until there are `1 / _RATE` of them, so that the first interval does not
+  linger.
+
+  Args:
+    num_items: the size of the catalogue.
+  """
+
+  def __init__(self, num_items: int):
+    self.num_items = num_items
+    self.estimate = Estimate(
+      {
+        "batch": jnp.int32(0),
+        "seen": jnp.zeros(num_items, jnp.int32),  # batches that had the item
+        "last": jnp.full(num_items, -1, jnp.int32),  # the batch before the first one
+        "interval": jnp.ones(num_items, jnp.float32),
+        "count": jnp.zeros(num_items, jnp.float32),
+      }
+    )
+
+  def update(self, ids_B: jax.Array) -> None:
+    """Counts a batch's items in place."""
+    state = dict(self.estimate.get_value())
+    batch, seen_B = state["batch"], state["seen"][ids_B] + 1
+    counts_B = jnp.zeros_like(state["count"]).at[ids_B].add(1.0)[ids_B]
+    rate_B = jnp.maximum(1.0 / seen_B.astype(jnp.float32), _RATE)
+    interval_B = (batch - state["last"][ids_B]).astype(jnp.float32)
+    # Several of one item write the same values, so their order does not matter.
+    average = lambda old, new: old.at[ids_B].set((1 - rate_B) * old[ids_B] + rate_B * new)
+    self.estimate.set_value(
+      {
+        "batch": batch + 1,
+        "seen": state["seen"].at[ids_B].set(seen_B),
+        "last": state["last"].at[ids_B].set(batch),
+        "interval": average(state["interval"], interval_B),
+        "count": average(state["count"], counts_B),
+      }
+    )
+
+  def known(self, ids: jax.Array) -> jax.Array:
+    """Returns the ids `[...]`, -1 in place of items that no batch has had."""
+    return jnp.where(self.estimate.get_value()["seen"][jnp.maximum(ids, 0)] > 0, ids, -1)
+
+  def expected(self, ids: jax.Array) -> jax.Array:
+    """Returns how often each item `[...]` is expected in a batch, float32.
+
+    An item that was never seen is taken to come in the next batch, once.
+    """
+    state = self.estimate.get_value()
+    waited = (state["batch"] + 1).astype(jnp.float32)
+    rates = state["count"][ids] / state["interval"][ids]
+    return jnp.where(state["seen"][ids] > 0, rates, 1.0 / waited)
 
 
 def build_model(

@@ -84,9 +84,9 @@ def test_the_split_by_hand(tmp_path):
   assert loaded.evaluated.tolist() == [0, 1, 3]  # user 4 has two items, which train
   dense = lambda matrix: [np.flatnonzero(row).tolist() for row in matrix.toarray()]
   everyone = np.arange(4)
-  assert dense(data.matrix(loaded, everyone, 2)) == [[0, 1, 2, 3], [1], [2, 5], [1, 3, 6]]
-  assert dense(data.targets(loaded, loaded.evaluated, 2)) == [[4], [0], [0]]
-  assert dense(data.targets(loaded, loaded.evaluated, 1)) == [[5], [3], [2]]
+  assert dense(loaded.matrix(everyone, 2)) == [[0, 1, 2, 3], [1], [2, 5], [1, 3, 6]]
+  assert dense(loaded.targets(loaded.evaluated, 2)) == [[4], [0], [0]]
+  assert dense(loaded.targets(loaded.evaluated, 1)) == [[5], [3], [2]]
 
 
 def test_packed_rows_by_hand():
@@ -210,4 +210,3 @@ def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):
   found = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
   counts = np.bincount(found["negatives"], minlength=4)
   assert scipy.stats.chisquare(counts).pvalue > 1e-3
-  np.testing.assert_allclose(found["log_expected"], np.full(1_000, np.log(250)), rtol=1e-6)

@@ -19,7 +19,7 @@ from recipes import baselines as command
 from recipes import mesh as mesh_lib
 from recipes.evaluation.baselines import ranking
 from recipes.training import build
-from recipes.two_tower import baselines, data, losses, train
+from recipes.two_tower import data, train
 
 # Everything that can be switched on.
 RICH = {
@@ -45,7 +45,7 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path):
   config = two_tower_smoke(name, tmp_path, **RICH)
   with recorded_reads() as unread:
     check_result(train.run(config, str(tmp_path / "run")), config, tmp_path / "run")
-    fitted = {name: task() for name, task in baselines.tasks(data.load(config), config).items()}
+    fitted = {name: task() for name, task in data.load(config).baseline_tasks(config).items()}
     assert not unread(config)
   assert {"popularity", "item kNN"} <= set(fitted)
   for metrics in fitted.values():
@@ -103,12 +103,11 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
     query, positive = model(batch["query"], batch["positive_candidate"])
     _, negative = model(batch["query"], batch["negative_candidate"])
     ids = jnp.concatenate([batch["positive"], batch["negative"]])
-    extra = jnp.concatenate([batch["positive_rate"], batch["negative_rate"]])
-    rates = model.frequency.expected(ids)
-    return value, query @ jnp.concatenate([positive, negative]).T / 0.3, ids, rates + extra
+    rates = model.frequency.expected(ids) + config.negatives.number / found.num_items
+    return value, query @ jnp.concatenate([positive, negative]).T / 0.3, ids, rates
 
   value, logits, ids, expected = both(model, batch)
-  wanted = losses.sampled_softmax(logits, ids, log_expected=0.5 * np.log(expected))
+  wanted = train.sampled_softmax(logits, ids, log_expected=0.5 * np.log(expected))
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
@@ -121,7 +120,7 @@ def test_the_towers_learn_what_popularity_leaves(tmp_path):
   model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
   value = nnx.jit(train.loss_function(config))(model, batch)
   query, item = nnx.jit(lambda m, b: m(b["query"], b["positive_candidate"]))(model, batch)
-  wanted = losses.sampled_softmax(query @ item.T / config.temperature, batch["positive"])
+  wanted = train.sampled_softmax(query @ item.T / config.temperature, batch["positive"])
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
@@ -153,7 +152,7 @@ def test_scores_without_towers_are_popularity(tmp_path):
   model = train.build_model(config, found)
   tables = {name: np.zeros(table.shape, np.float32) for name, table in model.embed.tables.items()}
   model.embed.load_tables(tables)
-  wanted = baselines.tasks(found, config)["popularity"]()
+  wanted = found.baseline_tasks(config)["popularity"]()
   metrics = train.evaluator(found, config)(model, "valid")
   assert metrics == pytest.approx({name: wanted[f"valid_{name}"] for name in metrics}, rel=1e-9)
 
@@ -198,7 +197,7 @@ def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
   )
   config = two_tower_smoke("synthetic", tmp_path, ks=(1,))
   config.baseline.ease_l2 = 0.1
-  fits = baselines.tasks(found, config)
+  fits = found.baseline_tasks(config)
   for name in ("item kNN", "EASE"):
     assert fits[name]()["test_hr@1"] == 1.0, name
   assert fits["popularity"]()["test_hr@1"] == 0.0
