@@ -263,7 +263,9 @@ class Recommender:
     every = {"user": users, _HISTORY: _padded(thinned, width)}
     every |= {name: self._feature(name, users, values) for name in self._features}
     inputs = {name: every[name] for name in about["query"]}
-    return inputs, np.any([_is_given(x) for x in inputs.values()], axis=0)
+    is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
+    features = (f for f in self._users.transforms.features if f.name in inputs)
+    return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
 
 
 def _none(values: np.ndarray) -> int:

@@ -27,7 +27,7 @@ LOG = {
   "who": "user",
   "what": "item",
   "when": "time",
-  "country": {"kind": "category", "side": "user"},
+  "country": {"kind": "bag", "max_length": 1, "side": "user"},  # a bag of one id is a single id
   "genre": {"kind": "category", "side": "item"},
   "name": "title",
 }
