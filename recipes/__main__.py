@@ -1,6 +1,14 @@
-"""Lists what there is to run: the recipes, the configs that each of them trains, and commands."""
+"""Lists what there is to run: the recipes, the configs that each of them trains, and commands.
 
-from . import catalogue
+It reads them off the files without importing any, so that the list is there at once, and on a
+machine where nothing is installed.
+"""
+
+import ast
+from pathlib import Path
+
+# The folder of `recipes` and `configs`: of a checkout, or of `embed` in an installation.
+ROOT = Path(__file__).resolve().parents[1]
 
 _MORE = """\
 These files are in {root}
@@ -20,15 +28,32 @@ python -m embed check                            lookups and optimizers of this 
 """
 
 
+def summary(path: Path) -> str:
+  """Returns the first line of a Python file's docstring."""
+  return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def modes(path: Path) -> list[str]:
+  """Returns the modes of a config: what its `get_config(mode)` compares the mode with."""
+  compared = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "mode":
+      for known in ast.walk(node.comparators[0]):
+        if isinstance(known, ast.Constant) and isinstance(known.value, str) and known.value:
+          compared.add(known.value)
+  return sorted(compared)
+
+
 def main() -> None:
-  for recipe, about in catalogue.recipes().items():
+  for folder in sorted(path.parent for path in (ROOT / "recipes").glob("*/train.py")):
+    recipe, about = folder.name, summary(folder / "__init__.py")
     print(f"python -m {__package__}.{recipe} --config=CONFIG --workdir=runs/{recipe}\n  {about}\n")
-    for path in catalogue.configs(recipe):
-      modes = "|".join(catalogue.modes(catalogue.ROOT / path))
-      name = f"{path}[:{modes}]" if modes else str(path)
-      print(f"  {name:48}  {catalogue.summary(catalogue.ROOT / path)}")
+    for path in sorted((ROOT / "configs" / recipe).glob("*.py")):
+      known = "|".join(modes(path))
+      name = f"{path.relative_to(ROOT)}" + f"[:{known}]" * bool(known)
+      print(f"  {name:48}  {summary(path)}")
     print()
-  print(_MORE.format(root=catalogue.ROOT, here=__package__), end="")
+  print(_MORE.format(root=ROOT, here=__package__), end="")
 
 
 if __name__ == "__main__":

@@ -31,21 +31,19 @@ class Columns(Mapping[str, np.ndarray]):
 
   def __init__(self, folder: str | Path):
     self.folder = Path(folder)
-    self._names = tuple(sorted(path.stem for path in self.folder.glob("*.npy")))
+    self._files = {path.stem: path for path in sorted(self.folder.glob("*.npy"))}
     self._open: dict[str, np.ndarray] = {}
 
   def __getitem__(self, name: str) -> np.ndarray:
-    if name not in self._names:
-      raise KeyError(f"{self.folder} has no column {name!r}; it has {list(self._names)}")
     if name not in self._open:
-      self._open[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+      self._open[name] = np.load(self._files[name], mmap_mode="r")
     return self._open[name]
 
   def __iter__(self) -> Iterator[str]:
-    return iter(self._names)
+    return iter(self._files)
 
   def __len__(self) -> int:
-    return len(self._names)
+    return len(self._files)
 
   def __getstate__(self) -> Path:
     return self.folder

@@ -16,7 +16,7 @@ from orbax.checkpoint import checkpoint_managers
 import embed.checkpoint
 
 from . import mesh as mesh_lib
-from .errors import UserError, from_settings
+from .errors import from_settings
 from .evaluation.metrics import gain
 
 _STATE = "state"
@@ -97,10 +97,7 @@ def steps(workdir: epath.Path) -> list[int]:
 
 def folder(workdir: epath.Path, step: int) -> epath.Path:
   """Returns the folder of a checkpoint's arrays."""
-  path = workdir / "checkpoints" / str(step)
-  if not path.exists():
-    raise UserError(f"{path}, the tested state, is missing: train again")
-  return path / _STATE
+  return workdir / "checkpoints" / str(step) / _STATE
 
 
 def load(path: epath.Path, **nodes: Any) -> None:

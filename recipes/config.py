@@ -6,10 +6,9 @@ published or generated data set, and `TABLE` here for those of your own table.
 """
 
 import dataclasses
-import functools
 import importlib
-import os
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -47,7 +46,6 @@ RUN: dict[str, Any] = {
 }
 
 _FORMAT = dataclasses.asdict(spec.Format())
-_SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 
 # Settings of your own table, shared by all recipes.
 TABLE: dict[str, Any] = {
@@ -55,9 +53,6 @@ TABLE: dict[str, Any] = {
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},
-  # Tables of their own with the features of users and items; key is the column with their ids.
-  "user_table": _SIDE,
-  "item_table": _SIDE,
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
     "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
@@ -88,7 +83,7 @@ MAY_CHANGE = (
   "cache_dir",
   "num_workers",
   "data_dir",
-  "files",  # of a table, and of its users and items
+  "files",
   "hbm_bytes",
   "writers",
 )
@@ -128,7 +123,7 @@ def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
     raise UserError(f"unknown dataset {name!r}; {spec.nearest(name, list(defaults.DATA_SETS))}")
   own = defaults.DATA_SETS[name]
   known = {"dataset": "", **own, **RUN, **defaults.DEFAULTS}
-  return ConfigDict(_merged(known, given, "config"))
+  return ConfigDict(spec.merged(known, given, "config"))
 
 
 def of_table(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDict:
@@ -139,62 +134,11 @@ def of_table(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDic
       names it.
   """
   given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
-  settings = _merged(TABLE | dict(defaults), given, "config")
+  settings = spec.merged(TABLE | dict(defaults), given, "config")
   # A dict within a ConfigDict would lose its order.
   in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
-  sides = {f"config.{side}": settings[side] for side in ("user_table", "item_table")}
-  for place, group in {"config": settings, **sides}.items():
-    group["columns"] = in_order(spec.as_dicts(spec.parse(group["columns"], f"{place}.columns")))
+  settings["columns"] = in_order(spec.as_dicts(spec.parse(settings["columns"])))
   return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
-
-
-def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
-  """Returns known settings with the values that are given, group by group.
-
-  Raises:
-    UserError: a setting is unknown, or of another type than its default; names it below `place`.
-  """
-  settings = {
-    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
-  }
-  for key, value in given.items():
-    if key not in known:
-      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
-    settings[key] = _typed(value, known[key], f"{place}.{key}")
-  return settings
-
-
-def _typed(value: Any, default: Any, place: str) -> Any:
-  """Returns the value of a setting as the type of its default; raises UserError for another one."""
-  name, is_number = place.rpartition(".")[2], type(value) in (int, float)
-  if name == "columns":
-    return value
-  if name == "files":
-    return _files(value, place)
-  if isinstance(default, Mapping):
-    if not isinstance(value, Mapping):
-      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
-    return _merged(default, value, place)
-  if isinstance(default, str) and isinstance(value, os.PathLike):
-    return os.fspath(value)
-  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
-    return tuple(value)
-  if isinstance(default, float) and is_number:
-    return float(value)
-  if default is not None and type(value) is not type(default):
-    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
-  return value
-
-
-def _files(value: Any, place: str) -> Any:
-  """Returns the files with every path as text; raises UserError for what names no file."""
-  if isinstance(value, str | os.PathLike):
-    return os.fspath(value)
-  if hasattr(value, "items"):  # a ConfigDict is no Mapping
-    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
-  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
-    return [os.fspath(each) for each in value]
-  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
 def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
@@ -208,19 +152,10 @@ def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
   return copy
 
 
-def value(config: Mapping[str, Any] | ConfigDict, name: str) -> Any:
-  """Returns the setting of a dotted name.
-
-  >>> value({"negatives": {"number": 8}}, "negatives.number")
-  8
-  """
-  return functools.reduce(lambda group, part: group[part], name.split("."), config)
-
-
 def at_least(config: ConfigDict, least: Mapping[str, int]) -> None:
   """Raises UserError for a setting, by its dotted name, that is below its least value."""
   for name, number in least.items():
-    if (found := value(config, name)) < number:
+    if (found := operator.attrgetter(name)(config)) < number:
       raise UserError(f"config.{name} is {found}: choose {number} or more")
 
 

@@ -3,32 +3,408 @@
     python -m recipes.describe clicks.csv --label=clicked --out=my.py
 
 reads a sample of any file that the recipes read, prints what each column holds and what it could
-be used for, and writes a config of at most 30 lines, which trains as it is and is for editing.
+be used for, and writes a config of at most 30 lines, which trains as it is and is for editing. The
+values and the label decide what a column is; names are hints.
 --positive is the value of the label that is a click; --names are for a file without a header.
 """
 
 import argparse
+import collections
+import dataclasses
 import re
 import shlex
 import sys
 import textwrap
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import errors
-from .errors import UserError, terminal
+from .errors import DamagedFileError, UserError, terminal
 from .files import write
-from .tables import profile, source
+from .tables import source, spec
 from .tables.formats import Format, fields_of, file_format, find_delimiter, paths
-from .tables.profile import Column, Sample
-from .tables.propose import Plan, propose
-from .tables.values import literal
+from .tables.values import Column as FileColumn
+from .tables.values import literal, outcome, typed, value_of
 
 _WIDTH, _LINES = 100, 30  # of the config; the report is as wide
 _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _NAMES = "--names=user,item,…, or call them c1, c2, … with --no_header"
+_FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
+_SHAPES = {  # of texts that would be categories of what has an order, fields or items
+  "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
+  "numbers of a vector: declare its width": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
+  "list": r"\[.*\]",
+  "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
+  "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
+  r"(19|20)\d\d[/.]\d\d?[/.]\d\d?)([T ,].*)?",
+}
+_ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
+_FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
+_REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
+_SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
+_SIDES = ("user", "item")
+_FEATURES = ("number", "category", "bag")
+_WORDS = {  # that a name consists of, besides those of `_IDS`
+  "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "reader"},
+  "item": {"item", "iid", "product", "movie", "film", "track", "song", "video", "book", "sku"},
+  "time": {"time", "timestamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
+}
+_IDS = {"id", "ids", "code", "hash", "key"}
+_OTHER_TIMES = {"birth", "born", "release", "released", "published", "expiry", "expires"}
+
+
+# --- what columns hold ----------------------------------------------------------------------------
+
+
+def _sql(query: str | Mapping[str, str], default: Any = "") -> Any:
+  """Makes an attribute of SQL over a column's values, or the first text whose condition holds."""
+  if not isinstance(query, str):
+    cases = (f"WHEN {condition} THEN '{text}'" for text, condition in query.items())
+    query = f"CASE {' '.join(cases)} ELSE '' END"
+  return dataclasses.field(default=default, metadata={"sql": query})
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """What a column holds in the rows of a sample."""
+
+  name: str
+  number: int  # in the order of the columns
+  text: str  # SQL of a value of the relation `sample` as a text, null where it is missing
+  missing: float = 1.0  # share of the rows
+  rows: int = _sql("sum(rows)::BIGINT", 0)  # with a value
+  distinct: int = _sql("count(*)", 0)
+  numbers: int = _sql("any_value(of_numbers)::BIGINT", 0)  # rows whose value is a number
+  is_whole: bool = _sql("bool_and(number % 1 = 0)", False)
+  has_zeros: bool = _sql(r"bool_or(regexp_matches(text, '^[+-]?0\d'))", False)  # as in 0123
+  low: float = _sql("min(number)", 0.0)
+  median: float = _sql("min(number) FILTER (below >= 0.5 * of_numbers)", 0.0)
+  tail: float = _sql("min(number) FILTER (below >= 0.99 * of_numbers)", 0.0)
+  high: float = _sql("max(number)", 0.0)
+  is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
+  shape: str = _sql({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
+  separator: str = _sql(
+    {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
+  )
+  top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
+  counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
+
+  @property
+  def type(self) -> str:
+    """The type of the values in a word."""
+    if self.rows == self.numbers:
+      return "number" if self.rows else "empty"
+    return "time" if self.is_dated else "list" if self.shape == "list" else "text"
+
+  @property
+  def value(self) -> str:
+    """SQL of a number or a time, in whose order the values are."""
+    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.type == 'number' else 'TIMESTAMPTZ'})"
+
+
+class Sample(NamedTuple):
+  """The first rows of a table."""
+
+  con: Any  # with `sample`, and `counts`: a column's number `n`, a value `text` and its `rows`
+  columns: dict[str, Column]
+  rows: int
+  is_all: bool  # whether the table has no other rows
+  skipped: list[str]  # what is wrong with rows that cannot be read
+
+  def ask(self, query: str) -> list[tuple]:
+    """Answers a query of the relations."""
+    return self.con.execute(query).fetchall()
+
+
+def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
+  """Reads the first rows of files; raises DamagedFileError where there is none."""
+  con, rows, names, skipped = source.connect(), 0, list[str](), list[str]()
+  for path in data_files:
+    file, values, problems = source.open_file(path, format), {}, collections.Counter[str]()
+    names = names or list(file.columns)
+    raws = [file.column(name) for name in names]
+    for n, column in enumerate(raws):
+      text = FileColumn(column.name, f"CAST({column.raw} AS VARCHAR)", "VARCHAR")
+      values[f"c{n}"] = value_of(spec.Category(), [text], format.missing, place=n)
+    query = typed("raw", values, [f"WHEN {file.bad[0]} THEN 0"])
+    for batch in file.batches(raws):
+      con.register("raw", batch)
+      con.execute(f"CREATE TABLE IF NOT EXISTS sample AS {query} LIMIT 0")
+      con.execute(f"INSERT INTO sample {query} LIMIT {num_rows - rows}")
+      problems[file.bad[1]] += con.execute("DELETE FROM sample WHERE bad = 0").fetchall()[0][0]
+      rows = con.execute("SELECT count(*) FROM sample").fetchall()[0][0]
+      if rows == num_rows:
+        break
+    problems.update(problem for _, problem, _ in file.unreadable)
+    skipped += [f"{count:,} rows: {what}." for what, count in problems.items() if count]
+    if rows == num_rows:
+      break
+  if not rows:
+    why = " ".join(skipped) or "it has a header alone."
+    raise DamagedFileError(f"{data_files[0]} has no rows: {why}")
+  con.execute(
+    f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows, any_value({_FINITE}) AS number FROM "
+    f"(SELECT unnest(range({len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
+    "WHERE text IS NOT NULL GROUP BY n, text"
+  )
+  queries = {f.name: f.metadata["sql"] for f in dataclasses.fields(Column) if f.metadata}
+  found = con.execute(
+    f"SELECT n, {', '.join(queries.values())} FROM (SELECT *, sum(rows) OVER (PARTITION BY n "
+    "ORDER BY number) AS below, sum(rows) FILTER (number IS NOT NULL) OVER (PARTITION BY n) AS "
+    "of_numbers FROM counts) GROUP BY n"
+  )
+  columns = {name: Column(name, n, f"c{n}") for n, name in enumerate(names)}
+  for n, *answers in found.fetchall():
+    known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
+    known["missing"] = 1 - known["rows"] / rows
+    columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
+  return Sample(con, columns, rows, rows < num_rows, skipped)
+
+
+# --- what columns are -----------------------------------------------------------------------------
+
+
+class Proposal(NamedTuple):
+  """A column's role: a kind of `spec.KINDS`, "" to leave it out, and why in a few words."""
+
+  kind: str
+  why: str = ""
+  options: Mapping[str, Any] = types.MappingProxyType({})  # where they differ from the defaults
+
+
+class Plan(NamedTuple):
+  """What is proposed for a table; without a recipe, the last note says what to give."""
+
+  columns: dict[str, Proposal]
+  settings: dict[str, Any]  # of the config besides files, format and columns
+  recipes: list[str]  # that the config trains, the first being the one to try first
+  notes: list[str]  # sentences for the user
+
+
+def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
+  """Returns what each column is, given names of columns by "label", "user", "item" or "time"."""
+  plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
+  for role, name in given.items():
+    if name not in columns:
+      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
+    if not columns[name].rows or [*given.values()].count(name) > 1:
+      why = "has another role" if columns[name].rows else "has no value in the sample"
+      raise UserError(f"--{role}={name}: the column {why}")
+  if positive and "label" not in given:
+    raise UserError(f"--positive={positive} is a value of the label: give --label too")
+  roles = {role: columns[name] for role, name in given.items()}
+  roles |= _guessed(sample, roles, plan)
+  for name, column in columns.items():
+    plan.columns[name] = _feature(sample, column, roles.get("time"))
+  plan.columns.update({column.name: Proposal(role) for role, column in roles.items()})
+  if "label" in roles:
+    plan.columns[roles["label"].name], y = _label(sample, roles["label"], positive, plan)
+    _leave_out_leaks(sample, y, plan)
+  if absent := [column.name for column in roles.values() if column.missing]:
+    plan.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
+  if absent or sample.skipped:
+    plan.settings["on_bad_row"] = "skip"
+  if {*_SIDES} <= {*roles}:
+    plan.recipes.extend(["sequence", "two_tower"] if "time" in roles else ["two_tower"])
+    _complete_rankings(sample, roles, y, plan)
+  if y:
+    plan.recipes[:] = ["dlrm", *reversed(plan.recipes)]
+    _complete_clicks(sample, roles, y, plan)
+  elif not plan.recipes:
+    plan.notes.append("For a config, give --label, the column to predict, or --user and --item.")
+  return plan
+
+
+def _words(name: str) -> set[str]:
+  """Returns the words of a name in lower case, as of `lastVisit_at`."""
+  return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def _is_called(column: Column, role: str) -> bool:
+  return bool(core := _words(column.name) - _IDS) and core <= _WORDS[role]
+
+
+def _is_moment(column: Column) -> bool:
+  """Whether a column may say when: by dates, seconds since 1970, or days as 20241231."""
+  if column.missing or column.distinct < 2 or _words(column.name) & _OTHER_TIMES:
+    return False
+  spans = [(3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9)] + [(19e6, 21.1e6)]
+  is_within = any(first <= column.low and column.high <= last for first, last in spans)
+  return column.type == "time" or (column.type == "number" and is_within)
+
+
+def _guessed(sample: Sample, roles: dict[str, Column], plan: Plan) -> dict[str, Column]:
+  """Returns the user and the item, by their names, and the finest time of a row."""
+  columns = [each for each in sample.columns.values() if each not in roles.values()]
+  found: dict[str, Column] = {}
+  for column in sorted(columns, key=lambda each: each.distinct):
+    is_id = column.is_whole if column.type == "number" else not column.shape
+    if is_id and 1 < column.distinct <= _ROW_ID * column.rows:
+      found |= {side: column for side in _SIDES if _is_called(column, side)}
+  moments = [column for column in columns if _is_moment(column)]
+  named = [column for column in moments if _is_called(column, "time")]
+  if named := named or [column for column in moments if column.type == "time"]:
+    first = max(named, key=lambda column: column.distinct)
+    finer = [column for column in moments if _follows(sample, first.value, column)]
+    found["time"] = max([first, *finer], key=lambda column: column.distinct)
+  found = {role: column for role, column in found.items() if role not in roles}
+  guessed = [f"--{side}={found[side].name}" for side in _SIDES if side in found]
+  plan.notes.extend(f"Guessed by name and values: {option}." for option in guessed)
+  return found
+
+
+def _follows(sample: Sample, order: str, column: Column) -> bool:
+  """Returns whether the values never fall, or never rise, in an order of the rows."""
+  query = (
+    "SELECT bool_and(x >= low), bool_and(x <= high) FROM (SELECT x, lag(x) OVER (ORDER BY t, x) AS "
+    "low, lag(x) OVER (ORDER BY t, x DESC) AS high FROM "
+    f"(SELECT {order} AS t, {column.value} AS x FROM sample) WHERE x IS NOT NULL)"
+  )
+  return any(sample.ask(query)[0])
+
+
+def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
+  """Returns what a column without a role of its own is."""
+  name, distinct, rows = column.name, column.distinct, column.rows
+  if not rows or (distinct == 1 and not column.missing):
+    return Proposal("", "constant" if rows else "no values")
+  if column.type == "time" or (_is_called(column, "time") and _is_moment(column)):
+    return Proposal("", "another time")
+  if column.type == "number" and time and distinct > 2 and _follows(sample, time.value, column):
+    return Proposal("", "follows the time")
+  if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
+    return Proposal("", column.shape or "numbers and texts: name those in format.missing")
+  if hasattr(object, name) or name in (*_SIDES, "history"):
+    return Proposal("", "its name has another meaning")
+  if column.type == "list":
+    return Proposal("bag")
+  if column.separator:
+    parts = f"SELECT unnest(string_split(text, '{column.separator}')) AS part FROM counts"
+    query = f"SELECT count(DISTINCT trim(part)), count(*) FROM ({parts} WHERE n = {column.number})"
+    of_values, total = sample.ask(query)[0]
+    if 2 <= of_values < distinct and total >= 2 * of_values:
+      return Proposal("bag", "", {"separator": column.separator})
+  is_number = column.type == "number" and not column.has_zeros
+  is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
+  is_id |= max(abs(column.low), abs(column.high)) >= 1e10
+  is_row = not is_number or (column.is_whole and (is_id or _follows(sample, "rowid", column)))
+  if is_row and distinct >= _ROW_ID * rows and rows >= _FEW_ROWS:
+    return Proposal("", "unique per row")
+  is_few = distinct <= 2 or (distinct <= 32 and 5 * distinct <= rows)
+  if is_number and distinct > 2 and not (column.is_whole and (is_few or is_id)):
+    is_positive = column.low >= -column.high / 100 and column.high >= 20
+    if is_positive and column.tail > 5 * max(column.median, 1.0):
+      return Proposal("number", "heavy tail", {"log": True})
+    return Proposal("number")
+  return Proposal("category", "", {"min_count": 5} if distinct > 20_000 else {})
+
+
+def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[Proposal, str]:
+  """Returns a label, and SQL of its outcome, 1 for a click and 0 for none."""
+  texts, options, why = column.top, dict[str, Any](), ""
+  are_flags = {text.lower() for text in texts} <= {*spec.CLICKS, *spec.NO_CLICKS}
+  if positive:
+    options, why = {"positive": (positive,)}, f": {positive} is a click, and all else is none"
+  elif column.type == "number" and not are_flags:
+    least = column.median
+    if least == column.low:  # of more than half of the rows
+      above = f"FROM counts WHERE n = {column.number} AND number > {least}"
+      least = sample.ask(f"SELECT coalesce(min(number), {least}) {above}")[0][0]
+    options = {"at_least": int(least) if least.is_integer() else least}
+    why = f": {options['at_least']} or more is a click, by the median"
+  elif column.distinct == 2 and not are_flags:
+    options, why = {"positive": (texts[1],)}, f": {texts[1]}, the rarer value, is a click"
+  y = outcome(spec.Label(**options), column.text)
+  clicks, rows = sample.ask(f"SELECT coalesce(sum({y}), 0)::BIGINT, count({y}) FROM sample")[0]
+  if clicks in (0, rows):
+    listed = ", ".join(texts[:5]) + " …" * (column.distinct > 5)
+    raise UserError(
+      f"--label={column.name} has {column.distinct:,} values ({listed}), and needs clicks and "
+      f"others: say which is a click, as --positive={shlex.quote(texts[0])}"
+    )
+  plan.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
+  return Proposal("label", "", options), y
+
+
+def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
+  """Leaves out columns that alone tell the outcome, with the values of few rows taken together."""
+  columns, leaks = [*sample.columns.values()], []
+  texts = ", ".join(each.text for each in columns)
+  groups = (
+    "SELECT n, sum(rows) AS rows, sum(clicks) AS clicks FROM (SELECT n, text, count(*) AS rows, "
+    f"sum(y) AS clicks FROM (SELECT {y} AS y, unnest(range({len(columns)})) AS n, "
+    f"unnest([{texts}]) AS text FROM sample) WHERE y IS NOT NULL AND text IS NOT NULL GROUP BY n, "
+    f"text) GROUP BY n, CASE WHEN rows >= {_FEW_ROWS} THEN text END"
+  )
+  errors = "least(sum(clicks), sum(rows - clicks)), sum(least(clicks, rows - clicks))"
+  (rate,) = sample.ask(f"SELECT avg({y}) FROM sample")[0]
+  for n, rows, clicks, rare, wrong in sample.ask(
+    f"SELECT n, sum(rows), sum(clicks), {errors} FROM ({groups}) GROUP BY n ORDER BY n"
+  ):
+    # Where all rows with a value have one outcome, the other one must be no chance.
+    absent = rows * (1 - rate if clicks else rate)
+    if plan.columns[columns[n].name].kind in _FEATURES:
+      leaks += [columns[n].name] * (wrong <= 0.01 * rare if rare else absent >= _FEW_ROWS)
+  plan.columns.update(dict.fromkeys(leaks, Proposal("", "leak of the label")))
+  if leaks:
+    known = "Declare one only if its value is known before the outcome is."
+    plan.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
+
+
+def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
+  """Gives features their side, leaves out others without a label, and keeps many repeats."""
+  for side, ids in ((side, roles[side]) for side in _SIDES):
+    counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
+    query = f"SELECT {', '.join(counts)} FROM sample WHERE {ids.text} IS NOT NULL"
+    for column, count in zip(sample.columns.values(), sample.ask(query)[0], strict=True):
+      name, (kind, _, options) = column.name, plan.columns[column.name]
+      if count <= _SAME * ids.distinct and ids.rows - ids.distinct >= _FEW_ROWS:
+        is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
+        if side == "item" and is_own and _words(name) & {"title", "name"}:
+          plan.columns[name] = Proposal("title")
+        elif kind in _FEATURES:
+          plan.columns[name] = Proposal(kind, "", {**options, "side": side})
+  for name, (kind, _, options) in plan.columns.items():
+    if kind in _FEATURES and "side" not in options and not y:
+      plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
+      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
+        how = f"--label={name} takes {column.median:g} or more"
+        plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
+  user, item = (roles[side].text for side in _SIDES)
+  clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
+  pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
+  rows, distinct = sample.ask(pairs)[0]
+  if rows - distinct > _REPEATS * rows:
+    plan.settings["exclude_seen"] = False
+    share = f"{1 - distinct / rows:.0%} of the rows repeat a user and an item"
+    plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
+
+
+def _complete_clicks(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
+  """Splits by hash where a part by time has one outcome, and gives dlrm a feature with vectors."""
+  if "time" in roles:
+    place = f"percent_rank() OVER (ORDER BY {roles['time'].value})"
+    part = f"CASE WHEN {place} >= 0.9 THEN 2 WHEN {place} >= 0.8 THEN 1 ELSE 0 END"
+    parts = f"SELECT {y} AS y, {part} AS part FROM sample"
+    if sample.ask(f"SELECT count(DISTINCT y) FROM ({parts}) GROUP BY part") != [(2,)] * 3:
+      plan.settings["split"] = {"by": "hash"}
+      plan.notes.append("By time, a part would have one outcome: the split is by hash.")
+  kinds = {each.kind for each in plan.columns.values()}
+  numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
+  if kinds & {"category", "bag", "user", "item"}:
+    return
+  if not numbers:
+    reasons = "; ".join(f"{n}: {each.why}" for n, each in plan.columns.items() if not each.kind)
+    raise UserError(f"No column is left to learn from ({reasons}): declare one in a config")
+  name = max(numbers, key=lambda name: sample.columns[name].distinct)
+  plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
+  plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+
+
+# --- what is shown and written --------------------------------------------------------------------
 
 
 def report(sample: Sample, plan: Plan) -> str:
@@ -89,8 +465,7 @@ def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
   settings = {k: v for k, v in {"names": names, **given}.items() if v != getattr(Format(), k)}
   if arguments.no_header and not names and file_format(path) == "text":
     format = Format(**settings)
-    with source.connect() as con:
-      lines = [line for line in source.head(con, path, format) if line.strip()]
+    lines = [line for line in source.head(path, format) if line.strip()]
     delimiter = format.delimiter or find_delimiter(lines, path, format)
     width = len(fields_of(lines, delimiter, format.quote)[0])
     settings["names"] = tuple(f"c{place}" for place in range(1, width + 1))
@@ -100,13 +475,11 @@ def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   """Yields the blocks of text to print, and writes the config."""
   out, files = arguments.out, arguments.files
-  if out and not out.endswith(".py"):
-    raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")
   if out and Path(out).exists() and not arguments.force:
     raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
   data_files = paths(files)
   format = _format(arguments, data_files[0])
-  sample = profile.read(data_files, Format(**format), arguments.rows)
+  sample = read(data_files, Format(**format), arguments.rows)
   names = list(sample.columns)
   numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
   again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]

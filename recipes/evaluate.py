@@ -74,8 +74,8 @@ def _clicks(
 ) -> dict[str, Any]:
   grouping = groups_of(model.encoder.features, slices, model.served.transforms)
   weight_name, chunks = table.name_of(spec.Weight), []
-  with source.connect() as con:
-    rows = source.read(con, table.rows, table.on_bad_row)
+  with source.connect() as con, tempfile.TemporaryDirectory() as stage:
+    rows = source.read(con, table.rows, Path(stage), table.on_bad_row)
     positions = clicks.positions_of(table, rows, model.encoder)
     for values, place, _ in rows.batches():
       inputs = model.inputs(values, len(place), next(positions))

@@ -99,14 +99,14 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .dlrm import train
 
   encoder = Encoder.load(serve)
-  features, num_dense = encoder.features, len(encoder.dense_names)
+  features, num_dense = encoder.features, len(encoder.transforms.dense_names)
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
     "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
   }
-  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
+  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.transforms.vectors}
   data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, **known)
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)

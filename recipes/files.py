@@ -52,19 +52,13 @@ def check_out(out: Path, marker: str) -> None:
   out.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
-def require(folder: Path, *names: str, hint: str) -> Path:
-  """Returns the first of `names` that the folder holds; `hint` ends the error if it has none."""
+def require(folder: str | Path, *names: str, hint: str) -> Path:
+  """Returns the first of `names` in a folder, `~` allowed; `hint` ends the error if it has none."""
+  folder = Path(folder).expanduser()
   for name in names:
     if (folder / name).is_file():
       return folder / name
   raise MissingFileError(f"{folder} has no {' and no '.join(names)}. {hint}")
-
-
-def data_folder(data_dir: str, hint: str) -> Path:
-  """Returns the user's folder, `~` allowed; `hint` ends the error if none is given."""
-  if not data_dir:
-    raise MissingFileError(f"--config.data_dir is empty. {hint}")
-  return Path(data_dir).expanduser()
 
 
 def folder(data_dir: str, cache_dir: str, *, url: str, sha256: str, member: str) -> Path:
@@ -74,7 +68,7 @@ def folder(data_dir: str, cache_dir: str, *, url: str, sha256: str, member: str)
     member: a file of the archive, in whose folder all files are.
   """
   if data_dir:
-    return data_folder(data_dir, "")
+    return Path(data_dir).expanduser()
   cache = Path(cache_dir).expanduser()
   cache.mkdir(parents=True, exist_ok=True)
   archive = cache / url.rpartition("/")[2]

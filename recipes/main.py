@@ -12,8 +12,9 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from . import catalogue, errors
 from . import config as config_lib
+from . import errors
+from .__main__ import ROOT, modes
 from .errors import terminal
 from .tables.spec import nearest
 
@@ -101,11 +102,11 @@ class _ConfigFile(flags.ArgumentParser):
   def parse(self, path: str) -> Any:
     """Returns the config; absl reports a ValueError as the flag's."""
     name, _, mode = path.partition(":")
-    file = next((x for x in (Path(name), catalogue.ROOT / name) if x.is_file()), None)
+    file = next((x for x in (Path(name), ROOT / name) if x.is_file()), None)
     if file is None:
       raise ValueError(f"there is no such file; `python -m {__package__}` lists the configs")
-    modes = catalogue.modes(file)
-    if mode and modes and mode not in modes:
-      raise ValueError(f"it has no mode {mode!r}; {nearest(mode, modes)}")
+    known = modes(file)
+    if mode and known and mode not in known:
+      raise ValueError(f"it has no mode {mode!r}; {nearest(mode, known)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     return None if config is None else config_lib.complete(self._recipe, config)

@@ -1,24 +1,60 @@
-"""MovieLens 1M as a table: ratings of users with features, on movies with features and titles.
+"""MovieLens as tables: ratings, joined with what is known of their users and movies.
 
 F. Maxwell Harper and Joseph A. Konstan. 2015. The MovieLens Datasets: History and Context. ACM
 TiiS 5, 4: 19. The data may be used for research and not be redistributed.
 """
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from . import files
+from .errors import DamagedFileError
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
 HINT = f"The files of MovieLens 1M have a fixed format: get them again from {URL}"
-# The second one is RecBole's, with the header user,movie,rating. A random split by hash depends on
-# the name of the file, so the two have different ones.
+# The second one is RecBole's, without times.
 _RATINGS = ("ratings.dat", "ratings_no_timestamp.csv")
 
 
+def rows(path: Path, names: str, delimiter: str) -> str:
+  """Returns the SQL of the rows of a file, texts by these names."""
+  columns = dict.fromkeys(names.split(), "VARCHAR")
+  return (
+    f"(FROM read_csv('{path}', delim='{delimiter}', columns={columns}, quote='', escape='', "
+    f"header={path.suffix == '.csv'}, encoding='latin-1', auto_detect=false, parallel=false))"
+  )
+
+
+def joined(query: str, cache_dir: str, sources: list[Path], hint: str) -> Path:
+  """Returns a Parquet file with the answer to a query, which is asked once.
+
+  Args:
+    cache_dir: where the file is, in a folder of its own.
+    sources: the files that the query reads.
+
+  Raises:
+    DamagedFileError: a file does not hold what the query reads; the text ends in `hint`.
+  """
+  import duckdb  # training does without it
+
+  about = [query, *map(files.stamp, sources)]
+  name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+  folder = Path(cache_dir).expanduser() / f"movielens-{name}"
+  if not folder.exists():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing_folder(folder) as partial:
+      try:
+        duckdb.sql(f"COPY ({query}) TO '{partial / 'ratings.parquet'}'")
+      except duckdb.Error as error:
+        raise DamagedFileError(f"{error}. {hint}") from error
+  return folder / "ratings.parquet"
+
+
 def table(config, rating: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the settings of the table, `split` aside: see `recipes.tables.settings`.
+  """Returns the settings of MovieLens 1M, `split` aside: see `recipes.tables.settings`.
 
   Args:
     config: `data_dir`, the user's folder, or "" for a checked download into `cache_dir`.
@@ -28,33 +64,30 @@ def table(config, rating: Mapping[str, Any]) -> dict[str, Any]:
     UserError: `data_dir` lacks a file, or as `files.download`.
   """
   folder = files.folder(
-    config.data_dir,
-    config.cache_dir,
-    url=URL,
-    sha256=SHA256,
-    member="ratings.dat",
+    config.data_dir, config.cache_dir, url=URL, sha256=SHA256, member="ratings.dat"
   )
   hint = f"They are in {URL}; leave --config.data_dir empty to have it downloaded."
   ratings = files.require(folder, *_RATINGS, hint=hint)
-  in_columns = lambda *names: {"delimiter": "::", "names": names, "encoding": "latin-1"}
+  users, movies = (files.require(folder, f"{name}.dat", hint=hint) for name in ("users", "movies"))
+  is_csv = ratings.suffix == ".csv"
+  of_ratings = rows(ratings, "user movie rating" + " time" * (not is_csv), "," if is_csv else "::")
+  query = (
+    'SELECT r."user", movie, rating, gender, age, occupation, title, genres, '
+    r"regexp_extract(title, '\((\d{4})\)$', 1) AS year "
+    f"FROM (SELECT *, row_number() OVER () AS row FROM {of_ratings}) AS r "
+    f'LEFT JOIN {rows(users, "user gender age occupation zip", "::")} AS u USING ("user") '
+    f"LEFT JOIN {rows(movies, 'movie title genres', '::')} AS m USING (movie) ORDER BY row"
+  )
+  category = {"kind": "category", "side": "user"}
   return {
-    "files": ratings,
-    "format": {} if ratings.suffix == ".csv" else in_columns("user", "movie", "rating", "time"),
-    "columns": {"user": "user", "movie": "item", "rating": rating},
-    "user_table": {
-      "files": files.require(folder, "users.dat", hint=hint),
-      "format": in_columns("id", "gender", "age", "occupation", "zip"),
-      "key": "id",
-      "columns": dict.fromkeys(("gender", "age", "occupation"), "category"),
-    },
-    "item_table": {
-      "files": files.require(folder, "movies.dat", hint=hint),
-      "format": in_columns("id", "title", "genres"),
-      "key": "id",
-      "columns": {
-        "title": "title",
-        "year": {"kind": "category", "column": "title", "pattern": r"\((\d{4})\)$"},
-        "genres": {"kind": "bag", "separator": "|"},
-      },
+    "files": joined(query, config.cache_dir, [ratings, users, movies], HINT),
+    "columns": {
+      "user": "user",
+      "movie": "item",
+      "rating": rating,
+      **dict.fromkeys(("gender", "age", "occupation"), category),
+      "title": "title",
+      "year": {"kind": "category", "side": "item"},
+      "genres": {"kind": "bag", "side": "item"},
     },
   }

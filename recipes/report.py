@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from embed.planning import aligned
 
 from . import errors, files
-from .errors import MissingFileError, terminal
+from .errors import terminal
 
 # Runs that differ only in these do the same work on the same data.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
@@ -29,10 +29,7 @@ def report(paths: Sequence[str | Path]) -> str:
   tables: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
   names: dict[str, str] = {}  # of the rows, by their settings
   for path in map(Path, paths):
-    file = path if path.suffix == ".json" else path / "result.json"
-    if not file.is_file():
-      raise MissingFileError(f"there is no {file}: give the workdirs of runs that have ended")
-    result = files.read_json(file)
+    result = files.read_json(path if path.suffix == ".json" else path / "result.json")
     config = flatten_dict(result["config"], sep=".")
     data = config.get("data_file") or config.get("files") or config.get("dataset", "table")
     hashes = json.dumps(result["data_sha256"], sort_keys=True)

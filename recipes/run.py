@@ -58,11 +58,10 @@ def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
   is_leaf = lambda path, _: len(path) == 2 or path == ("files",)  # a column is one value
   stored = files.read_json(workdir / _CONFIG)
   before, now = (flatten_dict(x, sep=".", is_leaf=is_leaf) for x in (stored, plain(config)))
-  may_change = {*config_lib.MAY_CHANGE, "user_table.files", "item_table.files"}
   differing = [
     f"{name}: {before.get(name)!r:.200} there, {now.get(name)!r:.200} now"
     for name in {**now, **before}
-    if not {name, name.partition(".")[0]} & may_change and _differs(name, before, now)
+    if not {name, name.partition(".")[0]} & {*config_lib.MAY_CHANGE} and _differs(name, before, now)
   ]
   if differing:
     raise UserError(

@@ -5,11 +5,9 @@ do, and by number elsewhere. The dense optimizer, random streams and the schedul
 rates start anew.
 """
 
-import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +22,18 @@ from . import checkpoints, files
 from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
 
+if TYPE_CHECKING:  # reads tables, which a run on a published data set does without
+  from .tables.transforms import RowIds
+
 _DENSE = nnx.Any(nnx.Param, nnx.BatchStat)
 
 Arrays = Mapping[str, Any]  # by name; of a table by slot
 
 
-@dataclasses.dataclass(frozen=True)
-class RowIds:
-  """The raw ids of a table's first rows, and a name for the rows after them.
-
-  The rows after them correspond to those of another table only if both have the same name and
-  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
-  """
-
-  texts: tuple[str, ...]  # raw ids of the rows 0, 1, …
-  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
-
-
-def correspondence(old: RowIds, old_size: int, new: RowIds, new_size: int) -> np.ndarray:
+def correspondence(old: "RowIds", old_size: int, new: "RowIds", new_size: int) -> np.ndarray:
   """Returns the old row of each new row, int32 `[new_size]`; -1 for rows that have none.
 
+  >>> from recipes.tables.transforms import RowIds
   >>> correspondence(RowIds(("b", "a"), "oov 1"), 3, RowIds(("a", "c", "b"), "oov 1"), 4).tolist()
   [1, -1, 0, 2]
   """
@@ -81,11 +71,17 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   step = files.read_json(result)["tested_step"] if result.exists() else steps[-1]
   mesh_lib.say(f"starting from step {step} of {workdir}")
   path = checkpoints.folder(workdir, step)
-  from .tables import row_ids  # imports what reads tables
+  from .tables.transforms import stored_rows  # here, since it imports what reads tables
 
-  source, read = checkpoints.metadata(path)["model"], functools.partial(_read, path)
-  own_ids, old_serve = row_ids.read(serve) if serve else {}, Path(workdir) / "serve"
-  old_ids = row_ids.read(old_serve) if old_serve.is_dir() else {}
+  source = checkpoints.metadata(path)["model"]
+
+  def read(part: str, like: Arrays) -> dict[str, Any]:
+    """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
+    return checkpoints.read(path, {"model": {part: like}})["model"][part] if like else {}
+
+  old_serve = Path(workdir) / "serve"
+  own_ids, own_inputs = stored_rows(serve) if serve else ({}, None)
+  old_ids, old_inputs = stored_rows(old_serve) if old_serve.is_dir() else ({}, None)
   tree = embed.checkpoint.to_tree(model=model)
   tables, state = tree["model"]["tables"], tree["model"]["state"]
   if not tables.keys() & source["tables"]:
@@ -103,7 +99,7 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     index = _index(name, *shapes, own_ids.get(name), old_ids.get(name), workdir)
     tables[key] = own | _table(key, own, old, index, read)
     state |= read("state", _like(state, source["state"], _counts(key)))
-  if serve is None or not old_serve.is_dir() or row_ids.inputs(serve) == row_ids.inputs(old_serve):
+  if own_inputs is None or old_inputs in (None, own_inputs):
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, _DENSE))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     like = _like(state, source["state"], names)
@@ -114,11 +110,6 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     # parameters would fit, and mean something else.
     mesh_lib.say("  the features or their order differ there: no dense parameter is loaded")
   embed.checkpoint.from_tree(tree, model=model)
-
-
-def _read(path: epath.Path, part: str, like: Arrays) -> dict[str, Any]:
-  """Reads arrays of "state" or "tables", onto the devices of `like` or, without any, as NumPy."""
-  return checkpoints.read(path, {"model": {part: like}})["model"][part] if like else {}
 
 
 def _like(own: Arrays, old: Arrays, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -146,8 +137,8 @@ def _index(
   name: str,
   shape: tuple[int, int],
   old_shape: tuple[int, int],
-  ids: RowIds | None,
-  old_ids: RowIds | None,
+  ids: "RowIds | None",
+  old_ids: "RowIds | None",
   workdir: epath.Path,
 ) -> np.ndarray:
   """Returns the other run's row of each row of a table, int32; -1 of a new one."""

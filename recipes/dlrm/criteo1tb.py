@@ -45,8 +45,9 @@ def table(config) -> dict[str, Any]:
     MissingFileError: a day is missing; names it.
     UserError: the config does not name 26 sizes and valencies.
   """
-  folder = files.data_folder(config.data_dir, _HINT)
-  days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
+  days = [
+    files.require(config.data_dir, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)
+  ]
   columns: dict[str, Any] = {"label": "label", **dict.fromkeys(INTEGERS, NUMBER)}
   for feature in _features(config):
     columns[feature["name"]] = {"kind": "category", "hash": feature["vocabulary_size"]}

@@ -27,7 +27,7 @@ def criteo(config) -> dict[str, Any]:
   vocabularies = {"hash": {"hash": config.hash_size}, "min_count": {"min_count": config.min_count}}
   if config.vocabulary not in vocabularies:
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
-  path = files.require(files.data_folder(config.data_dir, _CRITEO), config.data_file, hint=_CRITEO)
+  path = files.require(config.data_dir, config.data_file, hint=_CRITEO)
   category = {"kind": "category", **vocabularies[config.vocabulary]}
   return {
     "files": path,

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +150,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
   for setting, known in CHOICES.items():
-    build.check_choice(setting, config_lib.value(config, setting), known)
+    build.check_choice(setting, operator.attrgetter(setting)(config), known)
 
 
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):

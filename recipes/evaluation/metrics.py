@@ -113,10 +113,9 @@ def groups_of(features: Sequence[Any], slices: Sequence[str], serve: Path | None
   from ..tables.transforms import Encoder
 
   encoder = Encoder.load(serve)
-  for each in encoder.all_transforms:
-    for name in named.keys() & each.kinds.keys():
-      if values := each.vocabulary(name):
-        named[name] = (*values, _OTHER)
+  for name in named.keys() & encoder.transforms.kinds.keys():
+    if values := encoder.transforms.vocabulary(name):
+      named[name] = (*values, _OTHER)
   user = spec.only(encoder.transforms.kinds, spec.User)
   if user is None:
     return Groups(slices=named)

@@ -250,7 +250,7 @@ class TrainBatches:
       )
     if self._negatives:
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
-      own = slice(*pipeline.part(self._negatives, self._shard, "negatives.number"))
+      own = slice(*pipeline.part(self._negatives, self._shard))
       batch |= {"negatives": negatives[own]}
     return batch
 

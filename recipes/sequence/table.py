@@ -34,7 +34,7 @@ def published(config) -> dict[str, Any]:
     f"It is not downloaded because the data's licence does not allow it to be passed on: get it "
     f"from {config.source}, and pass --config.data_dir=<folder>."
   )
-  path = files.require(files.data_folder(config.data_dir, hint), config.data_file, hint=hint)
+  path = files.require(config.data_dir, config.data_file, hint=hint)
   format, columns = _LAYOUTS[config.layout]
   # An item that comes twice is in the history twice, as published figures have it.
   return {

@@ -46,8 +46,7 @@ def lists(histories: Sequence[History], kinds: Mapping[str, Any]) -> dict[str, B
         number = outcome(label, "x")
         bad = f"x IS NOT NULL AND ({number}) IS NULL"
         bad += f" AND NOT {among('x', label.drop)}" if label.drop else ""
-      if part.by != "table":  # which the export holds
-        by_name[part.name] = Beside(history, part.of, number, bad)
+      by_name[part.name] = Beside(history, part.of, number, bad)
   return by_name
 
 
@@ -55,7 +54,7 @@ def positions(encoder: Encoder, values: Mapping[str, Any], time: str) -> list[np
   """Returns the histories' columns of `ids` for N rows, given their lists and the time's name."""
   blocks = list[np.ndarray]()
   for history in encoder.histories:
-    flat = {part.name: values[part.name].flatten() for part in history.parts if part.by != "table"}
+    flat = {part.name: values[part.name].flatten() for part in history.parts}
     parts, times, now = list[np.ndarray](), None, None
     for part in history.parts:
       if part.by == "time":
@@ -63,9 +62,6 @@ def positions(encoder: Encoder, values: Mapping[str, Any], time: str) -> list[np
         continue
       if part.by == "row":
         ids = encoder.transforms.ids({part.of: flat[part.name]}, part.of)
-      elif part.by == "table":
-        side = encoder.sides[history.parts[0].of]
-        ids = side.of_rows(side.codes.find(flat[history.name]))[0][part.of]
       else:
         ids = np.nan_to_num(numbers_of(flat[part.name]), nan=-1).astype(np.int32)
       parts.append(ids if ids.ndim == 2 else ids[:, None])

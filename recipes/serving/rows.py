@@ -1,6 +1,7 @@
 """Rows to predict for, as training has read its own: of Python, of tables and of files."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,15 +132,19 @@ def of_file(path: str, format: Format, needed: Sequence[str]) -> Iterator[pa.Tab
   if not Path(path).is_file():
     raise MissingFileError(f"{path} does not exist, or is no file")
   format = dataclasses.replace(format, names=(), rest=False)
+  file = source_lib.open_file(path, format)
+  below = [name for name in needed if "." in name and name not in file.columns]
+  columns = [file.column(name) for name in [*file.columns, *below]]
+  chosen = ", ".join(f"{column.raw} AS {identifier(column.name)}" for column in columns)
+  number = 0
   with source_lib.connect() as con:
-    file = source_lib.readable(con, source_lib.open_file(con, path, format))
-    source_lib.rejected(con, file, format, "raise")
-    numbered = f"SELECT {file.bad[0]} AS bad, row_number() OVER () AS row FROM {file.relation}"
-    bad = con.execute(f"SELECT row FROM ({numbered}) WHERE bad ORDER BY row LIMIT 1").fetchone()
-    if bad:
-      raise DamagedFileError(f"{path}, row {bad[0]} {file.bad[1]}. Repair it")
-    below = [name for name in needed if "." in name and name not in file.columns]
-    chosen = (f"{file.column(n).raw} AS {identifier(n)}" for n in [*file.columns, *below])
-    query = f"SELECT {', '.join(chosen)} FROM {file.relation}"
-    for batch in con.execute(query).to_arrow_reader(_CHUNK):
-      yield pa.table(batch)
+    for raw in itertools.chain(file.batches(columns), [file.schema.empty_table()]):
+      for line, problem, _ in file.unreadable:
+        raise DamagedFileError(f"{path}, line {line} {problem}. Repair it")
+      con.register("raw", raw)
+      bad = con.execute(f"SELECT {file.bad[0]} AS bad FROM raw").to_arrow_table()["bad"].to_numpy()
+      if bad.any():
+        raise DamagedFileError(f"{path}, row {number + bad.argmax() + 1} {file.bad[1]}. Repair it")
+      number += len(raw)
+      batches = con.execute(f"SELECT {chosen} FROM raw").to_arrow_reader(_CHUNK)
+      yield from (pa.table(batch) for batch in batches)

@@ -1,6 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -9,17 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import cache, files
+from .. import cache
 from ..errors import UserError
-from . import entities, histories, source, spec
+from . import histories, source, spec
 from .fit import fit
 from .settings import Table, parsed, serve_folder
 from .source import Rows
 from .splitting import write_splits
 from .transforms import Encoder, numbers_of
 from .values import SPLITS
-
-_SIDES = {"user": spec.User, "item": spec.Item}
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -33,9 +32,13 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   by, declared = check(table), histories.declared(table)
-  with source.connect(folder / "stage") as con, futures.ThreadPoolExecutor(1) as background:
+  with (
+    source.connect() as con,
+    futures.ThreadPoolExecutor(1) as background,
+    tempfile.TemporaryDirectory(dir=folder) as stage,
+  ):
     digests = background.submit(table.digests)
-    rows = source.read(con, table.rows, table.on_bad_row, **hashing(table, by))
+    rows = source.read(con, table.rows, Path(stage), table.on_bad_row, **hashing(table, by))
     rows.split(by, table.split)
     write_splits(rows, folder, table.names)
     base = base_of(table)
@@ -44,7 +47,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if declared:
       widths = {each.name: each.width for each in base.histories} if base else {}
       log = histories.Rows(table, declared, rows, widths)
-      encoder = Encoder(encoder.transforms, encoder.sides, log.histories)
+      encoder = Encoder(encoder.transforms, log.histories)
       notes += log.notes
     notes.append(summary(encoder))
     encoder.save(serve_folder(settings, folder))
@@ -53,7 +56,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if log is not None:
       about["histories"] = log.write(folder, encoder.own_features)
   table.check_unchanged()
-  files.new_folder(folder / "stage").rmdir()
   return meta(table, encoder, notes, sizes) | about
 
 
@@ -64,12 +66,6 @@ def check(table: Table) -> str:
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
-  declared = set(table.kinds)
-  for side, rows in table.sides.items():
-    _id_name(table, side)
-    if both := [name for name in rows.kinds if name in declared]:
-      raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
-    declared |= set(rows.kinds)
   item = table.name_of(spec.Item)
   if item and table.kinds[item].is_list:
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
@@ -100,24 +96,11 @@ def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, lis
   `base` is an encoder that grows.
   """
   sizes, rates = _counted(table, rows)
-  made, about = {}, list[str]()
-  for side in table.sides:
-    name = _id_name(table, side)
-    column = rows.columns[name]
-    ids = rows.query(
-      f"SELECT {column} AS id FROM {rows.view} WHERE split = 0 AND {column} IS NOT NULL "
-      f"GROUP BY {column} ORDER BY min(place)"
-    )["id"].combine_chunks()
-    known = base.sides[name].transforms if base and name in base.sides else None
-    made[name], lines = entities.read(
-      rows.con, table.sides[side], side, table.on_bad_row, ids, base=known
-    )
-    about += lines
   transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
   weight = table.name_of(spec.Weight)
   weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
-  notes = [*about, *rows.notes, *lines, *[weighs] * bool(weight), *rates]
-  return Encoder(transforms, made), notes, sizes
+  notes = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]
+  return Encoder(transforms), notes, sizes
 
 
 def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray) -> dict[str, Any]:
@@ -130,8 +113,8 @@ def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray
   return {
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
-    "dense": list(encoder.dense_names),
-    "vectors": encoder.vectors,
+    "dense": list(encoder.transforms.dense_names),
+    "vectors": encoder.transforms.vectors,
     "labels": spec.as_dicts(table.labels),
     "notes": list(notes),
   }
@@ -179,13 +162,14 @@ def write_columns(
   rows: Rows, table: Table, encoder: Encoder, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
-  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.own_features)
+  total, num_dense = int(sizes.sum()), len(encoder.transforms.dense_names)
+  width = sum(feature.columns for feature in encoder.own_features)
   weight = table.name_of(spec.Weight)
   one, labels = ((), np.uint8), len(table.labels)
   shape, dtype = one if labels == 1 else ((labels,), np.float32)
   columns = {
     "label": cache.column(folder, "label", (total, *shape), dtype),
-    "dense": cache.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
+    "dense": cache.column(folder, "dense", (total, num_dense), np.float32),
     "ids": cache.column(folder, "ids", (total, width), np.int32),
   }
   if weight:
@@ -224,14 +208,11 @@ def positions_of(table: Table, rows: Rows, encoder: Encoder) -> Iterator[list[np
     yield [x for each in logs for x in each.positions(part)]
 
 
-def _id_name(table: Table, side: str) -> str:
-  """Returns the name of the column with the ids of a table of its own; raises UserError if none."""
-  return table.require(_SIDES[side], f"which config.{side}_table belongs to")
-
-
 def summary(encoder: Encoder) -> str:
   """Returns a line about the features, and the rows of their tables."""
   rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}
   sizes = ", ".join(f"{name} {size:,}" for name, size in rows.items())
-  features = f"{len(encoder.dense_names)} numbers, {len(encoder.features)} features with vectors"
+  features = (
+    f"{len(encoder.transforms.dense_names)} numbers, {len(encoder.features)} features with vectors"
+  )
   return f"{features}; rows of their tables: {sizes}"

@@ -85,7 +85,7 @@ def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> l
     files: a file, a folder, a glob, or several of them. A folder gives its data files and its
       sub-folders' in the order of their paths; files whose name begins with `.` or `_`, as
       `_SUCCESS`, and those of other formats are passed over. `~` is the home folder. A URL
-      (`gs://`, `s3://`, `https://`) is read by DuckDB's extension httpfs, and names one file.
+      (`gs://`, `s3://`, `https://`) is read by fsspec, and names one file.
 
   Raises:
     MissingFileError: a file or a folder does not exist, a folder has no data file, or a glob fits

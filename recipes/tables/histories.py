@@ -38,8 +38,7 @@ class Part:
   Attributes:
     name: of its feature, and of the list column that has it in rows to predict for.
     of: the declared column.
-    by: "row" or "table", where the value is of the earlier row or of the table of items or users;
-      "label" or "time".
+    by: "row", "label" or "time".
     size: rows of its table, of labels and times.
   """
 
@@ -125,12 +124,9 @@ def _beside(table: "Table", name: str, of: str, column: str) -> Part:
     return part("time", AGES)
   if _is_single(kind):
     return part()
-  side = table.kinds[of].kind  # "user" or "item", or a kind without a table
-  if side in table.sides and _is_single(table.sides[side].kinds.get(column)):
-    return part("table")
   raise UserError(
-    f"config.columns[{name!r}].beside names {column!r}: name categories of one value, of the rows "
-    f"or in the table of {of!r}, the time, or labels"
+    f"config.columns[{name!r}].beside names {column!r}: name categories of one value, the "
+    "time, or labels"
   )
 
 

@@ -1,6 +1,7 @@
 """Interactions of users with items: read from a table, cleaned, split and numbered."""
 
 import dataclasses
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import cache, files
+from .. import cache
 from ..errors import UserError
-from . import entities, source, spec, splitting
+from . import source, spec, splitting
 from .clicks import hashing
+from .fit import fit
 from .settings import Table
-from .transforms import Entities
+from .source import Relation
+from .transforms import Entities, Transforms
 from .values import SPLITS
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
@@ -73,8 +76,8 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
       "which are the interactions: remove the others from config.columns"
     )
-  with source.connect(folder / "stage") as con:
-    log = _Log(con, table, by)
+  with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
+    log = _Log(con, table, by, Path(stage))
     user, item, split, row = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
@@ -86,7 +89,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     }
     order = np.argsort(row, kind="stable")
     splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
-  files.new_folder(folder / "stage").rmdir()
   table.check_unchanged()
   notes = log.notes + _about_splits(user, item, split)
   return Interactions(
@@ -152,8 +154,8 @@ def pairs(table: Table) -> Pairs:
   Raises:
     UserError: no user or item is declared, or a row has none.
   """
-  with source.connect() as con:
-    log = _Log(con, table, "")
+  with source.connect() as con, tempfile.TemporaryDirectory() as stage:
+    log = _Log(con, table, "", Path(stage))
     user, item, *_ = log.numbered()
     first = splitting.first_of_pairs(user, item)
     return Pairs(user[first], item[first], log.texts["user"], log.texts["item"], log.values("user"))
@@ -162,7 +164,7 @@ def pairs(table: Table) -> Pairs:
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
-  def __init__(self, con: Any, table: Table, by: str):
+  def __init__(self, con: Any, table: Table, by: str, stage: Path):
     self._table, self._con, kinds = table, con, table.kinds
     user, item = table.name_of(spec.User), table.name_of(spec.Item) or table.name_of(spec.Ordered)
     item = item or table.require(spec.Item, "and recommendations need one")
@@ -177,13 +179,13 @@ class _Log:
         self._kinds[side][name] = kind
     if self._is_list and self._kinds["item"]:
       raise UserError(
-        "rows with several items cannot hold features of an item: use config.item_table"
+        "rows with several items cannot hold features of an item: write a row for each item"
       )
     by = by if by in ("time", "order", "hash", "column", "files") else ""
     table.check_split(by)
     required = [name for name in (user, None if self._is_list else item) if name]
     self.rows = source.read(
-      con, table.rows, table.on_bad_row, required=required, **hashing(table, by)
+      con, table.rows, stage, table.on_bad_row, required=required, **hashing(table, by)
     )
     self.rows.split(by, table.split, holds_out=False)
     self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number
@@ -249,40 +251,33 @@ class _Log:
     return {n: x.combine_chunks() for n, x in zip(columns, found.columns, strict=True)}
 
   def entities(self, side: str, kept: np.ndarray, trained: np.ndarray) -> Entities:
-    """Returns users or items with their features.
+    """Returns users or items, whose features are fitted on and computed of their values.
 
     Args:
       side: "user" or "item".
       kept: the numbers of those that are left.
-      trained: the numbers of those that training rows have.
+      trained: the numbers of those that training rows have, which are fitted on.
     """
-    table, texts = self._table, self.texts[side]
-    is_trained, base = np.isin(np.arange(len(texts)), trained), None
-    if table.base is not None and (table.base / f"{side}s.parquet").exists():
-      base = Entities.load(table.base, f"{side}s").transforms
-    options: dict[str, Any] = {"bucketed": _BUCKETS, "base": base}
-    listed = texts.to_pylist()
-    made = entities.of_values(
-      self._con, listed, self._kinds[side], self.values(side), is_trained, **options
-    )
-    made = made.numbered([listed[number] for number in kept])
-    if side in table.sides:
-      ids = texts.take(pa.array(trained))
-      of_table = table.sides[side]
-      other, notes = entities.read(self._con, of_table, side, table.on_bad_row, ids, **options)
-      self.notes += notes
-      made = _joined(made, other.numbered(made.texts), side)
-    return made
-
-
-def _joined(own: Entities, other: Entities, side: str) -> Entities:
-  """Returns entities with the features of both; raises UserError where two have one name."""
-  for name in own.transforms.kinds.keys() & other.transforms.kinds.keys():
-    raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
-  titles = own.titles if other.titles is None else other.titles
-  transforms, ids = own.transforms.merged(other.transforms), {**own.ids, **other.ids}
-  dense = np.concatenate([own.dense, other.dense], axis=1)  # vectors: all numbers are bucketed
-  return Entities(own.texts, transforms, ids, dense, titles)
+    kinds, base = self._kinds[side], None
+    if self._table.base is not None and (self._table.base / f"{side}s.parquet").exists():
+      base = Entities.load(self._table.base, f"{side}s").transforms
+    texts = self.texts[side].take(pa.array(kept)).to_pylist()
+    values = {name: x.take(pa.array(kept)) for name, x in self.values(side).items()}
+    features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+    for name, kind in features.items():
+      if isinstance(kind, spec.Number):
+        features[name] = dataclasses.replace(kind, buckets=kind.buckets or _BUCKETS)
+    transforms = Transforms({}, {}, {}, {})
+    if features:
+      columns = {name: f"c{place}" for place, name in enumerate(values)}
+      split, place = (~np.isin(kept, trained)).astype(np.int8), np.arange(len(texts))
+      names = [*columns.values(), "split", "place"]
+      self._con.register("entities", pa.table([*values.values(), split, place], names))
+      transforms, _ = fit(Relation(self._con, "entities", columns), features, base)
+    ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
+    title = spec.only(kinds, spec.Title)
+    titles = values[title].to_pylist() if title else None
+    return Entities(texts, transforms, ids, transforms.dense(values, len(texts)), titles)
 
 
 def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:

@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import config as config_lib
 from .. import files
@@ -24,9 +24,6 @@ from .formats import paths
 from .source import Source
 from .spec import Format
 from .values import SPLITS
-
-if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
-  pass
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
@@ -41,8 +38,7 @@ _CHOICES = {
 class Table:
   """The parsed settings of a table; those without a comment are as in the config."""
 
-  rows: Source  # the files and columns of the table itself
-  sides: Mapping[str, Source]  # features of "user" and "item" in files of their own
+  rows: Source  # the files and columns
   split: Mapping[str, Any]
   on_bad_row: str
   exclude_seen: bool
@@ -51,18 +47,13 @@ class Table:
   engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
-  @property
-  def _stamps(self) -> dict[str, list[Any]]:
-    sources = (self.rows, *self.sides.values())
-    return {path: stamp for source in sources for path, stamp in source.stamps.items()}
-
   @functools.cached_property
   def names(self) -> dict[str, str]:
-    """A name of each file of all sources: its path below the folder that all of them are in."""
-    local = [path for path in self._stamps if os.path.exists(path)]
+    """A name of each file: its path below the folder that all of them are in."""
+    local = [path for path in self.rows.stamps if os.path.exists(path)]
     folder = os.path.commonpath([os.path.dirname(path) for path in local]) if local else ""
     name = lambda path: os.path.relpath(path, folder) if path in local else path
-    return {path: name(path) for path in self._stamps}
+    return {path: name(path) for path in self.rows.stamps}
 
   def digests(self) -> dict[str, str]:
     """Returns the SHA-256 of every file on this machine by its name."""
@@ -71,7 +62,7 @@ class Table:
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
-    for path, stamp in self._stamps.items():
+    for path, stamp in self.rows.stamps.items():
       if _stamp(path) != stamp:
         raise DamagedFileError(f"{path} has changed while it was read: run the command again")
 
@@ -121,8 +112,7 @@ class Table:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
     if (name := self.name_of(cls)) is not None:
       return name
-    with source_lib.connect() as con:
-      file = source_lib.open_file(con, self.rows.all_files[0], self.rows.format)
+    file = source_lib.open_file(self.rows.all_files[0], self.rows.format)
     columns = ", ".join(file.columns)
     raise UserError(
       f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
@@ -136,19 +126,11 @@ def settings(config) -> dict[str, Any]:
     raise UserError(fault)
   about = {
     "format": 5,
-    "rows": _source(config, "config"),
-    "sides": {},
+    "rows": _source(config),
     "split": config.split.to_dict(),
     **{name: config[name] for name in _PLAIN},
   }
-  for side, given in (("user", config.user_table), ("item", config.item_table)):
-    if given.files:
-      if not given.key:
-        raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
-      about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
-  table = parsed(about)
-  sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
-  spec.check_tables({"config": table.kinds} | sides)
+  spec.check_tables(parsed(about).kinds)
   serve = Path(config.init_from).expanduser().resolve() / "serve"
   if config.init_from and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
@@ -179,19 +161,19 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   return settings_of
 
 
-def _source(config, place: str) -> dict[str, Any]:
+def _source(config) -> dict[str, Any]:
   if not config.files:
-    raise UserError(f"{place}.files is empty: give a file, a folder or a pattern")
+    raise UserError("config.files is empty: give a file, a folder or a pattern")
   given = config.files.to_dict() if hasattr(config.files, "to_dict") else config.files
   by_split = given if isinstance(given, Mapping) else {"": given}
   for name in by_split:
     if name not in ("", *SPLITS):
-      raise UserError(f"{place}.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
+      raise UserError(f"config.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
   found = {name: paths(value) for name, value in by_split.items()}
   for first, second in itertools.combinations(found, 2):
     if both := set(found[first]) & set(found[second]):
       raise UserError(
-        f"{place}.files has {min(both)} in {first!r} and in {second!r}: give each split its own"
+        f"config.files has {min(both)} in {first!r} and in {second!r}: give each split its own"
       )
   return {
     "files": {name: [_stamp(p) for p in each] for name, each in found.items()},
@@ -208,15 +190,12 @@ def _stamp(path: str) -> list[Any]:
 def parsed(settings: Mapping[str, Any]) -> Table:
   """Returns the settings as an object."""
 
-  def source(about: Mapping[str, Any], place: str) -> Source:
-    by_split = {name: tuple(stamp[0] for stamp in of) for name, of in about["files"].items()}
-    stamps = {stamp[0]: stamp for of in about["files"].values() for stamp in of}
-    kinds = spec.parse(about["columns"], f"{place}.columns")
-    return Source(by_split, Format(**about["format"]), kinds, stamps, about.get("key", ""))
-
+  rows = settings["rows"]
+  by_split = {name: tuple(stamp[0] for stamp in of) for name, of in rows["files"].items()}
+  stamps = {stamp[0]: stamp for of in rows["files"].values() for stamp in of}
+  kinds = spec.parse(rows["columns"])
   return Table(
-    source(settings["rows"], "config"),
-    {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
+    Source(by_split, Format(**rows["format"]), kinds, stamps),
     settings["split"],
     base=Path(settings["base"][0]) if "base" in settings else None,
     **{name: settings[name] for name in _PLAIN},

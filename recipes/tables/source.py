@@ -1,41 +1,43 @@
-"""Rows of files as typed columns of DuckDB: read once, checked, and split by a view.
+"""Rows of files as typed columns: read once, checked, and split by a view.
 
-    con = connect(folder)
-    rows = read(con, source, on_bad_row="raise")       # one pass over the files
-    rows.split("hash", settings)                       # adds the column `split`
+    rows = read(con, source, folder, on_bad_row="raise")   # one pass over the files
+    rows.split("hash", settings)                           # adds the column `split`
     con.execute(f"SELECT avg({rows.columns['price']}) FROM {rows.view} WHERE split = 0")
 
-Text, Parquet and JSON Lines differ in where a raw value comes from, and in nothing else: a raw
-value becomes a text, a number, a time or a list by the same expressions, for training and serving.
-A value that has no such meaning makes its row bad.
+Arrow reads text, Parquet and JSON Lines in batches, and DuckDB types the raw values of each: they
+become texts, numbers, times or lists by the same expressions, for training and serving. A value
+that has no such meaning makes its row bad. What is typed lies in a folder, as a Parquet file for
+each batch, so that a table may be larger than the memory.
 """
 
 import codecs
+import collections
+import contextlib
 import dataclasses
 import functools
 import glob
+import itertools
+import json
 import os
-import shutil
+import re
 import tempfile
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import csv
 
 from .. import cache, files
 from ..errors import DamagedFileError, UserError
 from . import spec
-from .formats import (
-  Format,
-  fields_of,
-  file_format,
-  find_delimiter,
-  named,
-)
+from .formats import Format, fields_of, file_format, find_delimiter, named
 from .values import (
   MISSING,
   SPLIT_NAMES,
@@ -43,37 +45,32 @@ from .values import (
   Column,
   Value,
   among,
-  identifier,
   is_time,
   literal,
-  outcome,
   present,
   trimmed,
   typed,
   value_of,
 )
 
-_MEMORY = "400MB"  # of DuckDB, which spills beyond it to its folder
-_HEAD = 200  # lines that show how a file is written
-_LONGEST_LINE = 2 << 20  # bytes
-_CUT = "chr(31)"  # between fields of files that are read line by line: in no text
+_MEMORY = "400MB"  # of DuckDB, which spills beyond it
+_HEAD, _HEAD_LINES = 1 << 20, 200  # bytes and lines that show how a file is written
+_BLOCK = 24 << 20  # bytes of text in a batch, and of the longest row
+_ROWS = 1 << 16  # of a Parquet file in a batch
+_LINE = ["line"], "\x1f", ""  # a field, between fields, and around: neither is in a text
 _AGAIN = "Copy or download it again."
-_MAGIC = {
-  b"PAR1": "is a Parquet file: name it so",
-  b"\x1f\x8b": "is compressed with gzip: add .gz to its name",
-  b"\x28\xb5\x2f\xfd": "is compressed with zstd: add .zst to its name",
-  b"PK\x03\x04": "is a zip archive or a spreadsheet: unpack it, or save the sheet as CSV",
-}
+_WORKERS = min(os.cpu_count() or 1, 8)
 
 
-def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
-  """Returns a connection that spills to a folder, by default to a temporary one."""
-  if folder is None:
-    folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
-  files.new_folder(folder)
-  settings = {"memory_limit": _MEMORY, "temp_directory": str(folder)}
-  con = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
-  weakref.finalize(con, shutil.rmtree, folder, ignore_errors=True)
+def connect(threads: int = _WORKERS) -> duckdb.DuckDBPyConnection:
+  """Returns a connection that spills to a folder of temporary files."""
+  spilled = tempfile.mktemp(prefix="sparse_embed_")  # made and removed by DuckDB
+  settings: dict[str, Any] = {
+    "memory_limit": _MEMORY,
+    "temp_directory": spilled,
+    "threads": threads,
+  }
+  con = duckdb.connect(config=settings)
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
   return con
@@ -84,19 +81,24 @@ def connect(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
 
 @dataclasses.dataclass(frozen=True)
 class File:
-  """A file as a relation.
+  """A file in batches.
 
   Attributes:
     path: of the file, or a URL.
-    relation: what a query names after FROM.
     columns: an expression and its type by the name of the column; JSON Lines has any path.
+    schema: of the batches that expressions are of.
+    read: yields batches of the named fields.
     bad: a condition of rows that are no rows, and what they are called.
+    unreadable: line, problem and text of rows that `read` has left out so far, since they cannot be
+      cut into fields. Lines that are blank, and those within quotes, do not count.
   """
 
   path: str
-  relation: str
   columns: Mapping[str, tuple[str, str]]
+  schema: pa.Schema
+  read: Callable[[Sequence[str]], Iterator[pa.Table]]
   bad: tuple[str, str] = ("false", "")
+  unreadable: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)
 
   def column(self, name: str) -> Column:
     """Returns a column; raises DamagedFileError where there is none."""
@@ -110,8 +112,46 @@ class File:
       "first line is a row, name the columns: config.format.names=('…', '…')"
     )
 
+  def batches(self, columns: Sequence[Column]) -> Iterator[pa.Table]:
+    """Yields the rows with the fields of these columns; DamagedFileError for what breaks off."""
+    asked = {column.raw for column in columns}
+    fields = [name for name in self.schema.names if name in asked] or self.schema.names
+    with _reading(self.path):
+      yield from self.read(fields)
 
-def open_file(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> File:
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+  """Turns the error of a file that cannot be read into one that names the file."""
+  try:
+    yield
+  except UserError:
+    raise
+  except (pa.ArrowException, OSError, UnicodeError, ImportError) as error:
+    reason = str(error)
+    if "UTF8" in reason or isinstance(error, UnicodeError):
+      raise DamagedFileError(
+        f"{path} is of another encoding ({reason}): write config.format.encoding='latin-1'"
+      ) from error
+    raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
+
+
+def _opened(path: str) -> Any:
+  """Opens a file, or a URL by fsspec, which needs a package for some."""
+  if os.path.exists(path):
+    return path
+  import fsspec
+
+  return fsspec.open(path).open()
+
+
+def _stream(path: str) -> Any:
+  """Opens a text, unpacked."""
+  packed = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
+  return pa.input_stream(_opened(path), compression=packed)
+
+
+def open_file(path: str, format: Format) -> File:
   """Returns a file by its suffix: Parquet, JSON Lines, or else text.
 
   Raises:
@@ -119,81 +159,96 @@ def open_file(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> File
     UserError: the format does not fit the file.
   """
   kind = file_format(path)
-  if kind == "parquet":
-    return _parquet(con, path)
-  check_magic(path)
-  lines = head(con, path, format)
-  return _json(con, path, format, lines) if kind == "json" else _text(path, format, lines)
+  with _reading(path):
+    if kind == "parquet":
+      return _parquet(path)
+    lines = head(path, format)
+    return _json(path, format, lines) if kind == "json" else _text(path, format, lines)
 
 
-def check_magic(path: str) -> None:
-  """Raises DamagedFileError where a file of text begins as another format does."""
-  if os.path.exists(path) and not path.endswith((".gz", ".zst")):
-    with open(path, "rb") as file:
-      start = file.read(4)
-    for magic, problem in _MAGIC.items():
-      if start.startswith(magic):
-        raise DamagedFileError(f"{path} {problem}.")
+def _parquet(path: str) -> File:
+  def read(fields: Sequence[str]) -> Iterator[pa.Table]:
+    chosen = [name for name, field in zip(names, schema.names, strict=True) if field in fields]
+    with pq.ParquetFile(_opened(path)) as file:
+      for batch in file.iter_batches(_ROWS, columns=chosen):
+        yield pa.table(batch.columns, fields).cast(pa.schema([schema.field(f) for f in fields]))
 
-
-def check_whole(path: str) -> None:
-  """Raises DamagedFileError where a compressed file breaks off, which DuckDB takes for its end."""
-  if path.endswith((".gz", ".zst")) and os.path.exists(path):
-    try:
-      with pa.input_stream(path) as stream:
-        while stream.read(1 << 20):
-          pass
-    except OSError as error:
-      raise DamagedFileError(f"{path} breaks off or is damaged ({error}). {_AGAIN}") from error
-
-
-def _pattern(path: str) -> str:
-  """Returns the SQL of a pattern that fits one path; DuckDB expands none in a URL."""
-  return literal(glob.escape(path) if os.path.exists(path) else path)
-
-
-def _parquet(con: duckdb.DuckDBPyConnection, path: str) -> File:
-  relation = f"read_parquet({_pattern(path)}, hive_partitioning=false)"
-  described = asked(con, path, f"DESCRIBE SELECT * FROM {relation}").fetchall()
-  names = named([name for name, *_ in described])
-  chosen = ", ".join(f"{identifier(name)} AS f{n}" for n, (name, *_) in enumerate(described))
+  with pq.ParquetFile(_opened(path)) as file:
+    stored = file.schema_arrow
+  names = stored.names
+  # DuckDB has no half floats.
+  plain = lambda kind: pa.float32() if kind == pa.float16() else kind
+  schema = pa.schema([(f"f{place}", plain(field.type)) for place, field in enumerate(stored)])
+  types = duckdb.from_arrow(schema.empty_table()).types
+  stored_as = {"NULL": "VARCHAR", '"NULL"': "VARCHAR"}
   columns = {
-    name: (f"f{n}", stored)
-    for n, (name, (_, stored, *_)) in enumerate(zip(names, described, strict=True))
+    name: (field, stored_as.get(str(kind), str(kind)))
+    for name, field, kind in zip(named(names), schema.names, types, strict=True)
   }
-  return File(path, f"(SELECT {chosen} FROM {relation})", columns)
+  return File(path, columns, schema, read)
 
 
-def _lines(path: str, format: Format, **options: Any) -> str:
-  """Returns a relation with the column `line`."""
-  more = "".join(f", {name}={value}" for name, value in options.items())
-  return (
-    f"read_csv({_pattern(path)}, columns={{'line': 'VARCHAR'}}, delim={_CUT}, "
-    f"quote='', escape='', header=false, auto_detect=false, strict_mode=false, "
-    f"encoding={literal(format.codec)}, "
-    f"max_line_size={_LONGEST_LINE}{more})"
-  )
-
-
-def head(con: duckdb.DuckDBPyConnection, path: str, format: Format) -> list[str]:
+def head(path: str, format: Format) -> list[str]:
   """Returns the first lines of a text; empty ones before its first one are ""."""
-  if os.path.exists(path):
-    try:
-      with pa.input_stream(path) as stream:
-        first = stream.read(1 << 16).partition(b"\n")[0]
-      codecs.getincrementaldecoder(format.encoding)().decode(first)  # the end may be cut
-    except UnicodeDecodeError as error:
-      raise DamagedFileError(
-        f"{path}: the first line is not {format.encoding}: write config.format.encoding='utf-16' "
-        "or 'latin-1'."
-      ) from error
-    except OSError as error:
-      raise DamagedFileError(f"{path} cannot be read ({error}). {_AGAIN}") from error
-  limited = f"SELECT line FROM {_lines(path, format, ignore_errors='true')} LIMIT {_HEAD}"
-  lines = [line or "" for (line,) in asked(con, path, limited).fetchall()]
+  with _reading(path), _stream(path) as stream:
+    start = stream.read(_HEAD)
+  try:
+    text = codecs.getincrementaldecoder(format.encoding)().decode(start)  # the end may be cut
+  except UnicodeDecodeError as error:
+    raise DamagedFileError(
+      f"{path}: the first lines are not {format.encoding}: write config.format.encoding='utf-16' "
+      "or 'latin-1'."
+    ) from error
+  lines = re.split("\r\n|\n|\r", text.removeprefix("\ufeff"))
   if not any(line.strip() for line in lines):
     raise DamagedFileError(f"{path} is empty, or no {format.encoding} text. {_AGAIN}")
-  return lines
+  return lines[: -1 if len(lines) > 1 else None][:_HEAD_LINES]
+
+
+def _cut(
+  path: str,
+  format: Format,
+  fields: Sequence[str],
+  delimiter: str,
+  quote: str,
+  *,
+  skip: int = 0,
+  after: int = 0,
+) -> dict[str, Any]:
+  """Returns what `File` has of a text that a delimiter cuts into fields.
+
+  `skip` lines are passed over, and `after` rows.
+  """
+  unreadable = list[tuple[int, str, str]]()
+  schema = pa.schema([(field, pa.string()) for field in fields])
+
+  def leave_out(row: Any) -> str:
+    many = "many" if row.actual_columns > row.expected_columns else "few"
+    hint = " (config.format.quote='' if quotes have no meaning)" * (
+      bool(quote) and quote in row.text
+    )
+    problem = f"has too {many} fields for {row.expected_columns} columns{hint}"
+    unreadable.append((row.number, problem, row.text))
+    return "skip"
+
+  def read(chosen: Sequence[str]) -> Iterator[pa.Table]:
+    # With threads of its own, Arrow would not count the rows that it leaves out.
+    how = csv.ReadOptions(
+      use_threads=False, block_size=_BLOCK, encoding=format.encoding, column_names=schema.names,
+      skip_rows=skip, skip_rows_after_names=after,
+    )  # fmt: skip
+    parse = csv.ParseOptions(
+      delimiter=delimiter, quote_char=quote or False, newlines_in_values=bool(quote),
+      invalid_row_handler=leave_out,
+    )  # fmt: skip
+    texts = csv.ConvertOptions(
+      column_types=schema, include_columns=list(chosen), strings_can_be_null=False
+    )
+    with _stream(path) as stream:
+      for batch in csv.open_csv(stream, how, parse, texts):
+        yield pa.table(batch)
+
+  return {"schema": schema, "read": read, "unreadable": unreadable}
 
 
 def _field(*keys: str) -> str:
@@ -203,18 +258,17 @@ def _field(*keys: str) -> str:
   return f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END"
 
 
-def _json(con: duckdb.DuckDBPyConnection, path: str, format: Format, lines: Sequence[str]) -> File:
-  keys = con.execute(
-    "SELECT DISTINCT key FROM (SELECT unnest(json_keys(line)) AS key FROM (SELECT unnest(?) AS "
-    "line) WHERE json_valid(line) AND json_type(line) = 'OBJECT') ORDER BY key",
-    [list(lines)],
-  ).fetchall()
+def _json(path: str, format: Format, lines: Sequence[str]) -> File:
+  keys = dict[str, None]()
+  for line in lines:
+    with contextlib.suppress(ValueError):
+      found = json.loads(line)
+      keys |= dict.fromkeys(found if isinstance(found, dict) else ())
   if not keys:
     raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
   no_object = "CASE WHEN json_valid(line) THEN json_type(line) <> 'OBJECT' ELSE true END"
-  columns = {key: (_field(key), "JSON") for (key,) in keys}
-  relation = f"(SELECT line FROM {_lines(path, format)} WHERE line IS NOT NULL)"
-  return File(path, relation, columns, (no_object, "is no JSON object"))
+  columns = {key: (_field(key), "JSON") for key in sorted(keys)}
+  return File(path, columns, bad=(no_object, "is no JSON object"), **_cut(path, format, *_LINE))
 
 
 def _text(path: str, format: Format, lines: Sequence[str]) -> File:
@@ -224,25 +278,23 @@ def _text(path: str, format: Format, lines: Sequence[str]) -> File:
   quote = "" if format.rest or len(delimiter) > 1 else format.quote
   first = next(iter(fields_of(lines, delimiter, quote)), [])
   names = _names(path, format, [name.strip() for name in first])
-  if format.rest:
+  has_header = not format.names
+  if format.rest or len(delimiter) > 1:
     last = len(names) - 1
     parts = f"string_split(trim(line, ' '), {literal(delimiter)})"
-    columns = {name: (f"{parts}[{place + 1}]", "VARCHAR") for place, name in enumerate(names[:-1])}
-    rest = f"array_to_string({parts}[{last + 1}:], {literal(delimiter)})"
-    columns[names[-1]] = (rest, "VARCHAR")
-    few = (f"len({parts}) < {last}", "has too few fields")
-    return File(path, f"(FROM {_lines(path, format)} WHERE line IS NOT NULL)", columns, few)
-  declared = ", ".join(f"'f{place}': 'VARCHAR'" for place in range(len(names)))
-  relation = (
-    f"read_csv({_pattern(path)}, columns={{{declared}}}, skip={skip}, "
-    f"header={'false' if format.names else 'true'}, delim={literal(delimiter)}, "
-    f"quote={literal(quote)}, escape={literal(quote)}, auto_detect=false, strict_mode=true, "
-    f"encoding={literal(format.codec)}, store_rejects=true, max_line_size={_LONGEST_LINE})"
-  )
-  if len(names) == 1:  # an empty line is a row of one column to DuckDB
-    relation = f"(FROM {relation} WHERE f0 IS NOT NULL)"
-  columns = {name: (f"f{place}", "VARCHAR") for place, name in enumerate(names)}
-  return File(path, relation, columns)
+    columns = {name: (f"{parts}[{place + 1}]", "VARCHAR") for place, name in enumerate(names)}
+    wrong = f"len({parts}) <> {len(names)}", f"has not {len(names)} fields"
+    if format.rest:
+      rest = f"array_to_string({parts}[{last + 1}:], {literal(delimiter)})"
+      columns[names[-1]] = (rest, "VARCHAR")
+      wrong = f"len({parts}) < {last}", "has too few fields"
+    return File(path, columns, bad=wrong, **_cut(path, format, *_LINE, skip=skip + has_header))
+  fields = [f"f{place}" for place in range(len(names))]
+  columns = {name: (field, "VARCHAR") for name, field in zip(names, fields, strict=True)}
+  about = _cut(path, format, fields, delimiter, quote, skip=skip, after=int(has_header))
+  if has_header and not any(map(str.strip, lines[1:])):
+    about["read"] = lambda chosen: iter(())  # which Arrow takes for damaged
+  return File(path, columns, **about)
 
 
 def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
@@ -252,10 +304,6 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
       raise UserError(f"{path}: the first line is a header: leave out config.format.names")
     return names
   names = named(first)
-  if any("\0" in name for name in names):
-    raise DamagedFileError(
-      f"{path} has NUL bytes: in UTF-16, write config.format.encoding='utf-16'"
-    )
   if not any(first) or (duplicate := spec.repeated(names)) is not None:
     problem = f"two columns {duplicate!r}" if any(first) else "no column"
     raise DamagedFileError(
@@ -263,38 +311,6 @@ def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:
       "config.format.names=('…', '…')"
     )
   return names
-
-
-def asked(con: duckdb.DuckDBPyConnection, path: str, query: str) -> duckdb.DuckDBPyConnection:
-  """Answers a query; raises DamagedFileError for a file that cannot be read."""
-  try:
-    try:
-      return con.execute(query)
-    except duckdb.InvalidInputException as error:
-      if "invalid state" not in str(error) or "strict_mode=true" not in query:
-        raise
-      return con.execute(query.replace("strict_mode=true", "strict_mode=false"))  # mixed line ends
-  except duckdb.OutOfMemoryException:
-    raise
-  except duckdb.Error as error:
-    reason = str(error).partition("\n")[0]
-    raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
-
-
-def readable(con: duckdb.DuckDBPyConnection, file: File) -> File:
-  """Reads a file to its end, and returns it as it can be read."""
-  columns = ", ".join(f"count({sql})" for sql, _ in file.columns.values())
-  query = (
-    f"SELECT {columns} FROM {file.relation}"  # of a column that is not read, no text is checked
-  )
-  check_whole(file.path)
-  try:
-    con.execute(query).fetchall()
-  except duckdb.InvalidInputException:
-    asked(con, file.path, query).fetchall()
-    lenient = file.relation.replace("strict_mode=true", "strict_mode=false")
-    return dataclasses.replace(file, relation=lenient)
-  return file
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -308,7 +324,6 @@ class Source:
   format: Format  # of text files
   kinds: Mapping[str, spec.Kind]  # by declared name
   stamps: Mapping[str, list[Any]]  # when the settings were made; see `files.stamp`
-  key: str = ""  # the column with the ids, of the features of users or items
 
   @property
   def all_files(self) -> list[str]:
@@ -317,26 +332,28 @@ class Source:
 
   @functools.cached_property
   def read_kinds(self) -> dict[str, spec.Kind]:
-    """The kinds that columns of the files have, the key's by the name ""."""
-    kinds = {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
-    return kinds | ({"": spec.User(column=self.key)} if self.key else {})
+    """The kinds that columns of the files have."""
+    return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
 
 
-def clock_of(con: duckdb.DuckDBPyConnection, file: File, source: Source) -> str:
-  """Returns "date", "whole" or "fraction", as the first times of a file are; "" without a time."""
+def clock_of(source: Source) -> str:
+  """Returns "date", "whole" or "fraction", as the first times of a table are; "" without a time."""
   name, missing = spec.only(source.kinds, spec.Time), source.format.missing
   if name is None:
     return ""
   kind: Any = source.kinds[name]
-  _, raw, stored = file.column(kind.sources(name)[0])
-  if kind.format or kind.columns or is_time(stored):
+  file = open_file(source.all_files[0], source.format)
+  column = file.column(kind.sources(name)[0])
+  if kind.format or kind.columns or is_time(column.stored):
     return "date"
-  sample = f"(SELECT {trimmed(raw, stored)} AS t FROM {file.relation} LIMIT 1000)"
-  query = (
-    "SELECT first(TRY_CAST(t AS DOUBLE) IS NOT NULL), bool_or(contains(t, '.')) FROM "
-    f"(SELECT {present('t', missing)} AS t FROM {sample}) WHERE t IS NOT NULL"
-  )
-  is_number, has_fractions = asked(con, file.path, query).fetchone() or (True, False)
+  first = next(iter(file.batches([column])), file.schema.empty_table())
+  sample = f"(SELECT {trimmed(*column[1:])} AS t FROM raw LIMIT 1000)"
+  with connect(1) as con:
+    con.register("raw", first)
+    is_number, has_fractions = con.execute(
+      "SELECT first(TRY_CAST(t AS DOUBLE) IS NOT NULL), bool_or(contains(t, '.')) FROM "
+      f"(SELECT {present('t', missing)} AS t FROM {sample}) WHERE t IS NOT NULL"
+    ).fetchall()[0]
   if is_number is False:
     return "date"
   return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
@@ -369,24 +386,25 @@ class Batch(NamedTuple):
 
 
 class Rows:
-  """Rows of a source in a table of DuckDB, and a view of the good ones: a `Relation`.
+  """Typed rows in the Parquet files of a folder, and a view of them: a `Relation`.
 
   Attributes:
     con: the connection.
     view: its name; the columns are `columns`, `place`, that of a row in all files, and `split`, the
       index in `SPLITS`.
     columns: names in the view by declared name.
+    total: rows of the files, with those that were left out for a bad value.
+    starts: the first row of each file.
     left_out: how many rows were left out by what is wrong with them, and where the first is.
     has_dates: whether times are dates.
   """
 
-  def __init__(self, con: duckdb.DuckDBPyConnection, source: Source, name: str, has_dates: bool):
+  def __init__(self, con: Any, source: Source, folder: Path, has_dates: bool):
     self.con, self.source, self.has_dates = con, source, has_dates
-    self.table, self.view = f"{name}_stored", name
+    self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
     self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
-    self.starts: list[int] = []  # the first row of each file
-    self.place = "rowid"  # in `table`: where a row is in all files
+    self.total, self.starts = 0, list[int]()
 
   @property
   def notes(self) -> list[str]:
@@ -406,17 +424,12 @@ class Rows:
 
   def define(self, split: str = "0") -> None:
     """Makes the view; `split` is the SQL of the index in `SPLITS`."""
-    self.con.execute(
-      f"CREATE OR REPLACE VIEW {self.view} AS SELECT {self.values}, rowid AS place, "
-      f"CAST({split} AS TINYINT) AS split FROM {self.table} WHERE bad IS NULL"
-    )
+    self.con.execute(f"CREATE OR REPLACE VIEW {self.view} AS {self.selected(split)}")
 
-  @property
-  def values(self) -> str:
-    """The SQL of the columns of the view, given those of `table`."""
-    kinds = zip(self.columns.values(), self.source.read_kinds.values(), strict=True)
-    of_label = lambda column, kind: f"{outcome(kind, column)} AS {column}"
-    return ", ".join(of_label(c, k) if isinstance(k, spec.Label) else c for c, k in kinds)
+  def selected(self, split: str) -> str:
+    """Returns the query of the view."""
+    columns = ", ".join([*self.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
+    return f"SELECT {columns} FROM {self.stored}"
 
   def query(self, sql: str) -> pa.Table:
     """Answers a query."""
@@ -459,9 +472,8 @@ class Rows:
       first = [self._first_time(column, share) for share in (valid + test, test)]
       split = _at_or_after(column, first)
     elif by == "order":
-      rows = self.query(f"SELECT count(*) AS n FROM {self.table}")["n"][0].as_py()
-      ranges = cache.cut(rows, valid, test)
-      split = _at_or_after(self.place, (ranges["valid"][0], ranges["test"][0]))
+      ranges = cache.cut(self.total, valid, test)
+      split = _at_or_after("place", (ranges["valid"][0], ranges["test"][0]))
     elif by == "column":
       column = self.columns[str(spec.only(kinds, spec.Split))]
       names = " ".join(f"WHEN {literal(n)} THEN {index}" for n, index in SPLIT_NAMES.items())
@@ -475,7 +487,7 @@ class Rows:
           for name, i in zip(of_file, index, strict=True)
         ]
       before = zip(self.starts[1:], index, strict=False)
-      cases = " ".join(f"WHEN {self.place} < {end} THEN {i}" for end, i in before)
+      cases = " ".join(f"WHEN place < {end} THEN {i}" for end, i in before)
       split = f"CASE WHEN false THEN 0 {cases} ELSE {index[-1]} END"
     self.define(split)
 
@@ -484,7 +496,7 @@ class Rows:
     if not share:
       return float("inf")
     time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
-    answer = self.query(f"SELECT {time} AS t FROM {self.table} WHERE bad IS NULL")["t"][0].as_py()
+    answer = self.query(f"SELECT {time} AS t FROM {self.view}")["t"][0].as_py()
     return float("inf") if answer is None else answer
 
 
@@ -495,9 +507,9 @@ def _at_or_after(column: str, bounds: Sequence[float]) -> str:
 def read(
   con: duckdb.DuckDBPyConnection,
   source: Source,
+  folder: Path,
   on_bad_row: str = "raise",
   *,
-  name: str = "rows",
   required: Sequence[str] = (),
   seed: int | None = None,
   on: str = "",
@@ -507,8 +519,8 @@ def read(
   """Reads the declared columns of files, once.
 
   Args:
+    folder: an empty one, for the typed rows.
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
-    name: of the view.
     required: declared names in which every row must have a value.
     seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
       of the files in the order of their names, joined by a unit separator; or over a declared name
@@ -521,41 +533,73 @@ def read(
       row, column and value.
   """
   kinds = source.read_kinds
-  opened = [open_file(con, path, source.format) for path in source.all_files]
-  clock = clock_of(con, opened[0], source) if clock is None else clock
-  rows = Rows(con, source, name, has_dates=clock == "date")
+  opened = [open_file(path, source.format) for path in source.all_files]
+  clock = clock_of(source) if clock is None else clock
+  rows = Rows(con, source, folder, has_dates=clock == "date")
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
-  con.execute(f"DROP VIEW IF EXISTS {name}; DROP TABLE IF EXISTS {rows.table}")
+  parts = (folder / f"{number:06d}.parquet" for number in itertools.count())
   with files.progress("reading", len(opened), "file") as bar:
-    for number, file in enumerate(opened):
-      check_whole(file.path)
-      query, checks = _query(file, source, rows.columns, clock, required, seed, on)
-      for table in ("reject_errors", "reject_scans"):
-        con.execute(f"DROP TABLE IF EXISTS {table}")
-      into = f"INSERT INTO {rows.table}" if number else f"CREATE TABLE {rows.table} AS"
-      rows.starts.append(count(con, rows.table) if number else 0)
-      asked(con, file.path, f"{into} {query}")
-      for problem, (number_of, first) in rejected(con, file, source.format, on_bad_row).items():
-        rows.leave_out(problem, number_of, first)
-      _refuse(rows, file, checks, on_bad_row)
+    for file in opened:
+      rows.starts.append(rows.total)
+      query = _query(file, source, rows.columns, clock, required, seed, on)
+      _read_file(rows, file, query, parts, on_bad_row)
       bar.update()
   rows.define()
-  if not may_be_empty and not count(con, name):
-    why = "; ".join(rows.notes)
+  if not may_be_empty and not len(rows):
+    first, why = source.all_files[0], "; ".join(rows.notes)
     raise DamagedFileError(
-      f"{source.all_files[0]}: every row was left out: {why}"
-      if why
-      else f"{source.all_files[0]} has a header and no rows"
+      f"{first}: every row was left out: {why}" if why else f"{first} has a header and no rows"
     )
   return rows
 
 
-def count(con: duckdb.DuckDBPyConnection, relation: str) -> int:
-  return con.execute(f"SELECT count(*) FROM {relation}").fetchone()[0]  # type: ignore[index]
+class _Query(NamedTuple):
+  """What types the rows of a file."""
+
+  columns: list[Column]  # of the file
+  sql: str  # of the typed columns, `bad`, `value` and `place`
+  checks: dict[int, tuple[str, str]]  # column and problem by what is in `bad`
 
 
-_DROPPED = -1  # of `bad`: a row that `drop` of a label leaves out
+def _read_file(
+  rows: Rows, file: File, query: _Query, parts: Iterator[Path], on_bad_row: str
+) -> None:
+  """Types the batches of a file, several at once, and counts or refuses rows that are bad."""
+  pending = collections.deque[Any]()
+  with futures.ThreadPoolExecutor(_WORKERS) as pool:
+    submit = lambda table: pool.submit(_type, table, query.sql, rows.total, next(parts))
+    for table in file.batches(query.columns):
+      pending.append(submit(table))
+      rows.total += len(table)
+      if len(pending) > _WORKERS:
+        _refuse(rows, file, query, pending.popleft().result(), on_bad_row)
+    if rows.total == rows.starts[-1]:
+      pending.append(submit(file.schema.empty_table()))
+    while pending:
+      _refuse(rows, file, query, pending.popleft().result(), on_bad_row)
+
+
+_of_thread = threading.local()
+
+
+def _type(table: pa.Table, query: str, start: int, path: Path) -> list[dict[str, Any]]:
+  """Types rows, writes the good ones, and returns number, first place and value of bad ones."""
+  if not hasattr(_of_thread, "con"):
+    _of_thread.con = connect(1)
+  place = pa.array(np.arange(start, start + len(table)))
+  _of_thread.con.register("raw", table.append_column("place", place))
+  answer = _of_thread.con.execute(query).to_arrow_table()
+  is_good = answer["bad"].is_null()
+  pq.write_table(
+    answer.filter(is_good).drop(["bad", "value"]), path, use_dictionary=False, compression="lz4"
+  )
+  bad = answer.filter(pc.invert(is_good)).select(["bad", "place", "value"])
+  about = [("place", "count"), ("place", "first"), ("value", "first")]
+  return bad.group_by("bad", use_threads=False).aggregate(about).to_pylist()
+
+
+_DROPPED = "left out by the label's drop"
 
 
 def _query(
@@ -566,30 +610,31 @@ def _query(
   required: Sequence[str],
   seed: int | None,
   on: str,
-) -> tuple[str, dict[int, tuple[str, str]]]:
-  """Returns the query of a file's typed rows; column and problem by what is in `bad`."""
-  checks = {0: ("", file.bad[1]), _DROPPED: ("", "left out by the label's drop")}
-  values, raws, cases = dict[str, Value](), dict[str, str](), [f"WHEN {file.bad[0]} THEN 0"]
+) -> _Query:
+  checks = {0: ("", file.bad[1]), -1: ("", _DROPPED)}
+  values, read = dict[str, Value](), dict[str, Column]()
+  cases = [f"WHEN {file.bad[0]} THEN 0"]
   for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
-    read = [file.column(name) for name in kind.sources(declared or source.key)]
-    raws |= {column.name: column.raw for column in read}
+    own = [file.column(name) for name in kind.sources(declared)]
+    read |= {column.name: column for column in own}
     try:
-      value = value_of(kind, read, source.format.missing, clock, place=number)
+      value = value_of(kind, own, source.format.missing, clock, place=number)
     except DamagedFileError as error:
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]
-    values[name], checks[number] = value, (read[0].name, value.problem)
-    if declared in required or not declared:
+    values[name], checks[number] = value, (own[0].name, value.problem)
+    if declared in required:
       code = number + MISSING
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
       fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
-      checks[code] = read[0].name, f"has no value{fits}"
+      checks[code] = own[0].name, f"has no value{fits}"
     if isinstance(kind, spec.Label) and kind.drop:
-      cases.insert(1, f"WHEN {among(name, kind.drop)} THEN {_DROPPED}")
-  if seed is None:
-    return typed(file.relation, values, cases), checks
-  texts = [columns[on]] if on else [f"CAST({raws[each]} AS VARCHAR)" for each in sorted(raws)]
-  return typed(file.relation, values, cases, [f"{hashed(seed, texts)} AS hash"]), checks
+      cases.insert(1, f"WHEN {among(f'x{number}', kind.drop)} THEN -1")
+  more = ["place"]
+  if seed is not None:
+    raws = (f"CAST({read[name].raw} AS VARCHAR)" for name in sorted(read))
+    more.append(f"{hashed(seed, [columns[on]] if on else [*raws])} AS hash")
+  return _Query([*read.values()], typed("raw", values, cases, more), checks)
 
 
 def hashed(seed: int, texts: Sequence[str]) -> str:
@@ -598,61 +643,27 @@ def hashed(seed: int, texts: Sequence[str]) -> str:
   return f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
 
 
-def _refuse(rows: Rows, file: File, checks: Mapping[int, tuple[str, str]], on_bad_row: str) -> None:
-  """Raises for the first bad row of the last file, or counts all of them."""
-  start = rows.starts[-1]
-  found = rows.con.execute(
-    f"SELECT bad, count(*), min(rowid), arg_min(value, rowid) FROM {rows.table} "
-    f"WHERE rowid >= {start} AND bad IS NOT NULL GROUP BY bad ORDER BY min(rowid)"
-  ).fetchall()
-  for number, count, row, value in found:
-    column, problem = checks[number]
-    text = f"{_shown(value)} " if value else ""
-    place = int(rows.numbers_of(np.array([row]))[1][0])
-    at = f"{file.path}, row {place}"
-    if number >= 0 and on_bad_row == "raise":
-      of_column = f", column {column!r}" + ":" * bool(text) if column else ""
+def _refuse(
+  rows: Rows, file: File, query: _Query, bad: Sequence[Mapping[str, Any]], on_bad_row: str
+) -> None:
+  """Raises for the first row of a batch that is bad, or counts all of them."""
+  found: list[Any] = [(f"line {line}", "", *about, 1) for line, *about in file.unreadable]
+  file.unreadable.clear()
+  for each in sorted(bad, key=lambda each: each["place_first"]):
+    where = f"row {each['place_first'] - rows.starts[-1] + 1}"
+    found.append((where, *query.checks[each["bad"]], each["value_first"], each["place_count"]))
+  for where, column, problem, value, count in found:
+    shown, at = _shown(value) if value else "", f"{file.path}, {where}"
+    said = " ".join(filter(None, [f"column {column!r}" * bool(column), problem]))
+    if on_bad_row == "raise" and problem != _DROPPED:
+      place = at + f", column {column!r}" * bool(column)
       raise DamagedFileError(
-        f"{at}{of_column} {text}{problem}. Repair the row, or write config.on_bad_row='skip' to "
-        "leave such rows out."
+        f"{place}{f': {shown}' * bool(shown)} {problem}. Repair the row, or write "
+        "config.on_bad_row='skip' to leave such rows out."
       )
-    said = f"column {column!r} {problem}" if column else problem
-    rows.leave_out(said, count, f"{at} {text}".rstrip())
+    rows.leave_out(said, count, f"{at} {shown}".rstrip())
 
 
 def _shown(value: str) -> str:
   text = repr(value)
   return text if len(text) <= 60 else f"{text[:56]}…{text[-1]}"
-
-
-def rejected(
-  con: duckdb.DuckDBPyConnection, file: File, format: Format, on_bad_row: str
-) -> dict[str, tuple[int, str]]:
-  """Raises for the first line that DuckDB has left out; or returns `left_out` of all of them."""
-  left_out: dict[str, tuple[int, str]] = {}
-  tables = "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
-  if not con.execute(tables).fetchone()[0]:  # type: ignore[index]
-    return left_out
-  found = con.execute(
-    "SELECT line, any_value(error_type), any_value(left(csv_line, 200)) FROM reject_errors "
-    "GROUP BY line ORDER BY line"
-  ).fetchall()
-  for line, error, content in found:
-    problem = {
-      "MISSING COLUMNS": f"has too few fields for {len(file.columns)} columns",
-      "TOO MANY COLUMNS": f"has too many fields for {len(file.columns)} columns",
-      "UNQUOTED VALUE": "has a quote that is not closed, or not doubled: mend it, or write "
-      "config.format.quote='' if quotes have no meaning",
-      "INVALID ENCODING": f"is not {format.encoding}: write config.format.encoding, as 'latin-1'",
-      "LINE SIZE OVER MAXIMUM": f"is longer than {_LONGEST_LINE >> 20} MiB",
-    }.get(error, error.lower())
-    at = f"{file.path}, line {line}"
-    if on_bad_row == "raise":
-      text = (content or "").strip("\r\n")
-      raise DamagedFileError(
-        f"{at} {problem}: {_shown(text)}. Repair it, or write config.on_bad_row='skip' to leave "
-        "such lines out."
-      )
-    before, first = left_out.get(problem, (0, at))
-    left_out[problem] = before + 1, first
-  return left_out

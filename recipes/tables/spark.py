@@ -9,7 +9,6 @@ file; a training process opens those with its own rows and no others: see `Shard
 import contextlib
 import dataclasses
 import functools
-import glob
 import os
 import pickle
 import re
@@ -27,13 +26,12 @@ from . import clicks, source
 from .settings import Table, parsed, serve_folder
 from .splitting import write_splits
 from .transforms import Encoder
-from .values import literal
 
 _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
   "and set JAVA_HOME or PATH"
 )
-_SHARDS, _ROWS = "shards", "rows.parquet"
+_SHARDS = "shards"
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -48,8 +46,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   table, folder = parsed(settings), folder.absolute()
   by, stage = clicks.check(table), files.new_folder(folder / "stage")
   with _session() as session, source.connect() as con:
-    opened = source.open_file(con, table.rows.all_files[0], table.rows.format)
-    task = _Task(table, by, source.clock_of(con, opened, table.rows), folder)
+    task = _Task(table, by, source.clock_of(table.rows), folder)
     read = _run(session, task.read, len(table.rows.all_files))
     rows = _Rows(session, con, table, task, read)
     rows.split(by, table.split)
@@ -133,8 +130,8 @@ class _Task:
   folder: Path
 
   def path(self, number: int) -> Path:
-    """Where the typed rows of a file are."""
-    return self.folder / "stage" / f"{number:05d}" / _ROWS
+    """The folder of the typed rows of a file."""
+    return self.folder / "stage" / f"{number:05d}"
 
   def source(self, number: int) -> source.Source:
     """Returns the source of one file."""
@@ -144,37 +141,28 @@ class _Task:
 
   def read(self, number: int) -> _Read:
     """Types the rows of a file."""
-    with _written(self.path(number).parent) as folder, source.connect() as con:
-      hashing = clicks.hashing(self.table, self.by)
-      on_bad_row = self.table.on_bad_row
-      rows = source.read(
-        con, self.source(number), on_bad_row, clock=self.clock, may_be_empty=True, **hashing
-      )
-      hashed = ", hash" * (hashing["seed"] is not None)
-      stored = f"SELECT {rows.values}, rowid AS place, bad{hashed} FROM {rows.table}"
-      con.execute(f"COPY ({stored}) TO {literal(folder / _ROWS)} (FORMAT parquet)")
-      return _Read(source.count(con, rows.table), rows.left_out)
+    how = clicks.hashing(self.table, self.by)
+    with files.replacing_folder(self.path(number)) as folder, source.connect() as con:
+      part, on_bad_row = self.source(number), self.table.on_bad_row
+      rows = source.read(con, part, folder, on_bad_row, clock=self.clock, may_be_empty=True, **how)
+      return _Read(rows.total, rows.left_out)
 
   def write(self, number: int, *, split: str, starts: Sequence[int]) -> list[int]:
     """Writes the columns of a file's rows as a shard; returns how many rows each split has."""
     with source.connect() as con:
-      rows = source.Rows(con, self.source(number), "rows", self.clock == "date")
-      rows.starts = [0]
-      placed = f"SELECT * REPLACE (place + {starts[number]} AS place)"
-      stored = f"({placed} FROM read_parquet({literal(glob.escape(str(self.path(number))))}))"
-      columns = ", ".join([*rows.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
-      con.execute(f"CREATE VIEW rows AS SELECT {columns} FROM {stored} WHERE bad IS NULL")
+      rows = source.Rows(con, self.source(number), self.path(number), self.clock == "date")
+      rows.stored = f"(SELECT * REPLACE (place + {starts[number]} AS place) FROM {rows.stored})"
+      rows.define(split)
       counts = rows.query("SELECT split FROM rows")["split"].to_numpy()
       sizes = np.bincount(counts, minlength=3)
       shard = _shard(self.folder, number)
       if sizes.sum():
-        with _written(shard) as folder:
+        with files.replacing_folder(shard) as folder:
           encoder = _encoder(self.folder / "serve")
           clicks.write_columns(rows, self.table, encoder, folder, sizes)
         rows.starts = [starts[number]]
-        with _written(self.path(number).parent / "split") as folder:
+        with files.replacing_folder(self.folder / "split.parquet" / f"{number:05d}") as folder:
           write_splits(rows, folder, self.table.names)
-          (folder / "split.parquet").rename(self.folder / "split.parquet" / f"{number:05d}.parquet")
       return sizes.tolist()
 
 
@@ -182,32 +170,27 @@ class _Rows(source.Rows):
   """Rows that tasks have typed, of which Spark answers queries."""
 
   def __init__(self, session: Any, con: Any, table: Table, task: _Task, read: Sequence[_Read]):
-    super().__init__(con, table.rows, "rows", task.clock == "date")
-    self._session, self.place, self.split_sql = session, "place", "0"
-    self.starts = np.cumsum([0, *(each.rows for each in read)]).tolist()[:-1]
+    super().__init__(con, table.rows, task.folder, task.clock == "date")
+    self._session, self.stored = session, "stored"
+    *self.starts, self.total = np.cumsum([0, *(each.rows for each in read)]).tolist()
     for problem, (rows, first) in (item for each in read for item in each.left_out.items()):
       self.leave_out(problem, rows, first)
     paths = [str(task.path(number)) for number in range(len(read))]
     # Spark would expand patterns in the names of folders.
     escaped = (re.sub(r"([\\*?\[\]{}])", r"\\\1", path) for path in paths)
     stored = session.read.parquet(*(f"file://{path}" for path in escaped))
-    starts = dict(zip((Path(path).parent.name for path in paths), self.starts, strict=True))
+    starts = dict(zip((Path(path).name for path in paths), self.starts, strict=True))
     first = session.createDataFrame(list(starts.items()), "folder string, first long")
     folder = "element_at(split(_metadata.file_path, '/'), -2) AS folder"
     joined = stored.selectExpr("*", folder).join(first, "folder")
     placed = joined.withColumn("place", joined["place"] + joined["first"])
-    placed.createOrReplaceTempView(self.table)
+    placed.createOrReplaceTempView(self.stored)
 
   def define(self, split: str = "0") -> None:
     """Makes the view in the session."""
     self.split_sql = split
-    columns = ", ".join(self.columns.values())
-    self._session.sql(
-      self._translated(
-        f"SELECT {columns}, place, CAST({split} AS TINYINT) AS split FROM {self.table} "
-        "WHERE bad IS NULL"
-      )
-    ).createOrReplaceTempView(self.view)
+    query = self._translated(self.selected(split))
+    self._session.sql(query).createOrReplaceTempView(self.view)
 
   def query(self, sql: str) -> pa.Table:
     answer = self._session.sql(self._translated(sql)).toArrow()
@@ -220,13 +203,6 @@ class _Rows(source.Rows):
 
     translated = sqlglot.transpile(sql, read="duckdb", write="spark")[0]
     return translated.replace("PERCENTILE_CONT(", "PERCENTILE(")  # an aggregate over groups there
-
-
-@contextlib.contextmanager
-def _written(target: Path) -> Iterator[Path]:
-  """Yields a new folder that becomes `target`; of two attempts at a task, the last one's does."""
-  with files.replacing_folder(target) as partial:
-    yield partial
 
 
 @functools.lru_cache(1)

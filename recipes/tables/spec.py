@@ -13,9 +13,11 @@
 The classes below are the kinds; their attributes are the options.
 """
 
+import codecs
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
@@ -39,12 +41,6 @@ def as_text(value: str | int | float) -> str:
 
 # --- files ----------------------------------------------------------------------------------------
 
-_ENCODINGS = {  # as DuckDB names them
-  "utf-8": "utf-8", "utf8": "utf-8", "utf-8-sig": "utf-8", "ascii": "utf-8", "utf-16": "utf-16",
-  "utf16": "utf-16", "utf-16-le": "utf-16", "latin-1": "latin-1", "latin1": "latin-1",
-  "iso-8859-1": "latin-1",
-}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -54,7 +50,7 @@ class Format:
     delimiter: between two fields; "" finds `,`, tab, `;`, `|`, `::` or space in the first rows.
       Where it has several characters, up to 4, quotes have no meaning.
     names: of the columns of files without a header; () reads the first line as the header.
-    encoding: utf-8, utf-16 or latin-1.
+    encoding: that Python knows: utf-8, utf-16, latin-1, cp1252 and others.
     missing: values that mean no value, as the empty one always does; spaces around are ignored.
     rest: the last of `names` takes the rest of the line; quotes have no meaning then.
     quote: around fields that hold delimiters or line ends; "" gives quotes no meaning.
@@ -81,16 +77,10 @@ class Format:
       raise UserError(f"config.format.names has {name!r} twice: give each column its own name")
     if self.rest and not self.names:
       raise UserError("config.format.rest needs names: write config.format.names=('…', '…')")
-    if self.codec is None:
-      raise UserError(
-        f"config.format.encoding={self.encoding!r}: write utf-8, utf-16 or latin-1, or convert the "
-        "files, as by iconv -f cp1252 -t utf-8"
-      )
-
-  @property
-  def codec(self) -> str | None:
-    """The encoding as DuckDB names it; None if it reads no such files."""
-    return _ENCODINGS.get(self.encoding.lower().replace("_", "-"))
+    try:
+      codecs.lookup(self.encoding)
+    except LookupError as error:
+      raise UserError(f"config.format.encoding: {error}: write utf-8, utf-16 or latin-1") from error
 
 
 def repeated(names: Sequence[str]) -> str | None:
@@ -195,7 +185,6 @@ class Bag(Category):
   separator: str = "|"
   max_length: int = 0  # values used of a row; 0: as many as a training row has, up to 64
   combiner: str = _choice("mean", "sum", "sqrtn")  # of the vectors
-  columns: tuple[str, ...] = ()  # of flags: the values are the names of those that are not 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,16 +269,23 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "columns", "side", "table", "pattern", "separator", *OF_TABLE)
+_OF_COLUMN = ("column", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
-  """Yields what to write instead of options that make no sense together."""
+  """Yields what to write instead of options that make no sense, alone or together."""
+  for field in dataclasses.fields(kind):
+    value, choices = getattr(kind, field.name), field.metadata.get("choices")
+    if choices and value not in choices:
+      yield f"{field.name} is {value!r}: choose {' or '.join(map(repr, choices))}"
+    if field.name != "at_least" and isinstance(value, int | float) and value < 0:
+      yield f"{field.name} is {value!r}: choose 0 or more"
   if isinstance(kind, Label) and kind.positive and kind.at_least is not None:
     yield "give positive or at_least, not both"
   if isinstance(kind, Number):
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
-    if kind.buckets == 1 or sorted(set(boundaries)) != [*boundaries]:
+    are_numbers = all(isinstance(each, int | float) for each in boundaries)
+    if kind.buckets == 1 or not are_numbers or sorted(set(boundaries)) != [*boundaries]:
       yield "buckets: give 2 or more, 0 for none, or boundaries that increase"
   if isinstance(kind, Category):
     if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
@@ -317,7 +313,7 @@ def _has_one_group(pattern: str) -> bool:
     return False
 
 
-def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[str, Kind]:
+def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
   """Returns the declared kinds by name, in the order of the declaration.
 
   Raises:
@@ -327,18 +323,12 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
   True
   """
   if not hasattr(columns, "items"):
-    raise UserError(f"{setting} is {columns!r}: give a dict of the columns and their kinds")
-  kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
-  if setting.endswith("_table.columns"):
-    for name, kind in kinds.items():
-      if is_history(kind):
-        raise UserError(f"{setting}[{name!r}] has `of`: declare it in config.columns")
-      if isinstance(kind, Side):  # all of them are of that side
-        kinds[name] = dataclasses.replace(kind, side="")
+    raise UserError(f"config.columns is {columns!r}: give a dict of the columns and their kinds")
+  kinds = {name: _parse_one(value, f"config.columns[{name!r}]") for name, value in columns.items()}
   for single in _SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
-      raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
+      raise UserError(f"config.columns: {' and '.join(names)} are both a {single.kind}: keep one")
   return kinds
 
 
@@ -349,35 +339,67 @@ def _parse_one(value: Any, place: str) -> Kind:
   name = str(given.pop("kind", None))
   if name not in KINDS:
     raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(name, list(KINDS))}")
-  fields = {field.name: field for field in dataclasses.fields(KINDS[name])}
-  for option, each in given.items():
-    if option not in fields:
-      hint = nearest(str(option), list(fields))
-      raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
-    given[option] = _typed(each, fields[option], f"{place}: {option} is {each!r}")
-  kind = KINDS[name](**given)
+  known = {field.name: field.default for field in dataclasses.fields(KINDS[name])}
+  if _is_many(given.get("buckets")):
+    known["buckets"] = ()
+  kind = KINDS[name](**merged(known, given, place))
   for fault in _faults(kind):
     raise UserError(f"{place}: {fault}")
   return kind
 
 
-def _typed(value: Any, field: Any, place: str) -> Any:
-  """Returns the value of an option as the type of its default; raises UserError for another one."""
-  choices, default = field.metadata.get("choices"), field.default
-  if choices and value not in choices:
-    raise UserError(f"{place}: choose {' or '.join(map(repr, choices))}")
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  is_many = isinstance(value, Sequence) and not isinstance(value, str)
-  if field.name == "buckets" and is_many and all(isinstance(x, int | float) for x in value):
-    return tuple(map(float, value))
-  values = value if is_many else (value,)
-  if isinstance(default, tuple) and all(isinstance(x, str | int | float) for x in values):
-    return tuple(values)
-  if is_number and (field.name == "at_least" or (isinstance(default, float) and value >= 0)):
+def merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+  """Returns known settings with the values that are given, group by group.
+
+  Raises:
+    UserError: a setting is unknown, or of another type than its default; names it below `place`.
+  """
+  settings = {
+    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
+  }
+  for key, value in given.items():
+    if key not in known:
+      raise UserError(f"{place} has no setting {key!r}; {nearest(str(key), list(known))}")
+    settings[key] = _typed(value, known[key], f"{place}.{key}")
+  return settings
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  """Returns the value of a setting as the type of its default; raises UserError for another one."""
+  if default == {}:  # of columns, which `parse` checks
+    return value
+  if place.endswith(".files"):
+    return _files(value, place)
+  if isinstance(default, Mapping):
+    if not isinstance(value, Mapping):
+      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
+    return merged(default, value, place)
+  if isinstance(default, str) and isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(default, tuple) and (_is_many(value) or isinstance(value, str | int | float)):
+    return tuple(value) if _is_many(value) else (value,)
+  if isinstance(default, float | None) and type(value) in (int, float):
     return float(value)
-  if type(value) is not type(default) or (is_number and value < 0):
-    raise UserError(f"{place}: give a value like {default!r}")
+  if type(value) is not type(default):
+    raise UserError(
+      f"{place} is {value!r}: give a value like {0.0 if default is None else default!r}"
+    )
   return value
+
+
+def _is_many(value: Any) -> bool:
+  return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _files(value: Any, place: str) -> Any:
+  """Returns the files with every path as text; raises UserError for what names no file."""
+  if isinstance(value, str | os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, Mapping):
+    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
+  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
+    return [os.fspath(each) for each in value]
+  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
@@ -416,32 +438,20 @@ def table_of(name: str, kind: Kind) -> str:
   return getattr(kind, "table", "") or name
 
 
-def check_tables(declared: Mapping[str, Mapping[str, Kind]]) -> None:
-  """Raises UserError where columns of one table differ, or are of different files.
-
-  `declared` has the kinds by their setting, as "config" and "config.user_table".
-  """
-  owners: dict[str, tuple[str, bool]] = {}
-  for setting, kinds in declared.items():
-    by_table: dict[str, list[str]] = {}
-    for name, kind in kinds.items():
-      if has_table(kind):
-        own = kind.of if is_history(kind) else name
-        by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
-    for table, names in by_table.items():
-      is_named = any(getattr(kinds[name], "table", "") for name in names)
-      owner, was_named = owners.setdefault(table, (setting, is_named))
-      if owner != setting and (is_named or was_named):
+def check_tables(kinds: Mapping[str, Kind]) -> None:
+  """Raises UserError where columns of one table differ."""
+  by_table: dict[str, list[str]] = {}
+  for name, kind in kinds.items():
+    if has_table(kind):
+      own = kind.of if is_history(kind) else name
+      by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
+  for table, names in by_table.items():
+    for one, other in itertools.combinations(names, 2):
+      if differing := _differing(kinds[one], kinds[other]):
         raise UserError(
-          f"{setting}.columns[{names[0]!r}] has the table {table!r} of columns in {owner}: only "
-          "columns of the same files can share one, so choose another name"
+          f"config.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
+          f"{', '.join(differing)}"
         )
-      for one, other in itertools.combinations(names, 2):
-        if differing := _differing(kinds[one], kinds[other]):
-          raise UserError(
-            f"{setting}.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
-            f"{', '.join(differing)}"
-          )
 
 
 def _differing(one: Any, other: Any) -> list[str]:

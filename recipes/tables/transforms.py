@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -137,14 +137,20 @@ class Transforms:
     """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
     return self.vocabularies.get(vocabulary_of(name, self.kinds[name]) or "", ())
 
-  def rest_of_rows(self, name: str) -> str:
-    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
-    kind: Any = self.kinds[name]
-    if isinstance(kind, spec.Number):
-      return f"buckets {tuple(self.numbers[name]['boundaries'])}"
-    if kind.is_dynamic:
-      return f"dynamic {kind.capacity}"
-    return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+  def row_ids(self) -> dict[str, "RowIds"]:
+    """Returns the raw ids of the rows of each table."""
+    found = {}
+    for feature in self.features:
+      name = feature.name
+      kind: Any = self.kinds[name]
+      if isinstance(kind, spec.Number):
+        rest = f"buckets {tuple(self.numbers[name]['boundaries'])}"
+      elif kind.is_dynamic:
+        rest = f"dynamic {kind.capacity}"
+      else:
+        rest = "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+      found[feature.table or name] = RowIds(self.vocabulary(name), rest)
+    return found
 
   def dense(self, values: Values, rows: int) -> np.ndarray:
     """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
@@ -197,11 +203,6 @@ class Transforms:
   def _codes(self) -> dict[str, Codes]:
     return {table: Codes(values) for table, values in self.vocabularies.items()}
 
-  def merged(self, other: "Transforms") -> "Transforms":
-    """Returns the transforms of both; no name is in both."""
-    names = ("kinds", "vocabularies", "numbers", "widths")
-    return Transforms(*(getattr(self, name) | getattr(other, name) for name in names))
-
   def save(self, folder: Path, name: str) -> None:
     """Writes `<name>.json`, and the vocabularies to `<name>.parquet`."""
     columns = {table: pa.array([each], _VALUES) for table, each in self.vocabularies.items()}
@@ -246,21 +247,6 @@ class Entities:
     """Finds the numbers of raw ids."""
     return Codes(self.texts)
 
-  def of_rows(self, at: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
-    known = at >= 0
-    pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
-    none = dict.fromkeys(self.transforms.kinds, pa.nulls(1, pa.list_(pa.float32())))
-    none |= {name: np.array([np.nan]) for name in self.transforms.numbers}
-    dense = np.where(known[:, None], self.dense[at], self.transforms.dense(none, 1))
-    return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
-
-  def numbered(self, texts: list[str]) -> "Entities":
-    """Returns the entities of these raw ids in their order; unknown ones have no features."""
-    at = self.codes.find(pa.array(texts, pa.string()))
-    titles = self.titles and [self.titles[i] if i >= 0 else None for i in at]
-    return Entities(texts, self.transforms, *self.of_rows(at), titles)
-
   def save(self, folder: Path, name: str) -> None:
     """Writes files with this name, for `load`."""
     columns: dict[str, Any] = {"id": self.texts} | ({"title": self.titles} if self.titles else {})
@@ -281,60 +267,67 @@ class Entities:
 
 
 class Encoder:
-  """Turns rows into `dense` and `ids`: their own features, and those of their user and item.
+  """Turns rows into `dense` and `ids`, and knows the features of histories that follow.
 
   Args:
     transforms: the transforms of the rows' columns.
-    sides: users and items of tables of their own by the name of the column with their ids.
     histories: that are built of earlier rows.
 
   Attributes:
-    all_transforms: of the rows' columns, of users and of items.
     own_features: the features of the row itself, in the order of their columns.
     features: those, and the ones of histories.
-    dense_names, vectors: as of `Transforms`, of all of them.
   """
 
-  def __init__(
-    self, transforms: Transforms, sides: Mapping[str, Entities], histories: Sequence[History] = ()
-  ):
-    self.transforms, self.sides, self.histories = transforms, dict(sides), tuple(histories)
-    self.all_transforms = (transforms, *(side.transforms for side in self.sides.values()))
-    self.own_features = tuple(feature for each in self.all_transforms for feature in each.features)
+  def __init__(self, transforms: Transforms, histories: Sequence[History] = ()):
+    self.transforms, self.histories = transforms, tuple(histories)
+    self.own_features = transforms.features
     own = {feature.name: feature for feature in self.own_features}
     past = (feature for history in self.histories for feature in history.features(own))
     self.features = (*self.own_features, *past)
-    names, self.vectors = list[str](), dict[str, tuple[int, int]]()
-    for each in self.all_transforms:
-      at = len(names)
-      self.vectors |= {name: (at + a, at + b) for name, (a, b) in each.vectors.items()}
-      names += each.dense_names
-    self.dense_names = tuple(names)
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
-    ids = [self.transforms.ids(values, feature.name) for feature in self.transforms.features]
-    dense = [self.transforms.dense(values, rows)]
-    for name, side in self.sides.items():
-      of_side, numbers = side.of_rows(side.codes.find(values[name]))
-      ids += [of_side[feature.name] for feature in side.transforms.features]
-      dense.append(numbers)
+    ids = [self.transforms.ids(values, feature.name) for feature in self.own_features]
     wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
     empty = np.empty((rows, 0), np.int32)
-    return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
+    return {
+      "dense": self.transforms.dense(values, rows),
+      "ids": np.concatenate([empty, *wide], axis=1),
+    }
 
   def save(self, folder: Path) -> None:
-    """Writes the transforms and the tables of users and items, for `load`."""
+    """Writes the transforms and histories, for `load`."""
     self.transforms.save(folder, "columns")
-    for number, side in enumerate(self.sides.values()):
-      side.save(folder, f"side_{number}")
-    histories = [dataclasses.asdict(history) for history in self.histories]
-    files.write_json(folder / "encoder.json", {"sides": [*self.sides], "histories": histories})
+    files.write_json(folder / "encoder.json", [*map(dataclasses.asdict, self.histories)])
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
-    about = files.read_json(folder / "encoder.json")
-    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(about["sides"])}
-    histories = [*map(History.loaded, about["histories"])]
-    return cls(Transforms.load(folder, "columns"), sides, histories)
+    histories = [*map(History.loaded, files.read_json(folder / "encoder.json"))]
+    return cls(Transforms.load(folder, "columns"), histories)
+
+
+class RowIds(NamedTuple):
+  """The raw ids of a table's first rows, and a name for the rows after them.
+
+  The rows after them correspond to those of another table only if both have the same name and
+  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
+  """
+
+  texts: Sequence[str]  # raw ids of the rows 0, 1, …
+  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
+
+
+def stored_rows(serve: Path) -> tuple[dict[str, RowIds], list[str]]:
+  """Returns the raw ids by table, and what a model reads besides ids, of a run's folder `serve`."""
+  if not (serve / "users.parquet").exists():  # dlrm
+    encoder = Encoder.load(serve)
+    names = (feature.name for feature in encoder.features)
+    return encoder.transforms.row_ids(), [*names, *encoder.transforms.dense_names]
+  tables, inputs = dict[str, RowIds](), list[str]()
+  for side in ("user", "item"):
+    entities = Entities.load(serve, f"{side}s")
+    tables[side] = RowIds(entities.texts)
+    tables |= {f"{side}_{name}": ids for name, ids in entities.transforms.row_ids().items()}
+    inputs += entities.transforms.kinds
+  return tables | {"history": tables["item"]}, inputs

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,8 +132,7 @@ def value_of(
     DamagedFileError: the column is stored in a way that cannot be read so.
   """
   (name, raw, stored), *_ = columns
-  is_flags = isinstance(kind, spec.Bag) and bool(kind.columns)
-  takes_lists = (kind.is_list or isinstance(kind, spec.Vector)) and not is_flags
+  takes_lists = kind.is_list or isinstance(kind, spec.Vector)
   is_list = stored.endswith("]")
   if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
     raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
@@ -156,24 +155,17 @@ def value_of(
     time, problem = _time(kind, columns, [*filled], clock)
     return value(time, bad=f"{typed} IS NULL", problem=problem)
   if isinstance(kind, spec.Number | spec.Weight):
-    texts, filled = {}, {}
+    number = f"n{place}"
+    plain, written, converted = _number(columns[0], missing, number, text, kind)
+    texts, filled = {number: plain}, {text: written}
     within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
-    is_text = f"({_text(columns[0], missing)}) IS NOT NULL"
-    if absent := _numbers(missing):
-      is_text += f" AND NOT coalesce({among(f'TRY_CAST({raw} AS DOUBLE)', absent)}, false)"
-    # DuckDB would compute both sides of an AND for all rows.
-    bad, problem = f"CASE WHEN {within} IS NULL THEN {is_text} ELSE false END", "is no number"
+    bad, problem = f"{text} IS NOT NULL AND {within} IS NULL", "is no number"
     if isinstance(kind, spec.Weight):
       bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
       problem = "is no weight, a number of 0 or more"
     elif kind.decimal != ",":
       problem += " within float32. With decimal commas, declare decimal=','"
-    return value(_number(columns[0], missing, getattr(kind, "decimal", ".")), within, bad, problem)
-  if is_flags:
-    texts, filled = {}, {}
-    is_set = lambda column: f"CASE WHEN {_number(column, missing)} <> 0"
-    flags = [f"{is_set(column)} THEN {literal(column.name)} END" for column in columns]
-    return value(f"[{', '.join(flags)}]", f"list_filter({typed}, lambda x: x IS NOT NULL)")
+    return value(converted, within, bad, problem)
   if takes_lists:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
@@ -188,7 +180,7 @@ def value_of(
     known = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
     return value(items, spelled if aligned else known)
   if isinstance(kind, spec.Label):
-    return value(_spelled(text), typed, *_bad_label(name, kind, typed))
+    return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))
   if isinstance(kind, spec.Split):
     is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
     return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
@@ -200,24 +192,28 @@ def value_of(
   return value(spelled, _matched(typed, pattern), bad, "is not UTF-8")
 
 
-def _text(column: Column, missing: Sequence[str]) -> str:
-  """Returns the SQL of a text, null where missing, in one expression: for few rows."""
-  return present(f"({trimmed(column.raw, column.stored)})", missing)
+def _number(
+  column: Column, missing: Sequence[str], number: str, text: str, kind: Any
+) -> tuple[str, str, str]:
+  """Returns the SQL of a plain number, of the text of another value, and of the number of both.
 
-
-def _number(column: Column, missing: Sequence[str], decimal: str = ".") -> str:
-  """Returns the SQL of a number, null where it is missing or none."""
-  number = f"CAST({column.raw} AS DOUBLE)"
+  Most texts are plain numbers, and only the others are trimmed and compared.
+  """
+  plain, written = f"CAST({column.raw} AS DOUBLE)", "CAST(NULL AS VARCHAR)"
+  comma, absent = getattr(kind, "decimal", ".") == ",", _numbers(missing)
   if column.stored in _TEXTS:
-    text = f"({_text(column, missing)})"
-    if decimal == ",":
-      text = f"replace(replace({text}, '.', ''), ',', '.')"
-    flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
-    # Most texts are numbers, and only the others are trimmed and compared.
-    fast = f"TRY_CAST({column.raw} AS DOUBLE), " * (decimal == ".")
-    number = f"coalesce({fast}TRY_CAST({text} AS DOUBLE), {flag})"
-  absent = _numbers(missing)
-  return f"CASE WHEN NOT {among(number, absent)} THEN {number} END" if absent else number
+    raw = f"TRY(decode({column.raw}))" if column.stored == "BLOB" else column.raw
+    plain = "CAST(NULL AS DOUBLE)" if comma else f"TRY_CAST({raw} AS DOUBLE)"
+    trim = f"trim({raw}, {' || '.join(_SPACES)})"
+    written = (
+      f"CASE WHEN coalesce(NOT abs({number}) <= {_LARGEST}, true) THEN {present(trim, missing)} END"
+    )
+  other = f"replace(replace({text}, '.', ''), ',', '.')" if comma else text
+  flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
+  converted = f"coalesce({number}, TRY_CAST({other} AS DOUBLE), {flag})"
+  if absent:
+    converted = f"(CASE WHEN NOT {among(converted, absent)} THEN {converted} END)"
+  return plain, written, converted
 
 
 def _numbers(missing: Sequence[str]) -> list[float]:

@@ -178,7 +178,7 @@ class TrainBatches:
       names=("user", "item", "place"),
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
-    self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
+    self._extra_part = slice(*pipeline.part(config.negatives.number, shard))
 
   def __len__(self) -> int:
     return len(self._rows)

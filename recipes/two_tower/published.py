@@ -11,6 +11,7 @@ file that is not there, and UserError as `files.download`.
 from typing import Any
 
 from .. import files, movielens
+from ..tables.values import literal
 
 GOWALLA_URL = "https://github.com/kuandeng/LightGCN, Data/gowalla"
 MOVIELENS100K_URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
@@ -37,10 +38,10 @@ def gowalla(config) -> dict[str, Any]:
   hint = (
     f"Get train.txt and test.txt from {GOWALLA_URL}, and pass --config.data_dir=<their folder>."
   )
-  folder = files.data_folder(config.data_dir, hint)
-  sources = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
-  if (folder / "valid.txt").is_file():
-    sources["valid"] = folder / "valid.txt"
+  find = lambda name: files.require(config.data_dir, f"{name}.txt", hint=hint)
+  sources = {name: find(name) for name in ("train", "test")}
+  if (valid := sources["train"].with_name("valid.txt")).is_file():
+    sources["valid"] = valid
   return {
     "files": sources,
     "format": {"delimiter": " ", "names": ("user", "items"), "rest": True},
@@ -59,33 +60,31 @@ def movielens100k(config) -> dict[str, Any]:
     member="u.data",
   )
   hint = f"They are in {MOVIELENS100K_URL}; leave --config.data_dir empty to have it downloaded."
-  ratings, users, items = (
-    files.require(folder, f"u.{x}", hint=hint) for x in ("data", "user", "item")
+  ratings, users, items = sources = [
+    files.require(folder, f"u.{name}", hint=hint) for name in ("data", "user", "item")
+  ]
+  flags = " ".join(f"g{place}" for place in range(len(_GENRES)))
+  named = (f"CASE g{n} WHEN '1' THEN {literal(genre)} END" for n, genre in enumerate(_GENRES))
+  query = (
+    'SELECT r."user", movie, gender, age, occupation, title, date[-4:] AS year, '
+    f"list_filter([{', '.join(named)}], lambda genre: genre IS NOT NULL) AS genres "
+    "FROM (SELECT *, row_number() OVER () AS row FROM "
+    f"{movielens.rows(ratings, 'user movie rating time', chr(9))}) AS r "
+    f'LEFT JOIN {movielens.rows(users, "user age gender occupation zip", "|")} AS u USING ("user") '
+    f"LEFT JOIN {movielens.rows(items, f'movie title date video url {flags}', '|')} AS m "
+    "USING (movie) ORDER BY row"
   )
-  in_columns = lambda *names: {"delimiter": "|", "names": names, "encoding": "latin-1", "quote": ""}
   return {
-    "files": ratings,
-    "format": {"delimiter": "\t", "names": ("user", "movie", "rating", "timestamp")},
-    "columns": {"user": "user", "movie": "item"},
-    "user_table": {
-      "files": users,
-      "format": in_columns("id", "age", "gender", "occupation", "zip"),
-      "key": "id",
-      "columns": {
-        "gender": "category",
-        "age": {"kind": "number", "buckets": _TENS},
-        "occupation": "category",
-      },
-    },
-    "item_table": {
-      "files": items,
-      "format": in_columns("id", "title", "date", "video", "url", *_GENRES),
-      "key": "id",
-      "columns": {
-        "title": "title",
-        "genres": {"kind": "bag", "columns": _GENRES},
-        "year": {"kind": "category", "column": "date", "pattern": r"(\d{4})$"},
-      },
+    "files": movielens.joined(query, config.cache_dir, sources, HINTS["movielens100k"]),
+    "columns": {
+      "user": "user",
+      "movie": "item",
+      "gender": {"kind": "category", "side": "user"},
+      "age": {"kind": "number", "buckets": _TENS, "side": "user"},
+      "occupation": {"kind": "category", "side": "user"},
+      "title": "title",
+      "genres": {"kind": "bag", "side": "item"},
+      "year": {"kind": "category", "side": "item"},
     },
     "split": {"by": "hash", "valid": 0.08, "test": 0.2, "seed": config.split_seed},
   }

@@ -123,23 +123,20 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _check(table: Table) -> None:
   """Raises UserError for features that the towers cannot take."""
-  for source in (table.rows, *table.sides.values()):
-    for name, kind in source.kinds.items():
-      if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id):
-        continue
-      if not (kind.side or source.key):
-        continue
-      if name in ("user", "item", "history"):
-        raise UserError(
-          f"{name!r} is the name of an input of the towers: declare the column by another name, "
-          f"with column={name!r}"
-        )
-      if isinstance(kind, spec.Category) and kind.is_dynamic:
-        raise UserError(
-          f"column {name!r} has vocabulary='dynamic', which is for dlrm: leave it 'counted' and "
-          "remove capacity, or give hash=<rows> if values come and go"
-        )
-      if isinstance(kind, spec.Embedded) and kind.dim:
-        raise UserError(
-          f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
-        )
+  for name, kind in table.kinds.items():
+    if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id) or not kind.side:
+      continue
+    if name in ("user", "item", "history"):
+      raise UserError(
+        f"{name!r} is the name of an input of the towers: declare the column by another name, "
+        f"with column={name!r}"
+      )
+    if isinstance(kind, spec.Category) and kind.is_dynamic:
+      raise UserError(
+        f"column {name!r} has vocabulary='dynamic', which is for dlrm: leave it 'counted' and "
+        "remove capacity, or give hash=<rows> if values come and go"
+      )
+    if isinstance(kind, spec.Embedded) and kind.dim:
+      raise UserError(
+        f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
+      )

@@ -169,7 +169,6 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
     ((run, tmp_path / "occupied"), "holds other files"),
     ((no_table, out), "no folder serve, of transforms and raw ids, as only runs on tables"),
     ((unfinished, out), "give the --workdir of a run that has ended"),
-    ((edited("without", tested_step=5), out), "checkpoints/5, the tested state, is missing"),
   ]
   call = lambda given: export.export(*given)
   refused([(given, rf"^[^\n]*{text}[^\n]*$") for given, text in cases], call, UserError)

@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 
 import embed
 from recipes import __main__ as listing
-from recipes import catalogue, errors, files, main
+from recipes import errors, files, main
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
@@ -48,7 +48,7 @@ def test_modes_are_those_that_change_a_config():
     spec = importlib.util.spec_from_file_location("config", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    modes = catalogue.modes(ROOT / path)
+    modes = listing.modes(ROOT / path)
     assert "smoke" in modes, path
     assert all(module.get_config(mode) != module.get_config() for mode in modes), path
 

@@ -2,10 +2,9 @@
 
 import pathlib
 
-import pytest
 from recipe_runs import write_run
 
-from recipes import errors, report
+from recipes import report
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
@@ -48,8 +47,3 @@ def test_committed_results_are_read(capsys):
   shown = capsys.readouterr().out.splitlines()
   assert shown[2].split()[1:4] == ["0.2106", "±", "0.0004"]
   assert [line.split("  ")[0] for line in shown[3:]] == ["popularity", "item kNN", "EASE"]
-
-
-def test_what_is_no_run_is_named(tmp_path):
-  with pytest.raises(errors.MissingFileError, match="give the workdirs of runs that have ended"):
-    report.report([tmp_path])

@@ -14,8 +14,7 @@ import embed
 from recipes import config as config_lib
 from recipes import errors, warm_start
 from recipes import mesh as mesh_lib
-from recipes.tables import row_ids
-from recipes.warm_start import RowIds
+from recipes.tables.transforms import RowIds, stored_rows
 
 
 def test_rows_correspond_by_raw_id_and_those_without_one_by_number():
@@ -65,7 +64,7 @@ def test_rows_follow_their_raw_ids(clicks, tmp_path, capsys):
   capsys.readouterr()
   warm_start.take(config, new.model, new.serve)
   after = tables(new.model)
-  ids = row_ids.read(clicks.workdir / "serve"), row_ids.read(new.serve)
+  ids = stored_rows(clicks.workdir / "serve")[0], stored_rows(new.serve)[0]
   num_kept = num_new = 0
   for name in ("city", "shop", "tags"):
     at = {text: row for row, text in enumerate(ids[0][name].texts)}

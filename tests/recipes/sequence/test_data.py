@@ -68,7 +68,7 @@ def test_damage_is_named(tmp_path):
 
 @pytest.mark.ci
 def test_a_missing_file_says_where_it_comes_from(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"--config\.data_dir is empty\. .*CIKM2020-S3Rec"):
+  with pytest.raises(FileNotFoundError, match=r"has no Beauty\.txt.*CIKM2020-S3Rec"):
     data.load(config(tmp_path, data_dir=""))
   with pytest.raises(
     FileNotFoundError, match=r"no Beauty\.txt.*CIKM2020-S3Rec.*--config\.data_dir"

@@ -159,32 +159,11 @@ def test_a_split_needs_weight_on_both_outcomes(tmp_path):
   each(cases, check)
 
 
-def test_features_of_a_table_of_their_own(tmp_path):
-  movies = write_csv(
-    tmp_path / "movies.csv", ("id", "genres", "year"), [("Oslo", "x|y", 1990), ("Rome", "y", 2000)]
-  )
-  loaded = load(
-    tmp_path,
-    columns=COLUMNS | {"city": "item"},
-    item_table={
-      "files": str(movies),
-      "key": "id",
-      "columns": {"genres": {"kind": "bag", "min_count": 1}, "year": "number"},
-    },
-  )
-  names = [feature.name for feature in loaded.features]
-  assert names == ["city", "tags", "genres"]
-  assert loaded.columns["ids"][:2, 3:].tolist() == [[1, 0], [0, -1]]
-  assert loaded.columns["dense"][:2, 1].tolist() == [-1.0, 1.0]
-  assert loaded.columns["ids"][5, 3:].tolist() == [-1, -1]  # Bonn is not in the table
-  assert loaded.columns["dense"][5, 1] == 0.0
-
-
 def test_what_serving_needs_makes_the_same_ids(tmp_path):
   loaded = load(tmp_path)
   encoder = Encoder.load(loaded.serve)
   assert encoder.features == loaded.features
-  assert encoder.dense_names == ("price",)
+  assert encoder.transforms.dense_names == ("price",)
 
 
 def problem(tmp_path, row, **columns):
@@ -318,34 +297,6 @@ def test_a_value_has_one_spelling(tmp_path):
   assert vocabulary == ("1", "true", "-7", "01", "1.5", "Truest", "x.0")
 
 
-@pytest.mark.ci
-def test_an_item_table_of_other_ids_is_refused(tmp_path):
-  movies = write_csv(tmp_path / "movies.csv", ("id", "genre"), [("Oslo.0", "x"), ("Rome.0", "y")])
-  table = {"files": str(movies), "key": "id", "columns": {"genre": "category"}}
-  with pytest.raises(UserError, match=r"no item of the training rows is in column 'id'.*'Oslo'"):
-    load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
-
-
-@pytest.mark.ci
-def test_flags_of_an_item_table_are_read_back(tmp_path):
-  header = ("id", "year", "month", "day", "kind")
-  rows = [("Oslo", 1, 0, 0, "x"), ("Rome", 0, 1, 1, "y"), ("Bonn", 0, 0, 1, "x")]
-  movies = write_csv(tmp_path / "movies.csv", header, rows)
-  columns = {
-    "kind": "category",
-    "flags": {"kind": "bag", "columns": ("year", "month", "day"), "min_count": 1},
-    "old": {"kind": "category", "column": "year", "side": "item"},
-  }
-  table = {"files": str(movies), "key": "id", "columns": columns}
-  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
-  encoder = Encoder.load(loaded.serve)
-  assert encoder.features == loaded.features
-  side = encoder.sides["city"]
-  flags = np.array([*side.transforms.vocabularies["flags"], None], object)[side.ids["flags"]]
-  by_id = dict(zip(side.texts, flags.tolist(), strict=True))
-  assert by_id == {"Oslo": ["year", None], "Rome": ["month", "day"], "Bonn": ["day", None]}
-
-
 def test_a_date_in_several_columns_splits_by_time(tmp_path):
   header = ("clicked", "city", "y", "m", "d")
   rows = [(i % 2, "Oslo", 2023 + i // 24, 1 + i // 2 % 12, 1 + i % 28) for i in range(48)]
@@ -363,19 +314,9 @@ def test_a_date_in_several_columns_splits_by_time(tmp_path):
 
 
 @pytest.mark.ci
-def test_declarations_that_do_not_fit_are_refused_before_reading(tmp_path):
-  cases = [
-    ({"tags": {"kind": "item", "separator": "|"}}, "'tags' holds several items"),
-    ({"city": "item", "genre": "category"}, "'genre' is declared twice, also in config.item_table"),
-  ]
-
-  def check(columns, message):
-    movies = write_csv(tmp_path / "movies.csv", ("id", "genre"), [("Oslo", "x")])
-    table = {"files": str(movies), "key": "id", "columns": {"genre": "category"}}
-    with pytest.raises(UserError, match=message):
-      load(tmp_path, columns=COLUMNS | columns, item_table=table)
-
-  each(cases, check)
+def test_several_items_in_a_row_are_refused_before_reading(tmp_path):
+  with pytest.raises(UserError, match="'tags' holds several items"):
+    load(tmp_path, columns=COLUMNS | {"tags": {"kind": "item", "separator": "|"}})
 
 
 @pytest.mark.ci

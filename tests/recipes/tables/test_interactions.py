@@ -259,14 +259,3 @@ def test_users_of_skipped_rows_alone_are_not_there(tmp_path):
   assert users.ids["age"].tolist() == [0, 1]
   with pytest.raises(UserError, match="column 'who': 'NA' has no value"):
     load(recipe, tmp_path, rows[1:])
-
-
-@pytest.mark.ci
-def test_an_id_that_comes_twice_in_a_table_of_items_is_named_or_counted(tmp_path, capsys):
-  path = write_csv(tmp_path / "items.csv", ("id", "kind"), [("a", 1), ("a", 2), ("cube", 4)])
-  table = {"files": str(path), "key": "id", "columns": {"kind": {"kind": "category", "hash": 9}}}
-  given = {"columns": {"who": "user", "what": "item"}, "item_table": table}
-  with pytest.raises(UserError, match=r"items.csv, row 2, column 'id': 'a' is in an earlier"):
-    load("two_tower", tmp_path, **given)
-  load("two_tower", tmp_path, on_bad_row="skip", **given)
-  assert "1 row: their item is in an earlier row" in capsys.readouterr().err

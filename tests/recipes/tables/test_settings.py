@@ -36,9 +36,8 @@ def test_paths_and_numbers_become_text(tmp_path):
     ([path, "b.csv"], [str(path), "b.csv"]),
     ({"train": path, "test": [path]}, {"train": str(path), "test": [str(path)]}),
   ]:
-    config = completed("dlrm", tmp_path, files=files, item_table={"files": path})
+    config = completed("dlrm", tmp_path, files=files)
     assert config.to_dict()["files"] == texts
-    assert config.item_table.files == str(path)
 
 
 def test_mistakes_name_the_setting(tmp_path):
@@ -52,7 +51,6 @@ def test_mistakes_name_the_setting(tmp_path):
     ({"columns": ["a"]}, r"config.columns is \['a'\]: give a dict"),
     ({"split": {"on": True}}, "config.split.on is True: give a value like ''"),
     ({"columns": {"a": "lable"}}, r"config.columns\['a'\]"),
-    ({"item_table": {"columns": {"a": "lable"}}}, r"config.item_table.columns\['a'\]"),
   ]
   refused(cases, lambda given: completed("dlrm", tmp_path, **given), UserError)
 
@@ -78,16 +76,6 @@ def test_settings_are_checked_before_anything_is_read(tmp_path):
       settings.settings(config)
 
   each(cases, check)
-
-
-@pytest.mark.ci
-def test_a_side_table_needs_its_key(tmp_path):
-  (tmp_path / "a.csv").write_text("y\n1\n")
-  path = str(tmp_path / "a.csv")
-  side = {"files": path, "columns": {}}
-  config = completed("dlrm", tmp_path, files=path, columns={"y": "label"}, item_table=side)
-  with pytest.raises(UserError, match=r"config.item_table.key is empty"):
-    settings.settings(config)
 
 
 def test_steps_follow_from_the_rows(tmp_path):

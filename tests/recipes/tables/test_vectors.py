@@ -25,9 +25,10 @@ COLUMNS = {
   "movie": "item",
   "price": "number",
   "query": {"kind": "vector", "width": 2},
+  "image": {"kind": "vector", "width": 3},
   "part": "split",
 }
-OF_ITEMS = {"image": {"kind": "vector", "width": 3}}
+A, B = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]  # images of the items a and b
 
 
 def write(path, **columns):
@@ -36,24 +37,17 @@ def write(path, **columns):
 
 
 def tables(folder, queries=None):
-  """Six rows of the items a, b, c and x; x has no row in the table of the items, c has no image."""
+  """Six rows of the items a, b, c and x, of which a and b have an image."""
   rows = write(
     folder / "rows.parquet",
     clicked=[1, 0, 1, 0, 1, 0],
     movie=["a", "b", "a", "c", "x", "b"],
     price=[1.0, 3.0, 1.0, 3.0, 1.0, 3.0],
     query=queries or [[1.0, 2.0], None, [3.0, 4.0], [0.0, 0.0], [5.0, 6.0], []],
+    image=[A, B, A, None, None, B],
     part=["train"] * 4 + ["test"] * 2,
   )
-  images = [None, [4.0, 5.0, 6.0], [1.0, 2.0, 3.0]]
-  items = write(folder / "items.parquet", id=["c", "b", "a"], image=images)
-  return {
-    "files": rows,
-    "columns": COLUMNS,
-    "item_table": {"files": items, "key": "id", "columns": OF_ITEMS},
-    "split": {"valid": 0.0},
-    "select": "",
-  }
+  return {"files": rows, "columns": COLUMNS, "split": {"valid": 0.0}, "select": ""}
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -91,8 +85,7 @@ def test_columns_by_hand(tmp_path):
   loaded = data.load(completed("dlrm", tmp_path / "cache", **tables(tmp_path)))
   dense = np.asarray(loaded.columns["dense"])
   assert dense[:, 1:3].tolist() == [[1, 2], [0, 0], [3, 4], [0, 0], [5, 6], [0, 0]]
-  a, b, none = [1, 2, 3], [4, 5, 6], [0, 0, 0]
-  assert dense[:, 3:].tolist() == [a, b, a, none, none, b]
+  assert dense[:, 3:].tolist() == [A, B, A, [0, 0, 0], [0, 0, 0], B]
   assert dict(loaded.vectors) == {"query": (1, 3), "image": (3, 6)}
 
 
@@ -140,27 +133,27 @@ def test_a_linear_model_is_the_last_column_of_everything():
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-  """A log of 40 users and 30 items, with tables of both."""
+  """A log of 40 users and 30 items, some of them with a vector."""
   folder, draw = tmp_path_factory.mktemp("log"), np.random.default_rng(0)
   names = lambda kind, ids: [f"{kind}{i}" for i in ids]
   pairs = [(u, i, n) for u in range(40) for n, i in enumerate(draw.choice(30, 6, replace=False))]
   user, item, when = map(list, zip(*pairs, strict=True))
+  vectors = lambda rows: [None if n % 7 == 0 else list(draw.normal(size=5)) for n in range(rows)]
+  tastes, images = vectors(40), vectors(30)
   rows = write(
     folder / "log.parquet",
     clicked=draw.integers(2, size=len(pairs)),
     who=names("u", user),
     what=names("i", item),
     when=when,
+    taste=[tastes[each] for each in user],
+    image=[images[each] for each in item],
   )
-  vectors = lambda rows: [None if n % 7 == 0 else list(draw.normal(size=5)) for n in range(rows)]
-  users = write(folder / "users.parquet", id=names("u", range(40)), taste=vectors(40))
-  items = write(folder / "items.parquet", id=names("i", range(28)), image=vectors(28))
-  vector = {"kind": "vector", "width": 5}
+  taste, image = ({"kind": "vector", "width": 5, "side": side} for side in ("user", "item"))
+  columns = {"clicked": "label", "who": "user", "what": "item", "when": "time"}
   return {
     "files": rows,
-    "columns": {"clicked": "label", "who": "user", "what": "item", "when": "time"},
-    "user_table": {"files": users, "key": "id", "columns": {"taste": vector}},
-    "item_table": {"files": items, "key": "id", "columns": {"image": vector}},
+    "columns": columns | {"taste": taste, "image": image},
     "batch_size": 16,
     "dim": 4,
     "table": {"optimizer": "sgd"},
@@ -172,13 +165,15 @@ def test_an_exported_click_model_scores_rows_with_vectors(log, tmp_path):
   training = run_of("dlrm", log | {"model": "dcnv2"}, tmp_path / "run")
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
   rows = pq.read_table(log["files"])
-  scores = served.predict(rows.select(["who", "what"]))
+  scores = served.predict(rows.drop(["clicked", "when"]))
   expected = own_probabilities(training)
   parts = pq.read_table(training.serve.parent / "split.parquet")["part"].to_pylist()
   order = np.argsort([("train", "valid", "test").index(part) for part in parts], kind="stable")
   np.testing.assert_allclose(scores[order], expected, atol=1e-6)
   assert np.ptp(expected) > 0.1
-  assert np.isfinite(served.predict([{"who": "nobody", "what": "nothing"}])).all()
+  assert np.isfinite(
+    served.predict([{"who": "x", "what": "y", "taste": None, "image": None}])
+  ).all()
 
 
 @pytest.mark.ci

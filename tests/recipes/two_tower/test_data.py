@@ -295,8 +295,6 @@ def test_unknown_names(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, examples="items")
   with pytest.raises(ValueError, match=r"config\.examples is 'items': choose users, rows"):
     train.check(config, None)
-  with pytest.raises(ValueError, match="must be a multiple of the 5 hosts"):
-    data.TrainBatches(data.load(config), config, shard=(0, 5))
 
 
 # --- files ----------------------------------------------------------------------------------------
