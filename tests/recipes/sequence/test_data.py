@@ -53,8 +53,8 @@ def test_both_layouts_are_the_same_data(tmp_path):
 @pytest.mark.ci
 def test_damage_is_named(tmp_path):
   cases = [
-    ("pairs", "1 2\n1 3 4\n", r"beauty.txt, line 2 has too many fields"),
-    ("pairs", "1 2\n1\n", r"beauty.txt, line 2 has too few fields"),
+    ("pairs", "1 2\n1 3 4\n", r"beauty.txt, line 2.* has too many fields"),
+    ("pairs", "1 2\n1\n", r"beauty.txt, line 2.* has too few fields"),
     ("lines", "", r"Beauty.txt is empty"),
   ]
 
