@@ -462,7 +462,7 @@ def first_config() -> str:
 
 def first_rankings() -> str:
   measured, lines = result("first_rankings.json"), []
-  models = ("item kNN", "popularity", "recent popularity")
+  models = ("item kNN", "popularity")
   for name, of_recipes in measured["logs"].items():
     for recipe, of in of_recipes.items():
       every = [of["metrics"], *(of["baselines"].get(model) for model in models)]

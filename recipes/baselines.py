@@ -5,7 +5,6 @@
 `python -m recipes.dlrm` does the same at its end where the data are small.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,11 +33,8 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   if data.num_examples > most_rows:
     mesh_lib.say(f"baselines: python -m {__package__}.baselines {workdir}")
     return run.result
-  recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
-  fits = recipe.tasks(data, run.config) | (
-    {"best possible": lambda: data.best} if data.best else {}
-  )
-  for name, task in fits.items():
+  best = {"best possible": lambda: data.best} if data.best else {}
+  for name, task in {**data.baseline_tasks(run.config), **best}.items():
     if name not in known:
       mesh_lib.say(f"fitting the baseline {name}")
       known[name] = dict(task())

@@ -89,9 +89,7 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     program.save(partial / models_lib.MODEL)
     if parts.candidates is not None:
       np.save(partial / models_lib.CANDIDATES, parts.candidates())
-    # Popularity is in the vectors of the items: predictions do not read the order of the log.
-    unread = shutil.ignore_patterns("history_when.npy")
-    shutil.copytree(serve, partial / models_lib.TRANSFORMS, ignore=unread)
+    shutil.copytree(serve, partial / models_lib.TRANSFORMS)
     files.write_json(partial / models_lib.NAME, about | parts.about)
   return out
 
@@ -140,15 +138,13 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    item, when = (np.load(serve / f"{name}.npy") for name in ("history", "history_when"))
-    half_life = config.popularity.half_life
-    popularity = data_lib.log_popularity(item, when, half_life, data.num_items)
+    popularity = data_lib.log_popularity(np.load(serve / "history.npy"), data.num_items)
     batches = train.catalogue(data, config, popularity, mesh)
     vectors = [encode(model, mesh_lib.to_global(mesh, batch)) for batch in batches]
     return np.asarray(retrieval.joined(vectors, mesh))[: data.num_items]
 
   about = {"query": list(config.query), "eval_history": config.eval_history}
-  about |= {"popularity": bool(config.popularity.weight)}
+  about |= {"popularity": bool(config.popularity)}
   inputs = {name: query[name] for name in config.query}
   return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
 

@@ -142,25 +142,22 @@ def train(model, optimizer, rows, transforms, workdir: Path, steps: int) -> None
   state = {"model": model, "optimizer": optimizer}
   # An asynchronous save would read tables while the next step writes them.
   options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-  handlers = {"state": ocp.StandardCheckpointHandler()}
-  folder = workdir.absolute() / "checkpoints"
-  with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+  folder, handler = workdir.absolute() / "checkpoints", ocp.StandardCheckpointHandler()
+  with ocp.CheckpointManager(folder, options=options, item_handlers=handler) as manager:
     done = manager.latest_step() or 0
     if done:
       print(f"continues after step {done}")
       # After a change of the model, this names the tables that differ.
-      embed.checkpoint.check(manager.item_metadata(done).state.tree, **state)
-      like = embed.checkpoint.like(**state)
-      args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-      embed.checkpoint.from_tree(manager.restore(done, args=args).state, **state)
+      embed.checkpoint.check(manager.item_metadata(done).tree, **state)
+      like = ocp.args.StandardRestore(embed.checkpoint.like(**state))
+      embed.checkpoint.from_tree(manager.restore(done, args=like), **state)
     compiled = embed.jit_step(train_step, model, optimizer)  # writes tables in place
     batches = train_batches(rows, transforms, done)
     for step, batch in zip(range(done + 1, steps + 1), batches, strict=False):
       loss = compiled(batch)
       if step % SAVE_EVERY == 0 or step == steps:
         print(f"step {step:5}  loss of its batch {loss:.4f}")
-        saved = ocp.args.StandardSave(embed.checkpoint.to_tree(**state))
-        manager.save(step, args=ocp.args.Composite(state=saved))
+        manager.save(step, args=ocp.args.StandardSave(embed.checkpoint.to_tree(**state)))
 
 
 # --------------------------------------------------------------------------------------- evaluation

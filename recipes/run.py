@@ -43,7 +43,7 @@ _CONFIG, _DATA, _RESULT, _SERVE = "config.json", "data.json", "result.json", "se
 # `train.decide`.
 _UNDECIDED = {
   "batch_size": 0, "steps": 0, "eval_every": 0, "log_every": 0, "warmup_steps": -1, "query": [],
-  "candidate": [], "popularity.half_life": -1,
+  "candidate": [],
 }  # fmt: skip
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
 

@@ -34,7 +34,6 @@ def get_config(mode: str = "") -> dict:
     "dataset": "file",
     "data_file": "Beauty.txt",
     "layout": "lines",
-    "counts": (22_363, 12_101, 198_502),  # users, items, interactions; () takes any file
     "source": "https://github.com/RUCAIBox/CIKM2020-S3Rec (data/Beauty.txt)",
     "residual": "norm",
     "init": "normal",

@@ -21,7 +21,6 @@ def get_config(mode: str = "") -> dict:
   config = {
     "dataset": "file",
     "data_file": "beauty.txt",
-    "counts": (40_226, 54_542, 353_962),  # users, items, interactions; () takes any file
     "source": "https://github.com/FeiSun/BERT4Rec (data/beauty.txt)",
     "residual": "norm",
     "init": "normal",

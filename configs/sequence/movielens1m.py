@@ -22,7 +22,6 @@ def get_config(mode: str = "") -> dict:
   config = {
     "dataset": "file",
     "data_file": "ml-1m.txt",
-    "counts": (6_040, 3_416, 999_611),  # users, items, interactions; () takes any file
     "source": "https://github.com/kang205/SASRec (data/ml-1m.txt)",
     "max_length": 200,
     "dropout": 0.1,

@@ -24,7 +24,7 @@ def get_config(mode: str = "") -> dict:
     "query": ("history",),  # a vector of each user as well made validation worse
     "candidate": ("item",),
     "dim": 256,
-    "popularity": {"weight": 0.0},  # rows are split at random, and logq learns it
+    "popularity": 0.0,  # rows are split at random, and logq learns it
     "temperature": 0.09,
     "table": {"learning_rate": 2e-2},
     "warmup_steps": 100,

@@ -17,7 +17,7 @@ def get_config(mode: str = "") -> dict:
     "query": ("history",),
     "candidate": ("item", "genres"),
     "share_history": False,
-    "popularity": {"weight": 0.0},  # rows are split at random, and logq learns it
+    "popularity": 0.0,  # rows are split at random, and logq learns it
     "temperature": 0.3,
     "table": {"learning_rate": 1e-2},
     "warmup_steps": 100,

@@ -20,7 +20,7 @@ def get_config(mode: str = "") -> dict:
     "query": ("user", "history"),
     "candidate": ("item",),
     "share_history": False,
-    "popularity": {"weight": 0.0},  # rows are split at random, and logq learns it
+    "popularity": 0.0,  # rows are split at random, and logq learns it
     "temperature": 0.17,
     "dim": 256,
     "table": {"learning_rate": 5e-3},

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.sparse
@@ -14,10 +15,12 @@ from sklearn.linear_model import LogisticRegression
 from ..evaluation.metrics import click_metrics
 from ..run import scalars
 from ..training.features import cut_ids
-from .data import ClickData
+
+if TYPE_CHECKING:  # the data import this module
+  from .data import ClickData
 
 
-def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]]]:
+def tasks(data: "ClickData", config) -> dict[str, Callable[[], Mapping[str, float]]]:
   """Returns, by name, functions that fit a baseline and return its metrics.
 
   There are none of several labels, and no regression without validation rows to choose one on.
@@ -37,7 +40,7 @@ def tasks(data: ClickData, config) -> dict[str, Callable[[], Mapping[str, float]
   return fits
 
 
-def constant_rate(data: ClickData) -> dict[str, float]:
+def constant_rate(data: "ClickData") -> dict[str, float]:
   """Returns the metrics of the training rows' rate of clicks, predicted for every row."""
   train = slice(*data.splits["train"])
   rate = np.average(data.columns["label"][train], weights=_weights(data, train))
@@ -50,14 +53,14 @@ def constant_rate(data: ClickData) -> dict[str, float]:
   return scores
 
 
-def _weights(data: ClickData, rows: slice) -> np.ndarray:
+def _weights(data: "ClickData", rows: slice) -> np.ndarray:
   if "weight" in data.columns:
     return data.columns["weight"][rows]
   return np.ones(rows.stop - rows.start, np.float32)
 
 
 def logistic_regression(
-  data: ClickData, *, max_rows: int, inverse_penalties: Sequence[float]
+  data: "ClickData", *, max_rows: int, inverse_penalties: Sequence[float]
 ) -> dict[str, float]:
   """Fits L2-regularised linear models to the same rows and tests the best one on validation.
 
@@ -93,7 +96,7 @@ def logistic_regression(
   return best
 
 
-def _part(data: ClickData, rows: slice) -> tuple[csr_matrix, np.ndarray, np.ndarray]:
+def _part(data: "ClickData", rows: slice) -> tuple[csr_matrix, np.ndarray, np.ndarray]:
   """Returns one-hot ids with numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows.
 
   Raw ids of a dynamic vocabulary are hashed to as many columns.

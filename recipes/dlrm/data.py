@@ -8,7 +8,7 @@ int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, pad
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,12 @@ class ClickData:
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
       **rates,
     }
+
+  def baseline_tasks(self, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
+    """Returns, by name, functions that fit a baseline and return its metrics."""
+    from . import baselines  # scikit-learn, which training does without
+
+    return baselines.tasks(self, config)
 
 
 def load(config) -> ClickData:

@@ -9,6 +9,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 import threadpoolctl
+from ml_collections import ConfigDict
 from scipy.sparse import csr_matrix
 
 from .. import packing
@@ -23,20 +24,16 @@ _NEIGHBOURS, _BLOCK = 100, 128
 _MAX_KNN_PAIRS = 10**10
 
 
-# The scores of all items `[B, items]`, from a split and histories `[B, items]`.
-Scorer = Callable[[str, csr_matrix], np.ndarray]
+Scorer = Callable[[csr_matrix], np.ndarray]  # of histories to scores, both `[B, items]`
+Task = Callable[[], Mapping[str, float]]  # fits a baseline and returns its metrics
 
 
-def ranking_tasks(
+def tasks(
   train: csr_matrix,
   histories: Mapping[str, csr_matrix],
   relevant: Mapping[str, csr_matrix],
-  ks: Sequence[int],
-  *,
-  exclude_seen: bool,
-  ease_l2: float,
-  recent: Mapping[str, np.ndarray] | None = None,
-) -> dict[str, Callable[[], dict[str, float]]]:
+  config: ConfigDict,
+) -> dict[str, Task]:
   """Returns functions that fit a baseline and return its metrics, by the baseline's name.
 
   Item kNN is left out where users have too many items in all.
@@ -45,28 +42,24 @@ def ranking_tasks(
     train: `[users, items]`, ones.
     histories: by split, `valid` and `test`, the items that each example asks with.
     relevant: by split, as for `ranking`; a split without a relevant item has no metrics.
-    ks: as for `ranking`.
-    exclude_seen: whether items of the history are left out of the ranking.
-    ease_l2: the penalty of EASE; 0 leaves it out.
-    recent: by split, scores `[items]` that rank alike for all; None leaves them out.
+    config: `ks`, `exclude_seen` and `baseline.ease_l2`.
   """
-  popular, tiled = popularity(train), lambda scores, rows: np.tile(scores, (rows.shape[0], 1))
-  fits: dict[str, Callable[[], Scorer]] = {}
-  if recent is not None:
-    fits["recent popularity"] = lambda: lambda split, rows: tiled(recent[split], rows)
-  fits["popularity"] = lambda: lambda split, rows: tiled(popular, rows)
+  popular = popularity(train)
+  fits: dict[str, Callable[[], Scorer]] = {
+    "popularity": lambda: lambda rows: np.tile(popular, (rows.shape[0], 1))
+  }
   if np.square(np.diff(train.indptr), dtype=np.float64).sum() <= _MAX_KNN_PAIRS:
     fits["item kNN"] = lambda: _product(item_knn(train))
-  if ease_l2:
-    fits["EASE"] = lambda: _product(ease(train, ease_l2))
+  if config.baseline.ease_l2:
+    fits["EASE"] = lambda: _product(ease(train, config.baseline.ease_l2))
 
   def measured(fit: Callable[[], Scorer]) -> dict[str, float]:
     scorer, metrics = fit(), dict[str, float]()
     for split, rows in histories.items():
       if relevant[split].nnz:
-        scores = lambda start, stop, split=split, rows=rows: scorer(split, rows[start:stop])
-        seen = rows if exclude_seen else None
-        metrics |= scalars(split, ranking(scores, relevant[split], seen, ks))
+        scores = lambda start, stop, rows=rows: scorer(rows[start:stop])
+        seen = rows if config.exclude_seen else None
+        metrics |= scalars(split, ranking(scores, relevant[split], seen, config.ks))
     return metrics
 
   return {name: functools.partial(measured, fit) for name, fit in fits.items()}
@@ -74,7 +67,7 @@ def ranking_tasks(
 
 def _product(weights: Any) -> Scorer:
   dense = lambda scores: scores.toarray() if scipy.sparse.issparse(scores) else scores
-  return lambda split, rows: dense(rows @ weights)
+  return lambda rows: dense(rows @ weights)
 
 
 def ranking(

@@ -12,8 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..errors import UserError
-
 # Scores that are in memory at once: 64 MB of float32.
 _MAX_SCORES = 1 << 24
 
@@ -61,8 +59,6 @@ def top_k(
     are left, -inf and -1.
   """
   size = candidates.shape[0] if size is None else size
-  if not 0 < k <= size:
-    raise UserError(f"k is {k}: choose 1 to {size}, the number of candidates")
   if exclude is None:
     exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
   if mesh is None:

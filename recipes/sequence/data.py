@@ -74,6 +74,30 @@ class SequenceData:
     """The users who are validated and tested, int64."""
     return np.flatnonzero(self.lengths >= 3)
 
+  def matrix(self, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
+    """Returns float32 `[users, num_items]`, 1 where a user has an item before the `held_out` last.
+
+    Of users with fewer than three items, who hold nothing out, all items.
+    """
+    lengths = train_lengths(self.lengths[users], held_out)
+    items = self.columns["items"][packing.ranges(self.columns["offsets"][users], lengths)]
+    of_user = np.repeat(np.arange(len(users)), lengths)
+    return baselines.ones(of_user, items, (len(users), self.num_items))
+
+  def targets(self, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
+    """Returns float32 `[users, num_items]`, 1 at the first of each user's `held_out` last items."""
+    items = self.columns["items"][self.columns["offsets"][users + 1] - held_out]
+    return baselines.ones(np.arange(len(users)), items, (len(users), self.num_items))
+
+  def baseline_tasks(self, config) -> Mapping[str, baselines.Task]:
+    """Returns, by name, functions that fit a baseline on training items and return its metrics."""
+    histories, relevant = (
+      {split: of(self.evaluated, HELD_OUT[split]) for split in ("valid", "test")}
+      for of in (self.matrix, self.targets)
+    )
+    train = self.matrix(np.arange(len(self.lengths)), HELD_OUT["train"])
+    return baselines.tasks(train, histories, relevant, config)
+
 
 def data_set(name: str) -> DataSet:
   """Returns the data set that `config.dataset` names; imports what prepares it."""
@@ -178,23 +202,6 @@ def _ranks(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
   return ranks
 
 
-def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
-  """Returns float32 `[users, num_items]`, 1 where a user has an item before the `held_out` last.
-
-  Of users with fewer than three items, who hold nothing out, all items.
-  """
-  lengths = train_lengths(data.lengths[users], held_out)
-  items = data.columns["items"][packing.ranges(data.columns["offsets"][users], lengths)]
-  of_user = np.repeat(np.arange(len(users)), lengths)
-  return baselines.ones(of_user, items, (len(users), data.num_items))
-
-
-def targets(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse.csr_matrix:
-  """Returns float32 `[users, num_items]`, 1 at the first of each user's `held_out` last items."""
-  items = data.columns["items"][data.columns["offsets"][users + 1] - held_out]
-  return baselines.ones(np.arange(len(users)), items, (len(users), data.num_items))
-
-
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())
@@ -206,9 +213,8 @@ class TrainBatches:
 
   A batch is the packed columns and
     for bert4rec `where`, `targets`, and `items` without the hidden ones; see `masked`;
-    for a loss with samples `negatives` int32 `[number]`, drawn with replacement for all positions
-      of the global batch, and `log_expected` float32 `[number]`, the log of how often each was
-      expected to be drawn; a host has its part of both.
+    for a loss with samples `negatives` int32 `[number]`, drawn uniformly with replacement for all
+      positions of the global batch, of which a host has its part.
 
   Everything is a function of the seed and the number. Draws are made for the global batch and cut,
   so that they do not depend on how many hosts there are.
@@ -245,8 +251,7 @@ class TrainBatches:
     if self._negatives:
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
       own = slice(*pipeline.part(self._negatives, self._shard))
-      expected = np.full(self._negatives, np.log(self._negatives / self._num_items), np.float32)
-      batch |= {"negatives": negatives[own], "log_expected": expected[own]}
+      batch |= {"negatives": negatives[own]}
     return batch
 
 
@@ -319,23 +324,23 @@ class EvalBatches:
   def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     users, offsets = data.evaluated, data.columns["offsets"]
     self._items, self._batch_size = data.columns["items"], config.eval_batch_size
-    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard))
     self._max_length, self._positions = config.max_length, config.positions
     self._ask = config.model == "bert4rec"
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
-    order = np.argsort(stop - start, kind="stable")
-    self._users, self._start, self._stop = users[order], start[order], stop[order]
+    self._lengths, order = np.sort(stop - start), np.argsort(stop - start, kind="stable")
+    examples = {"user": users[order], "start": start[order], "stop": stop[order]}
+    self._examples = pipeline.SequentialBatches(
+      examples, (0, len(order)), batch_size=config.eval_batch_size, fill={"user": -1}, shard=shard
+    )
 
   def __len__(self) -> int:
-    return -(-len(self._users) // self._batch_size)
+    return len(self._examples)
 
   def __getitem__(self, number: int) -> Batch:
-    every = slice(number * self._batch_size, (number + 1) * self._batch_size)
-    longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
-    examples = every.start + self._part
-    is_user = examples < len(self._users)
-    examples = np.minimum(examples, len(self._users) - 1)
-    start, stop = self._start[examples], self._stop[examples]
+    last = min((number + 1) * self._batch_size, len(self._lengths)) - 1
+    longest = int(self._lengths[last])  # of all hosts: one shape
+    batch = self._examples[number]
+    start, stop = batch["start"], batch["stop"]
     seen = self._items[packing.ranges(start, stop - start)]
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(retrieval.list_width(longest + self._ask), self._max_length)
@@ -343,6 +348,6 @@ class EvalBatches:
     how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
     return packing.inference_batch(items, kept, width, **how) | {
       "seen": packing.padded(seen, stop - start, retrieval.list_width(longest)),
-      "target": np.where(is_user, self._items[stop], -1)[:, None].astype(np.int32),
-      "user": np.where(is_user, self._users[examples], -1).astype(np.int32),
+      "target": np.where(batch["mask"], self._items[stop], -1)[:, None].astype(np.int32),
+      "user": batch["user"].astype(np.int32),
     }

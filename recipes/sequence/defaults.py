@@ -50,7 +50,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "data_dir": "",  # the folder of data_file
     "data_file": "",  # its name
     "layout": "pairs",  # `user item` a line; or "lines", `user item item ...`
-    "counts": (),  # users, items and interactions of the file; () takes any file
     "source": "",  # where the file comes from
   },
 }

@@ -97,11 +97,20 @@ class SequenceModel(nnx.Module):
 
   Args:
     tables: of the items, `ITEM`.
+    num_items: N.
     encoder: between lookup and scores. It computes in `dtype`; outputs and scores are float32.
   """
 
-  def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
-    self.embed, self.encoder, dim = tables, encoder, config.dim
+  def __init__(
+    self,
+    tables: embed.SparseEmbed,
+    num_items: int,
+    encoder: Encoder,
+    config,
+    *,
+    rngs: nnx.Rngs,
+  ):
+    self.embed, self.num_items, self.encoder, dim = tables, num_items, encoder, config.dim
     self.dtype = build.dtype(config, "dtype")
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((config.max_length, dim))
@@ -164,7 +173,7 @@ def build_model(
   rngs, features = nnx.Rngs(config.seed), {ITEM: embed.FeatureConfig(table)}
   encoder = Encoder(config, rngs=rngs)  # before the tables: published figures draw in this order
   tables = build.tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs)
-  return SequenceModel(tables, encoder, config, rngs=rngs)
+  return SequenceModel(tables, num_items, encoder, config, rngs=rngs)
 
 
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -42,8 +42,6 @@ def published(config) -> dict[str, Any]:
     "format": {"delimiter": " ", **format},
     "columns": columns,
     "exclude_seen": False,
-    "counts": config.counts,
-    "by_number": True,
   }
 
 
@@ -56,13 +54,11 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   by = table.split["by"]
-  if by not in ("", "last") or set(table.rows.files) != {""}:
+  if by not in ("", "last") or set(table.rows.files) != {""} or table.refit:
     raise UserError(
-      "sequences hold out the last two items of each user: give all rows as config.files, and "
-      "--config.split.by=last"
+      "sequences hold out the last two items of each user: give all rows as config.files, "
+      "--config.split.by=last, and no config.refit"
     )
-  if table.refit:
-    raise UserError("config.refit has no meaning for sequences: remove it")
   log = interactions.read(table, "last", folder)
   if not (log.split == 2).any():
     raise UserError(

@@ -1,5 +1,6 @@
 """Trains a sequence model: `run` reads from top to bottom; what it calls is below it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,12 @@ from ..errors import from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import check_select, scalars
-from ..training import build, layers, losses
+from ..training import build, layers
 from . import data as data_lib
 from . import model as model_lib
 from .model import build_model
+
+_NEVER = -1e9  # not -inf: a position whose samples are all hits would get NaN gradients
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -102,15 +105,49 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model, batch) -> jax.Array:
     queries, targets = model(batch, batch.get("where")), batch["targets"]
     if config.loss == "softmax":
-      by_target = losses.cross_entropy(model.scores(queries), targets)
+      by_target = cross_entropy(model.scores(queries), targets)
     else:
       positive = model.scores(queries, targets[..., None])[..., 0]
       negative = model.scores(queries, batch["negatives"])
       hits = targets[..., None] == batch["negatives"]
-      by_target = losses.sampled_softmax(positive, negative, hits, batch["log_expected"])
-    return losses.mean(by_target, targets >= 0)
+      log_expected = math.log(len(batch["negatives"]) / model.num_items)  # drawn uniformly
+      by_target = sampled_softmax(positive, negative, hits, log_expected)
+    return mean(by_target, targets >= 0)
 
   return loss_fn
+
+
+def mean(losses: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns the mean over the positions where `mask` is True; 0 if there are none."""
+  return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def cross_entropy(scores: jax.Array, targets: jax.Array) -> jax.Array:
+  """Returns the cross-entropy of a softmax over all items: scores `[..., N]`, targets `[...]`.
+
+  A target that is no item, such as padding, gives a finite value to be masked.
+  """
+  targets = jnp.clip(targets, 0, scores.shape[-1] - 1)
+  right = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+  return jax.nn.logsumexp(scores, axis=-1) - right
+
+
+def sampled_softmax(
+  positive: jax.Array, negative: jax.Array, hits: jax.Array, log_expected: jax.Array | float
+) -> jax.Array:
+  """Returns the cross-entropy of a softmax over the right item and the sampled ones.
+
+  Args:
+    positive: `[...]`, scores of the right items.
+    negative: `[..., K]`, scores of the sampled items.
+    hits: bool like `negative`, samples that are the right item; they are left out.
+    log_expected: a number, `[K]` or like `negative`, the log of the expected number of draws of
+      each sample (the logQ correction, Bengio and Senecal 2008): the sum over samples becomes an
+      unbiased estimate of the sum over all wrong items. The right item, always there, is not
+      corrected.
+  """
+  negative = jnp.where(hits, _NEVER, negative - log_expected)
+  return jnp.logaddexp(positive, jax.nn.logsumexp(negative, axis=-1)) - positive
 
 
 def make_recommend(config, num_items: int, mesh: jax.sharding.Mesh | None):
@@ -176,9 +213,8 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    first = lambda: jax.eval_shape(lambda x: x, data_lib.TrainBatches(data, config)[0]["items"])
-    inputs = lambda: {model_lib.ITEM: first()}
-    model = build_model(config, data.num_items, mesh, inputs)
+    first = lambda: {model_lib.ITEM: data_lib.TrainBatches(data, config)[0]["items"]}
+    model = build_model(config, data.num_items, mesh, lambda: jax.eval_shape(first))
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

@@ -285,8 +285,8 @@ class Recommender:
     every |= {name: self._feature(name, users, values) for name in self._features}
     inputs = {name: every[name] for name in about["query"]}
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
-    dynamic = [f for f in self._users.transforms.features if f.is_dynamic and f.name in inputs]
-    return inputs | {f.name: f.ids(inputs[f.name]) for f in dynamic}, is_known
+    features = (f for f in self._users.transforms.features if f.name in inputs)
+    return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
 
 
 def _none(values: np.ndarray) -> int:

@@ -43,17 +43,14 @@ class Interactions:
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
     lengths = np.bincount(self.user, minlength=len(self.users.texts))
-    return self.item[self._by_user()], np.concatenate([[0], np.cumsum(lengths)])
-
-  def _by_user(self) -> np.ndarray:
-    return np.argsort(self.user, kind="stable")
+    order = np.argsort(self.user, kind="stable")
+    return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
     cache.column(folder, "history", items.shape, np.int32)[:] = items
     cache.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
-    cache.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
     self.users.save(folder, "users")
     self.items.save(folder, "items")
 
@@ -92,15 +89,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     order = np.argsort(row, kind="stable")
     splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
   table.check_unchanged()
-  counts = len(users), len(items), len(user)
-  if table.counts and counts != table.counts:
-    listed = "{:,} users, {:,} items and {:,} interactions".format(*counts)
-    raise UserError(
-      f"{table.rows.all_files[0]} has {listed}; the published file has "
-      f"{', '.join(f'{number:,}' for number in table.counts)}: pass --config.counts='()' for "
-      "another one."
-    )
-  notes = log.notes + _about_splits(user, item, split, counts)
+  notes = log.notes + _about_splits(user, item, split)
   return Interactions(
     user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes
   )
@@ -174,8 +163,7 @@ class _Log:
   def numbered(self) -> list[np.ndarray]:
     """Returns user, item, split and row of each interaction, in the order of time.
 
-    Users and items are numbered in the order of their first rows, or of their ids if those are
-    whole numbers and the table says so.
+    Users and items are numbered in the order of their first rows.
     """
     con, columns, label = self._con, self.rows.columns, self._table.name_of(spec.Label)
     positive = f" WHERE {columns[label]} = 1" if label else ""
@@ -196,17 +184,10 @@ class _Log:
         listed = f"{count:,} of {len(self.rows):,} rows have no item"
         self.notes.append(f"{listed} in column {self._names['item']!r}")
     for side in _SIDES:
-      order = "first"
-      if self._table.by_number:
-        order = f"{side}::UBIGINT"
-        wrong = self.rows.query(f"SELECT {side} FROM log WHERE NOT {side} ~ '^\\d+$' LIMIT 1")
-        if len(wrong):
-          text = repr(wrong[0][0].as_py())
-          raise UserError(f"found {text} as the {side} of a row, expected a whole number")
       first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
       con.execute(
         f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
-        f"row_number() OVER (ORDER BY {order}) - 1 AS code FROM ({first})"
+        f"row_number() OVER (ORDER BY first) - 1 AS code FROM ({first})"
       )
       self.texts[side] = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")[
         0
@@ -278,12 +259,10 @@ def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:
   )
 
 
-def _about_splits(
-  user: np.ndarray, item: np.ndarray, split: np.ndarray, sizes: tuple[int, int, int]
-) -> list[str]:
+def _about_splits(user: np.ndarray, item: np.ndarray, split: np.ndarray) -> list[str]:
   counts = np.bincount(split, minlength=3)
   parts = [f"{count:,} {name}" for name, count in zip(SPLITS, counts, strict=True)]
-  notes = [f"{sizes[0]:,} users, {sizes[1]:,} items, {', '.join(parts)}"]
+  notes = [f"{user.max() + 1:,} users, {item.max() + 1:,} items, {', '.join(parts)}"]
   for name, ids in (("user", user), ("item", item)):
     if unknown := int((~np.isin(ids[split == 2], np.unique(ids[split == 0]))).sum()):
       notes.append(

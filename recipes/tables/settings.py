@@ -46,8 +46,6 @@ class Table:
   refit: bool
   engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
-  counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
-  by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
 
   @functools.cached_property
   def names(self) -> dict[str, str]:
@@ -151,16 +149,14 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """Returns the `settings` of a data set whose files and columns are known.
 
   Args:
-    table: `(config) -> settings`, as a user's config has them, and perhaps `counts` and `by_number`
-      of a `Table`. What it leaves out is the config's where it has that, and else the default.
+    table: `(config) -> settings`, as a user's config has them. What it leaves out is the config's
+      where it has that, and else the default.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*config_lib.TABLE, "init_from") if name in config}
-    given = {"counts": (), "by_number": False, **table(config)}
-    published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
-    completed = config_lib.of_table({**own, **given}, {"select": config.select, "init_from": ""})
-    return settings(completed) | published
+    defaults = {"select": config.select, "init_from": ""}
+    return settings(config_lib.of_table({**own, **table(config)}, defaults))
 
   return settings_of
 
@@ -202,8 +198,6 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     Source(by_split, Format(**rows["format"]), kinds, stamps),
     settings["split"],
     base=Path(settings["base"][0]) if "base" in settings else None,
-    counts=tuple(settings.get("counts", ())),
-    by_number=settings.get("by_number", False),
     **{name: settings[name] for name in _PLAIN},
   )
 

@@ -1,1 +1,1 @@
-"""What trains a model, whatever the recipe: layers, losses, optimizers, the step, the mesh."""
+"""What trains a model, whatever the recipe: layers, features, optimizers."""

@@ -24,32 +24,17 @@ from ..training.features import Feature, column_name
 EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
-# Half-lives of popularity to choose from, in shares of the log; 0 is none.
-_HALF_LIVES = (0.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 
-def log_popularity(
-  item: np.ndarray, when: np.ndarray, half_life: float, num_items: int
-) -> np.ndarray:
-  """Returns the log of each item's share of the interactions, float32 `[num_items]`.
+def log_popularity(item: np.ndarray, num_items: int) -> np.ndarray:
+  """Returns the log of each item's share of N interactions, int `[N]`, as float32 `[num_items]`.
 
   Half an interaction is added to each item, so that new ones are rare, not impossible.
 
-  Args:
-    item: int `[N]`.
-    when: int `[N]`, places in the order of time.
-    half_life: the share of the N interactions after which one counts half; 0 counts all alike.
-
-  >>> item, when = np.array([0, 0, 1]), np.array([0, 1, 2])
-  >>> np.exp(log_popularity(item, when, 0.0, 2))  # 2.5 and 1.5 of 4
+  >>> np.exp(log_popularity(np.array([0, 0, 1]), 2))  # 2.5 and 1.5 of 4
   array([0.625, 0.375], dtype=float32)
-  >>> np.exp(log_popularity(item, when, 1 / 3, 2))  # 1/4 + 1/2 + 1/2 and 1 + 1/2 of 2.75
-  array([0.45454544, 0.5454545 ], dtype=float32)
   """
-  weights = None
-  if half_life > 0:
-    weights = 0.5 ** ((when.max(initial=0) - when) / (half_life * max(len(when), 1)))
-  counts = np.bincount(item, weights, num_items) + 0.5
+  counts = np.bincount(item, minlength=num_items) + 0.5
   return np.log(counts / counts.sum()).astype(np.float32)
 
 
@@ -102,21 +87,20 @@ class RetrievalData:
     user, item = self.columns["user"][rows], self.columns["item"][rows]
     return baselines.ones(user, item, (self.num_users, self.num_items))
 
-  def popularity(self, half_life: float, *splits: str) -> np.ndarray:
+  def popularity(self, *splits: str) -> np.ndarray:
     """Returns `log_popularity` in the named splits, float32 `[items]`."""
-    rows = self.rows(*splits)
-    column = self.columns["when" if self.ordered else "place"]
-    return log_popularity(self.columns["item"][rows], column[rows], half_life, self.num_items)
+    return log_popularity(self.columns["item"][self.rows(*splits)], self.num_items)
 
-  def half_life(self) -> float:
-    """Returns the half-life whose popularity in training makes the validation pairs likeliest.
-
-    0 without an order of time, or without validation.
-    """
-    valid = self.columns["item"][self.rows("valid")]
-    if not self.ordered or not len(valid):
-      return 0.0
-    return max(_HALF_LIVES, key=lambda each: self.popularity(each, "train")[valid].mean())
+  def baseline_tasks(self, config) -> Mapping[str, baselines.Task]:
+    """Returns, by name, functions that fit a baseline and return its metrics."""
+    histories = {split: self.matrix(*earlier) for split, earlier in EARLIER.items()}
+    relevant = {split: self.matrix(split) for split in EARLIER}
+    if config.examples == "rows":
+      for split in EARLIER:
+        user, item = (self.columns[name][self.rows(split)] for name in ("user", "item"))
+        histories[split] = histories[split][user]
+        relevant[split] = baselines.ones(np.arange(len(item)), item, (len(item), self.num_items))
+    return baselines.tasks(self.matrix("train"), histories, relevant, config)
 
   def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
     """Returns a tower's features of "user" or "item" ids, but for histories."""
@@ -173,9 +157,7 @@ class TrainBatches:
       that are `ordered` those before this one; a new random choice every time if there are more
       than H) and the user's features;
     `positive`, `negative` int32 `[B]`, `[M]`: the items;
-    `positive_candidate`, `negative_candidate`: the items' features;
-    `positive_rate` float32 `[B]`, `negative_rate` `[M]`: how often this item is expected among all
-      processes' extra negatives of a batch.
+    `positive_candidate`, `negative_candidate`: the items' features.
 
   Args:
     config: `batch_size`, `seed`, `steps`, `history` and `negatives.number`.
@@ -203,23 +185,18 @@ class TrainBatches:
 
   def __getitem__(self, number: int) -> dict[str, Any]:
     rows, draw = self._rows[number], np.random.default_rng((self._seed, 1, number))
-    num_items = self._data.num_items
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    negative = (draw.random(self._extra) * num_items).astype(np.int32)[self._extra_part]
+    negative = (draw.random(self._extra) * self._data.num_items).astype(np.int32)
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._history_without(user, rows["place"], turn, stride)
     batch: dict[str, Any] = {
       "query": self._data.inputs("user", user) | {"history": embed.Padded(history)}
     }
-    for name, items in (("positive", positive), ("negative", negative)):
+    for name, items in (("positive", positive), ("negative", negative[self._extra_part])):
       if name == "positive" or self._extra:
-        batch |= {
-          name: items,
-          f"{name}_candidate": self._data.inputs("item", items),
-          f"{name}_rate": np.full(len(items), np.float32(self._extra / num_items)),
-        }
+        batch |= {name: items, f"{name}_candidate": self._data.inputs("item", items)}
     return batch
 
   def _history_without(self, user, place, turn, stride) -> np.ndarray:
@@ -264,15 +241,17 @@ class EvalBatches:
 
   def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
-    self._part = np.arange(*pipeline.part(config.eval_batch_size, shard))
     self._exclude_seen, self._eval_history = config.exclude_seen, config.eval_history
     rows = data.rows(split)
-    users = data.columns["user"][rows]
+    examples = {name: data.columns[name][rows] for name in ("user", "item")}
     if config.examples == "users":
-      users = np.unique(users)
-    order = np.argsort(self._counts(users, *EARLIER[split]), kind="stable")
-    self._users = users[order]
-    self._rows = rows[order] if config.examples == "rows" else None
+      examples = {"user": np.unique(examples["user"])}
+    order = np.argsort(self._counts(examples["user"], *EARLIER[split]), kind="stable")
+    examples = {name: column[order] for name, column in examples.items()}
+    self._users = examples["user"]
+    self._examples = pipeline.SequentialBatches(
+      examples, (0, len(order)), batch_size=config.eval_batch_size, shard=shard
+    )
 
   def _counts(self, user: np.ndarray, *names: str) -> np.ndarray:
     """Returns how many items users `[B]` have in these splits, int64 `[B]`."""
@@ -280,18 +259,15 @@ class EvalBatches:
     return np.sum([each[user + 1] - each[user] for each in offsets], axis=0)
 
   def __len__(self) -> int:
-    return -(-len(self._users) // self._batch_size)
+    return len(self._examples)
 
   def __getitem__(self, number: int) -> dict[str, Any]:
-    start = number * self._batch_size
-    of_all_hosts = self._users[start : start + self._batch_size]
-    width = lambda *names: retrieval.list_width(int(self._counts(of_all_hosts, *names).max()))
-    examples, earlier = start + self._part, EARLIER[self._split]
-    mask = examples < len(self._users)
-    examples = np.minimum(examples, len(self._users) - 1)
-    user = self._users[examples]
-    if self._rows is not None:
-      relevant = self._data.columns["item"][self._rows[examples], None]
+    every = slice(number * self._batch_size, (number + 1) * self._batch_size)  # of all hosts
+    width = lambda *names: retrieval.list_width(int(self._counts(self._users[every], *names).max()))
+    batch, earlier = self._examples[number], EARLIER[self._split]
+    user = batch["user"]
+    if "item" in batch:
+      relevant = batch["item"][:, None]
     else:
       relevant = self._lists(user, width(self._split), self._split)
     history = self._lists(user, min(width(*earlier), self._eval_history), *earlier)
@@ -300,7 +276,7 @@ class EvalBatches:
       "query": self._data.inputs("user", user) | {"history": embed.Padded(history)},
       "relevant": relevant,
       "seen": seen if self._exclude_seen else np.full_like(seen[:, :1], -1),
-      "mask": mask,
+      "mask": batch["mask"],
     }
 
   def _lists(self, user: np.ndarray, width: int, *names: str) -> np.ndarray:

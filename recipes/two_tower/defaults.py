@@ -14,10 +14,7 @@ DEFAULTS: dict[str, Any] = {
   "dropout": 0.0,  # rate in the query tower
   "temperature": 0.1,  # that scores are divided by in the softmax
   "logq": 1.0,  # how much of the logQ correction; 0 is none
-  "popularity": {
-    "weight": 1.0,  # of the log popularity that is added to a score; 0 adds none
-    "half_life": -1.0,  # as a share of the log; 0 is none; -1: chosen on validation, of timed logs
-  },
+  "popularity": 1.0,  # weight of the log popularity that is added to a score; 0 adds none
   "negatives": {
     "number": 0,  # drawn for a batch from the whole catalogue, besides its own items
   },
@@ -56,10 +53,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     **_PUBLISHED,
     "core": 10,  # users and items with fewer rows are dropped
   },
-  "movielens100k": {
-    **_PUBLISHED,
-    "counts": (943, 1_682, 100_000),  # users, items and ratings; () takes other files
-  },
+  "movielens100k": _PUBLISHED,
   "gowalla": {
     **_PUBLISHED,
     "refit": False,  # True trains on the validation pairs as well; then `select` must be ""

@@ -1,4 +1,4 @@
-"""Two towers over one `SparseEmbed`, and the features of a data set that they read.
+"""Two towers over one `SparseEmbed`, their features, and how often items are in a batch.
 
 B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
@@ -19,9 +19,9 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from .data import RetrievalData
-from .losses import Frequency
 
 SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
+_RATE = 0.02  # of the moving averages of `Frequency`
 
 
 class Tower(nnx.Module):
@@ -93,18 +93,18 @@ class TwoTower(nnx.Module):
     self.frequency = Frequency(data.num_items)
     # A score is a cosine, divided by the temperature in training alone. With popularity, an item
     # that no batch has had counts by its popularity and features: its own row is noise.
-    self.popularity = config.popularity.weight * config.temperature
+    self.popularity = config.popularity * config.temperature
     # The counts tell which items this run has trained, not an earlier one.
     self._knows_items = bool(self.popularity) and not config.init_from
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
     inputs = {"query": query, "candidate": candidate}
-    activations = self.embed(self.of_tables(inputs))
+    activations = self.embed(self._of_tables(inputs))
     queries_BxD = self.query_tower({**query, **activations["query"]})
     return queries_BxD, self.candidate_tower({**candidate, **activations["candidate"]})
 
-  def of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+  def _of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the inputs, by tower and name, without vectors."""
     return {
       side: {name: x for name, x in features.items() if name not in self._vectors[side]}
@@ -112,7 +112,7 @@ class TwoTower(nnx.Module):
     }
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
+    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`."""
     if self._knows_items and "history" in query:
       items = query["history"].values
       query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
@@ -122,7 +122,7 @@ class TwoTower(nnx.Module):
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
-    """Returns `[C, D]`, or with log popularity `[C, D + 1]`; admits no raw ids."""
+    """Returns `[C, D]`, or with log popularity `[C, D + 1]`."""
     if self._knows_items and "item" in candidate:
       candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
     vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
@@ -131,8 +131,71 @@ class TwoTower(nnx.Module):
     return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
 
   def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
-    rows = self.embed.translate(self.of_tables({side: features}))
-    return {**features, **self.embed(rows)[side]}
+    return {**features, **self.embed(self._of_tables({side: features}))[side]}
+
+
+class Estimate(nnx.Variable):
+  """The arrays of a `Frequency`, by name."""
+
+
+class Frequency(nnx.Module):
+  """The streaming estimator of Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling".
+
+  It keeps the batch that had an item last, and a moving average of the intervals between the
+  batches that have the item; the item's rate is one over that. A large batch may have an item
+  several times, for which the paper has no room: a second moving average keeps how often, and the
+  expected number of an item in a batch is this count over the interval. Both averages weigh all
+  observations equally until there are `1 / _RATE` of them, so that the first interval does not
+  linger.
+
+  Args:
+    num_items: the size of the catalogue.
+  """
+
+  def __init__(self, num_items: int):
+    self.num_items = num_items
+    self.estimate = Estimate(
+      {
+        "batch": jnp.int32(0),
+        "seen": jnp.zeros(num_items, jnp.int32),  # batches that had the item
+        "last": jnp.full(num_items, -1, jnp.int32),  # the batch before the first one
+        "interval": jnp.ones(num_items, jnp.float32),
+        "count": jnp.zeros(num_items, jnp.float32),
+      }
+    )
+
+  def update(self, ids_B: jax.Array) -> None:
+    """Counts a batch's items in place."""
+    state = dict(self.estimate.get_value())
+    batch, seen_B = state["batch"], state["seen"][ids_B] + 1
+    counts_B = jnp.zeros_like(state["count"]).at[ids_B].add(1.0)[ids_B]
+    rate_B = jnp.maximum(1.0 / seen_B.astype(jnp.float32), _RATE)
+    interval_B = (batch - state["last"][ids_B]).astype(jnp.float32)
+    # Several of one item write the same values, so their order does not matter.
+    average = lambda old, new: old.at[ids_B].set((1 - rate_B) * old[ids_B] + rate_B * new)
+    self.estimate.set_value(
+      {
+        "batch": batch + 1,
+        "seen": state["seen"].at[ids_B].set(seen_B),
+        "last": state["last"].at[ids_B].set(batch),
+        "interval": average(state["interval"], interval_B),
+        "count": average(state["count"], counts_B),
+      }
+    )
+
+  def known(self, ids: jax.Array) -> jax.Array:
+    """Returns the ids `[...]`, -1 in place of items that no batch has had."""
+    return jnp.where(self.estimate.get_value()["seen"][jnp.maximum(ids, 0)] > 0, ids, -1)
+
+  def expected(self, ids: jax.Array) -> jax.Array:
+    """Returns how often each item `[...]` is expected in a batch, float32.
+
+    An item that was never seen is taken to come in the next batch, once.
+    """
+    state = self.estimate.get_value()
+    waited = (state["batch"] + 1).astype(jnp.float32)
+    rates = state["count"][ids] / state["interval"][ids]
+    return jnp.where(state["seen"][ids] > 0, rates, 1.0 / waited)
 
 
 def build_model(

@@ -87,7 +87,6 @@ def movielens100k(config) -> dict[str, Any]:
       "year": {"kind": "category", "side": "item"},
     },
     "split": {"by": "hash", "valid": 0.08, "test": 0.2, "seed": config.split_seed},
-    "counts": config.counts,
   }
 
 

@@ -28,9 +28,9 @@ def write(
   """Writes a data set's columns and returns its meta, but for `sha256`.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order, or in that of time if they are `ordered`; `when` int64 is then a pair's
-  place in the log. `<split>_offsets` int64 `[users + 1]` say where each user's begin. `place` int32
-  counts a user's rows of a split from 0. Features and vectors are `user_<name>` and `item_<name>`.
+  rows in random order, or in that of time if they are `ordered`. `<split>_offsets` int64
+  `[users + 1]` say where each user's begin. `place` int32 counts a user's rows of a split from 0.
+  Features and vectors are `user_<name>` and `item_<name>`.
 
   Args:
     pairs: user, item and the index of the split in `SPLITS`, `[N]` each.
@@ -44,8 +44,6 @@ def write(
   columns = {
     name: cache.column(folder, name, user.shape, np.int32) for name in ("user", "item", "place")
   }
-  if ordered:
-    columns["when"] = cache.column(folder, "when", user.shape, np.int64)
   generator, start, splits = np.random.default_rng(seed), 0, {}
   for index, name in enumerate(SPLITS):
     rows = np.flatnonzero(split == index)
@@ -58,8 +56,6 @@ def write(
     stop = start + len(rows)
     for column, found in (("user", user[rows]), ("item", item[rows]), ("place", place)):
       columns[column][start:stop] = found
-    if ordered:
-      columns["when"][start:stop] = rows
     cache.column(folder, f"{name}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[name], start = (start, stop), stop
   vectors: dict[str, dict[str, int]] = {"user": {}, "item": {}}
@@ -126,7 +122,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _check(table: Table) -> None:
-  """Raises UserError for names and widths of features that the towers cannot take."""
+  """Raises UserError for features that the towers cannot take."""
   for name, kind in table.kinds.items():
     if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id) or not kind.side:
       continue
@@ -134,6 +130,11 @@ def _check(table: Table) -> None:
       raise UserError(
         f"{name!r} is the name of an input of the towers: declare the column by another name, "
         f"with column={name!r}"
+      )
+    if isinstance(kind, spec.Category) and kind.is_dynamic:
+      raise UserError(
+        f"column {name!r} has vocabulary='dynamic', which is for dlrm: leave it 'counted' and "
+        "remove capacity, or give hash=<rows> if values come and go"
       )
     if isinstance(kind, spec.Embedded) and kind.dim:
       raise UserError(

@@ -17,14 +17,15 @@ from .. import checkpoints, log, warm_start
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
-from ..errors import UserError, from_settings
+from ..errors import from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
-from . import losses
 from .model import TwoTower, build_model, with_all_features
+
+_NEVER = -1e9  # not -inf: where everything else is left out, gradients would not be numbers
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -87,7 +88,6 @@ def make_train_step(
   loss_fn = loss_function(config, mesh)
 
   def train_step(model, optimizer, batch):
-    batch = admit(config, model, batch)
     with jax.named_scope("dense"):
       loss, grads = embed.value_and_grad(loss_fn)(model, batch)
     grads, norm = build.clipped(grads, config.clip_norm)
@@ -117,37 +117,52 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
   dtype = build.dtype(config, "dtype")
 
   def loss_fn(model: TwoTower, batch) -> jax.Array:
-    ids, rate = batch["positive"], batch["positive_rate"]
+    ids = batch["positive"]
     if config.negatives.number:
       ids = jnp.concatenate([ids, batch["negative"]])
-      rate = jnp.concatenate([rate, batch["negative_rate"]])
     queries, candidates = model(**inputs(config, batch))
     model.frequency.update(batch["positive"])
-    ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates, rate))
-    log_expected, weight = None, config.popularity.weight
+    ids, candidates = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates))
+    log_expected, weight = None, config.popularity
     if config.logq or weight:
-      own = model.frequency.expected(jnp.maximum(ids, 0))
-      log_expected = config.logq * jnp.log(own + rate) - weight * jnp.log(own)
+      own = model.frequency.expected(ids)
+      drawn = config.negatives.number / model.frequency.num_items  # of each item, uniformly
+      log_expected = config.logq * jnp.log(own + drawn) - weight * jnp.log(own)
     vectors = queries.astype(dtype), candidates.astype(dtype)
     scores_BxC = jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
     logits_BxC = scores_BxC / config.temperature
-    return losses.sampled_softmax(logits_BxC, ids, log_expected=log_expected).mean()
+    return sampled_softmax(logits_BxC, ids, log_expected=log_expected).mean()
 
   return loss_fn
 
 
-def admit(config, model: TwoTower, batch):
-  """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
-  if not model.embed.vocabularies:
-    return batch
-  features = inputs(config, batch)
-  rows = model.embed.admit(model.of_tables(features))
-  rows = {side: features[side] | admitted for side, admitted in rows.items()}
-  size = batch["positive"].shape[0]
-  cut = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
-  batch = batch | {"query": rows["query"], "positive_candidate": cut(slice(size))}
-  drawn = {"negative_candidate": cut(slice(size, None))} if config.negatives.number else {}
-  return batch | drawn
+def sampled_softmax(
+  logits_BxC: jax.Array,
+  ids_C: jax.Array,
+  *,
+  log_expected: jax.Array | None = None,
+  remove_accidental_hits: bool = True,
+) -> jax.Array:
+  """Returns the cross-entropy of each query's positive among all candidates, float32 `[B]`.
+
+  Args:
+    logits_BxC: the candidates after the first B are negatives for all queries.
+    ids_C: the candidates' items.
+    log_expected: `[C]`, the log of how often each candidate's item is expected among them.
+      Subtracted, also for the positive, it makes the loss equal a softmax over the whole catalogue,
+      however unevenly items are sampled (the logQ correction: Bengio and Senecal 2008, Yi et al.
+      2019). None corrects nothing.
+    remove_accidental_hits: leaves out candidates that are the positive's item once more.
+  """
+  batch, candidates = logits_BxC.shape
+  if log_expected is not None:
+    logits_BxC = logits_BxC - log_expected
+  left_out_BxC = jnp.arange(batch)[:, None] == jnp.arange(candidates)
+  if remove_accidental_hits:
+    left_out_BxC |= ids_C[:batch, None] == ids_C
+  positive_B = jnp.diagonal(logits_BxC)
+  negative_BxC = jnp.where(left_out_BxC, _NEVER, logits_BxC)
+  return jnp.logaddexp(positive_B, jax.nn.logsumexp(negative_BxC, axis=1)) - positive_B
 
 
 def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
@@ -193,7 +208,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
       return {}
     metrics = RankingMetrics(config.ks)
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    popularity = data.popularity(config.popularity.half_life, *data_lib.EARLIER[split])
+    popularity = data.popularity(*data_lib.EARLIER[split])
     items = (mesh_lib.to_global(mesh, batch) for batch in catalogue(data, config, popularity, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     for batch in mesh_lib.prefetch_to_device(mesh, data_lib.eval_batches(data, split, config)):
@@ -226,8 +241,6 @@ def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
   build.check_choice("examples", config.examples, ("users", "rows"))
-  if not config.temperature > 0:
-    raise UserError(f"config.temperature is {config.temperature}: choose a number above 0")
   config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
   mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
@@ -235,20 +248,9 @@ def check(config, mesh: Mesh | None) -> None:
 def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
   """Returns the config with what the data decide; checks what they tell."""
   names = ranking_names(config.ks, data.num_items)
-  has_valid, half_life = len(data.rows("valid")) > 0, config.popularity.half_life
+  has_valid = len(data.rows("valid")) > 0
   check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
-  config = with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
-  if half_life > 0 and not data.ordered:
-    raise UserError("popularity.half_life is for a log with a time: leave it out, or declare one")
-  if half_life >= 0:
-    return config
-  if data.ordered and not has_valid and config.popularity.weight:
-    raise UserError(
-      "popularity.half_life is chosen on validation, and there is none: set it, as to the one in "
-      "config.json of a run with validation"
-    )
-  popularity = ConfigDict({**config.popularity, "half_life": data.half_life()})
-  return config_lib.copied(config, popularity=popularity)
+  return with_all_features(config_lib.with_schedule(config, data.num_examples, mesh), data)
 
 
 def make_state(
@@ -256,9 +258,8 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    shapes = lambda batch: jax.eval_shape(lambda batch: inputs(config, batch), batch)
-    first = lambda: shapes(data_lib.TrainBatches(data, config)[0])
-    model = build_model(config, data, mesh, first)
+    first = lambda: inputs(config, data_lib.TrainBatches(data, config)[0])
+    model = build_model(config, data, mesh, lambda: jax.eval_shape(first))
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

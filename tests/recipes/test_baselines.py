@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.sparse
+from ml_collections import ConfigDict
 from slow_ranking import slow_ranking
 
 from recipes import errors
@@ -69,10 +70,13 @@ def test_ranking_is_a_full_one_without_what_was_seen(train):
 
 def test_what_is_too_large_or_not_asked_for_is_left_out(train):
   relevant = {"valid": train, "test": train[:, :0] @ train[:0]}  # nothing to find in the test
-  tasks = lambda rows, l2: baselines.ranking_tasks(
-    rows, {"valid": train, "test": train}, relevant, (5,), exclude_seen=False,
-    ease_l2=l2,
-  )  # fmt: skip
+  settings = {"ks": (5,), "exclude_seen": False}
+  tasks = lambda rows, l2: baselines.tasks(
+    rows,
+    {"valid": train, "test": train},
+    relevant,
+    ConfigDict(settings | {"baseline": {"ease_l2": l2}}),
+  )
   fits = tasks(train, 1.0)
   assert list(fits) == ["popularity", "item kNN", "EASE"]
   assert {name.partition("_")[0] for name in fits["EASE"]()} == {"valid"}

@@ -37,7 +37,7 @@ def run(clicks, workdir, devices, steps=STEPS):
 def saved(workdir, step=STEPS):
   """The arrays of a checkpoint."""
   with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(workdir / "checkpoints" / str(step) / "state")
+    return checkpointer.restore(workdir / "checkpoints" / str(step) / "default")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def config(tmp_path, name="beauty", **changes):
   made = recipe_runs.load(f"sequence.{name}", "smoke")
   defaults = {"cache_dir": str(tmp_path / "cache"), "max_length": 4}
   if name != "synthetic":
-    defaults |= {"data_dir": str(tmp_path), "counts": ()}
+    defaults |= {"data_dir": str(tmp_path)}
   made.update_from_flattened_dict(defaults | changes)
   return made
 
@@ -41,8 +41,8 @@ def sequences_of(columns):
 def test_both_layouts_are_the_same_data(tmp_path):
   path = write(tmp_path)
   loaded = data.load(config(tmp_path))
-  assert loaded.num_items == 7  # 2, 3, 4, 5, 7, 8, 9 become 0 to 6
-  expected = [[3, 1, 6, 0, 4, 2], [1, 3, 0], [6, 2], [5, 0, 1, 3, 6]]
+  assert loaded.num_items == 7  # 5, 3, 9, 2, 7, 4, 8 become 0 to 6
+  expected = [[0, 1, 2, 3, 4, 5], [1, 0, 3], [2, 5], [6, 3, 1, 0, 2]]
   assert sequences_of(loaded.columns) == expected
   assert loaded.sha256 == {"Beauty.txt": hashlib.sha256(path.read_bytes()).hexdigest()}
   write(tmp_path, "pairs")
@@ -53,10 +53,8 @@ def test_both_layouts_are_the_same_data(tmp_path):
 @pytest.mark.ci
 def test_damage_is_named(tmp_path):
   cases = [
-    ("pairs", "1 2\n1 3 4\n", r"beauty.txt, line 2 has too many fields"),
-    ("pairs", "1 2\n1\n", r"beauty.txt, line 2 has too few fields"),
-    ("pairs", "1 2\n1 x\n", r"found 'x' as the item of a row"),
-    ("pairs", "1 -2\n", r"found '-2'"),
+    ("pairs", "1 2\n1 3 4\n", r"beauty.txt, line 2.* has too many fields"),
+    ("pairs", "1 2\n1\n", r"beauty.txt, line 2.* has too few fields"),
     ("lines", "", r"Beauty.txt is empty"),
   ]
 
@@ -66,14 +64,6 @@ def test_damage_is_named(tmp_path):
       data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
 
   each(cases, check)
-
-
-@pytest.mark.ci
-def test_other_counts_than_the_published_are_refused(tmp_path):
-  write(tmp_path)
-  assert data.load(config(tmp_path, counts=(4, 7, 16))).num_items == 7
-  with pytest.raises(ValueError, match=r"4 users, 7 items and 16 .* has 4, 7, 17.*counts='\(\)'"):
-    data.load(config(tmp_path, counts=(4, 7, 17)))
 
 
 @pytest.mark.ci
@@ -94,9 +84,9 @@ def test_the_split_by_hand(tmp_path):
   assert loaded.evaluated.tolist() == [0, 1, 3]  # user 4 has two items, which train
   dense = lambda matrix: [np.flatnonzero(row).tolist() for row in matrix.toarray()]
   everyone = np.arange(4)
-  assert dense(data.matrix(loaded, everyone, 2)) == [[0, 1, 3, 6], [1], [2, 6], [0, 1, 5]]
-  assert dense(data.targets(loaded, loaded.evaluated, 2)) == [[4], [3], [3]]
-  assert dense(data.targets(loaded, loaded.evaluated, 1)) == [[2], [0], [6]]
+  assert dense(loaded.matrix(everyone, 2)) == [[0, 1, 2, 3], [1], [2, 5], [1, 3, 6]]
+  assert dense(loaded.targets(loaded.evaluated, 2)) == [[4], [0], [0]]
+  assert dense(loaded.targets(loaded.evaluated, 1)) == [[5], [3], [2]]
 
 
 def test_packed_rows_by_hand():
@@ -220,4 +210,3 @@ def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):
   found = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
   counts = np.bincount(found["negatives"], minlength=4)
   assert scipy.stats.chisquare(counts).pvalue > 1e-3
-  np.testing.assert_allclose(found["log_expected"], np.full(1_000, np.log(250)), rtol=1e-6)

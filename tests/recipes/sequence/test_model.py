@@ -16,7 +16,6 @@ from flax import nnx
 import embed
 from recipes.sequence import model as model_lib
 from recipes.sequence import train
-from recipes.training import losses
 
 ITEMS, LENGTH = 50, 12
 
@@ -113,7 +112,7 @@ def test_the_sampled_loss_touches_the_sampled_rows_only():
   model = train.build_model(config, ITEMS)
   before = {key: np.array(x) for key, x in model.embed.variables["item"].items()}
   negatives = np.array([20, 21, 11, 6, 24], np.int32)  # 11 and 6 are right somewhere
-  inputs = train_batch(negatives=negatives, log_expected=np.full(5, -1.0, np.float32))
+  inputs = train_batch(negatives=negatives)
   optimizer, data = embed.Optimizer(model, optax.adamw(1e-2)), types.SimpleNamespace()
   nnx.jit(train.make_train_step(config, data))(model, optimizer, inputs)
   touched = {3, 7, 11, 2, 8, 1, 6, 9, 5} | set(negatives.tolist())
@@ -129,7 +128,7 @@ def test_sampled_softmax_of_all_items_is_the_full_one():
   config = smoke(loss="sampled_softmax")
   model = train.build_model(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
-  inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
+  inputs = train_batch(negatives=every)
   sampled, grads = differentiate(model, inputs, train.loss_function(config))
   full, wanted = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   assert sampled == pytest.approx(float(full), rel=1e-5)
@@ -155,7 +154,7 @@ def test_only_hidden_items_are_predicted():
   np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
   loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
   scores = np.asarray(model.scores(found))[0]
-  expected = losses.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
+  expected = train.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
   assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 

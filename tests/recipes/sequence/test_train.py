@@ -17,7 +17,7 @@ from recipe_runs import recorded_reads, sequence_smoke
 import embed
 from recipes import baselines as command
 from recipes import mesh as mesh_lib
-from recipes.sequence import baselines, data, train
+from recipes.sequence import data, train
 
 OTHERS = sorted({path.stem for path in Path("configs/sequence").glob("*.py")} - {"synthetic"})
 NAMES = ("recall", "ndcg", "hr", "precision")
@@ -43,7 +43,7 @@ def check_result(result, config, workdir):
   assert json.loads((workdir / "result.json").read_text()) == result
   assert result["recipe"] == "sequence"
   assert set(result["metrics"]) == METRICS
-  tasks = baselines.tasks(data.load(config), config)
+  tasks = data.load(config).baseline_tasks(config)
   metrics = {name: task() for name, task in tasks.items()}
   fitted = {"popularity", "item kNN", *(["EASE"] if config.baseline.ease_l2 else [])}
   assert set(metrics) == fitted

@@ -98,7 +98,7 @@ def sequence_smoke(name, folder, **changes):
   changes = {"cache_dir": str(folder / "cache")} | changes
   if config.dataset == "file":
     write_sequences(folder / "raw" / config.data_file, draw_sequences(), config.layout)
-    changes = {"data_dir": str(folder / "raw"), "counts": ()} | changes
+    changes = {"data_dir": str(folder / "raw")} | changes
   config.update_from_flattened_dict(changes)
   return config
 
@@ -107,8 +107,6 @@ def two_tower_smoke(name, folder, **changes):
   """Returns a config of the two towers in smoke mode, on data written below a folder."""
   config = load(f"two_tower.{name}")
   changes["cache_dir"] = str(folder / "cache")
-  if "counts" in config:
-    changes.setdefault("counts", ())
   if name in _WRITERS and "data_dir" not in changes:
     changes["data_dir"] = str(_WRITERS[name](folder / f"{name}-raw"))
   config.update_from_flattened_dict(changes)
@@ -159,6 +157,5 @@ def lists_of(train, valid, test, *, num_items=1000, ordered=True):
     splits[name], start = (start, start + sum(lengths)), start + sum(lengths)
   joined = lambda x: np.concatenate(x).astype(np.int32) if isinstance(x, list) else x
   columns = {name: joined(parts) for name, parts in columns.items()}
-  columns["when"] = np.arange(start)
   none: tuple = {"user": (), "item": ()}, {"user": {}, "item": {}}
   return RetrievalData(columns, splits, len(train), num_items, *none, ordered)

@@ -27,7 +27,7 @@ LOG = {
   "who": "user",
   "what": "item",
   "when": "time",
-  "country": {"kind": "category", "side": "user"},
+  "country": {"kind": "bag", "max_length": 1, "side": "user"},  # a bag of one id is a single id
   "genre": {"kind": "category", "side": "item"},
   "name": "title",
 }
@@ -135,7 +135,7 @@ def own_towers(training, top=10):
   config, loaded = training.config, training.data
   view, encode = evaluated(training.model), train.make_encode(None)
   # An export knows all interactions.
-  popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
+  popular = loaded.popularity("train", "valid", "test")
   vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
   candidates = np.concatenate(vectors)[: loaded.num_items]
   parts = []

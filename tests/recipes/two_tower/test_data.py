@@ -143,8 +143,6 @@ def test_training_batches(loaded):
       assert set(items) <= others
     np.testing.assert_array_equal(batch["positive_candidate"]["item"], positive)
     assert batch["negative"].shape == (config.negatives.number,)
-    rate = config.negatives.number / found.num_items
-    np.testing.assert_allclose(batch["negative_rate"], rate, rtol=1e-6)
 
 
 @pytest.mark.ci
@@ -215,19 +213,6 @@ def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
     bounds = [found.columns[f"{name}_offsets"][user : user + 2] for name in ("train", "valid")]
     own = np.concatenate([found.columns["item"][start:stop] for start, stop in bounds])
     assert history.tolist() == [own[len(own) * i // 3] for i in range(3)]
-
-
-def test_the_half_life_is_the_one_that_validation_likes():
-  """Item 1 has a third of the interactions, the last ones: it is popular where they count more."""
-  train = [[0], [0], [0], [0], [1], [1]]
-  late = lists_of(train, [[]] * 4 + [[0], [1]], [[]] * 6, num_items=2)
-  assert late.half_life() == 0.5
-  always = lists_of(train, [[]] * 4 + [[1], [0]], [[]] * 6, num_items=2, ordered=False)
-  assert always.half_life() == 0
-  same = lists_of([[0], [1], [0], [1]], [[], [], [1], [0]], [[]] * 4, num_items=2)
-  assert same.half_life() == 0
-  last = lists_of(train, [[]] * 5 + [[1]], [[]] * 6, num_items=2)
-  assert last.half_life() == 0.05
 
 
 def test_what_comes_later_trains_no_query(tmp_path):
@@ -303,8 +288,6 @@ def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):
   for number in range(40):
     np.add.at(counts, source[number]["negative"], 1)
   assert scipy.stats.chisquare(counts).pvalue > 1e-3
-  for name in ("negative_rate", "positive_rate"):
-    np.testing.assert_allclose(source[0][name], 512 / found.num_items, rtol=1e-6)
 
 
 @pytest.mark.ci

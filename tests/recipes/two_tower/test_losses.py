@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.two_tower import losses
-from recipes.two_tower.losses import Frequency
+from recipes.two_tower import train
+from recipes.two_tower.model import Frequency
 
 LOGITS = np.array([[2.0, 1.0, 0.0, 3.0], [0.5, 1.5, -1.0, 0.0]], np.float32)  # two extra ones
 OPTIONS = ("remove_accidental_hits",)
-sampled_softmax = jax.jit(losses.sampled_softmax, static_argnames=OPTIONS)
+sampled_softmax = jax.jit(train.sampled_softmax, static_argnames=OPTIONS)
 
 
 @nnx.jit
@@ -35,7 +35,7 @@ def test_accidental_hits_by_hand():
 
 
 def test_two_queries_of_one_item_are_not_each_others_negatives():
-  total = lambda x: losses.sampled_softmax(x, np.array([7, 7])).sum()
+  total = lambda x: train.sampled_softmax(x, np.array([7, 7])).sum()
   found, grads = jax.jit(jax.value_and_grad(total))(LOGITS[:, :2])
   np.testing.assert_allclose(found, 0.0, atol=1e-6)
   assert grads.tolist() == [[0, 0], [0, 0]]
@@ -70,7 +70,7 @@ def test_with_logq_the_samples_estimate_the_whole_softmax():
 
 
 def test_the_estimate_by_hand():
-  frequency = Frequency(4, rate=0.1)
+  frequency = Frequency(4)
   expected = nnx.jit(lambda frequency: frequency.expected(np.arange(4)))
   update(frequency, np.array([0, 0, 2]))
   np.testing.assert_allclose(expected(frequency)[:3], [2, 1 / 2, 1])

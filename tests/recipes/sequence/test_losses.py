@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 
-from recipes.training import losses
+from recipes.sequence import train
 
 NO_HITS = np.zeros((1, 2), bool)
 AS_THEY_ARE = np.zeros(2, np.float32)  # each sample is expected once
-cross_entropy = jax.jit(losses.cross_entropy)
-sampled_softmax = jax.jit(losses.sampled_softmax)
+cross_entropy = jax.jit(train.cross_entropy)
+sampled_softmax = jax.jit(train.sampled_softmax)
 
 
 def log(*values):
@@ -36,7 +36,7 @@ def test_an_accidental_hit_does_not_count():
   hits = np.array([[True, False]])
   found = sampled_softmax(positive, negative, hits, AS_THEY_ARE)
   np.testing.assert_allclose(found, [np.log(8 / 2)], rtol=1e-6)
-  softmax = lambda negative: losses.sampled_softmax(positive, negative, hits, AS_THEY_ARE).sum()
+  softmax = lambda negative: train.sampled_softmax(positive, negative, hits, AS_THEY_ARE).sum()
   slope = jax.jit(jax.grad(softmax))(negative)
   np.testing.assert_allclose(slope, [[0, 6 / 8]], rtol=1e-6)
 
@@ -56,6 +56,6 @@ def test_logq_makes_the_sum_unbiased():
 
 
 def test_mean_leaves_padding_out():
-  mean, values = jax.jit(losses.mean), np.array([1.0, 5.0, np.nan], np.float32)
+  mean, values = jax.jit(train.mean), np.array([1.0, 5.0, np.nan], np.float32)
   assert mean(values, np.array([True, True, False])) == 3
   assert mean(values, np.array([False, False, False])) == 0
