@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -45,17 +46,43 @@ def histories(args: argparse.Namespace) -> _Runs:
     "liked": {"kind": "label", "column": "rating", "at_least": 4},
     "when": "time",
   }
-  seen = {"kind": "sequence", "of": "movie", "max_length": _PAST}
-  past = {"seen": seen, "enjoyed": seen | {"where": "liked"}}
+  past = {
+    "seen": {"kind": "sequence", "table": "movie", "max_length": _PAST},
+    "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
+  }
   table: dict[str, Any] = {
-    "files": str(args.data_dir / "u.data"),
-    "format": {"names": ["user", "movie", "rating", "when"]},
+    "files": with_past(args.data_dir / "u.data", args.folder),
     "split": {"by": "time"},
   }
   yield "MovieLens 100K", "none", table | {"columns": columns}
   for model in _HISTORIES:
     more = {"columns": columns | past, "history": {"model": model}}
     yield "MovieLens 100K", model, table | more
+
+
+def with_past(log: Path, folder: Path) -> str:
+  """Writes the ratings with the last earlier ones of their users, and returns the path."""
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / "with_past.parquet"
+  duckdb.sql(f"""
+    COPY (
+      SELECT * EXCLUDE past,
+        list_transform(past, lambda x: x.movie) AS seen,
+        list_transform(past, lambda x: x.liked) AS seen_liked
+      FROM (
+        SELECT *, list_filter(
+          list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
+            PARTITION BY "user" ORDER BY "when", movie
+            ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
+          ),
+          lambda x: x.time < "when"
+        ) AS past
+        FROM read_csv('{log}', names=['user', 'movie', 'rating', 'when'])
+      )
+      ORDER BY "when", "user", movie
+    ) TO '{path}'
+  """)
+  return str(path)
 
 
 def labels(args: argparse.Namespace) -> _Runs:

@@ -31,7 +31,7 @@ from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
 from .tables.settings import READING
-from .tables.transforms import Encoder, Entities
+from .tables.transforms import Entities, Transforms
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -98,15 +98,15 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .dlrm import data as data_lib
   from .dlrm import train
 
-  encoder = Encoder.load(serve)
-  features, num_dense = encoder.features, len(encoder.transforms.dense_names)
+  transforms = Transforms.load(serve)
+  features, num_dense = transforms.features, len(transforms.dense_names)
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
     "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
   }
-  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.transforms.vectors}
+  known: Any = {"labels": spec.labels(kinds), "vectors": transforms.vectors}
   data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, **known)
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)

@@ -35,17 +35,14 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared, config) -> Prepared:
-  """Returns the columns that batches read: shards, or `ids` followed by histories."""
-  from ..tables import histories, spark
+  """Returns the columns that batches read, where Spark has written shards of them."""
+  from ..tables import spark
 
   del config
   assert isinstance(prepared.columns, cache.Columns)
-  folder = prepared.columns.folder
-  if "shards" in prepared.meta:
-    return dataclasses.replace(prepared, columns=spark.Shards(folder))
-  if prepared.meta.get("histories"):
-    return dataclasses.replace(prepared, columns=histories.Columns(folder))
-  return prepared
+  if "shards" not in prepared.meta:
+    return prepared
+  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
 
 
 def data_set(name: str) -> DataSet:

@@ -4,7 +4,6 @@ The config declares what the columns are (`spec`), and `settings` completes and 
 (`formats`, `source`) are read in chunks (`reading`, `values`), and `rows` gives each row its label
 and split (`splitting`). A `store` keeps the rows until queries of it have fitted the transforms of
 values to ids and numbers (`fitting`). A recipe gets `clicks`, rows with a label, or `interactions`
-of users with items, whose features are `entities`. `histories` are what the user of a row did in
-earlier rows. What serving needs is kept with the run. On a
+of users with items, whose features are `entities`. What serving needs is kept with the run. On a
 cluster (`spark`), clicks are written in shards, of which each training process reads its own.
 """

@@ -34,8 +34,7 @@ def fit(
   Raises:
     UserError: a column has no value in the training rows; names it.
   """
-  is_fitted = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
-  kinds = {name: kind for name, kind in kinds.items() if is_fitted(kind)}
+  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
   work = _Fit(rows, kinds, base or Transforms({}, {}, {}, {}))
   return work.transforms(), work.notes
 
@@ -63,6 +62,8 @@ class _Fit:
     made = {name: self._number(name, numbers[name], answers) for name in new}
     made = {name: made.get(name) or self._base.numbers[name] for name in numbers}
     widths = {name: self._width(name, bag, next(answers)) for name, bag in bags.items()}
+    beside = {n: k.beside for n, k in bags.items() if isinstance(k, spec.Ordered) and k.beside}
+    widths |= {name: widths[main] for name, main in beside.items() if main in widths}
     tables: dict[str, list[str]] = {}
     for name, kind in self._kinds.items():
       if isinstance(kind, spec.Category):

@@ -174,12 +174,12 @@ class _Log:
     # A row is a user where none is declared.
     who, what = (columns[name] if name else "(place + 1)::VARCHAR" for name in self._names.values())
     con.execute(
-      f"CREATE OR REPLACE TEMP TABLE log AS SELECT {who} AS user, "
+      f"CREATE OR REPLACE TEMP TABLE log AS SELECT * FROM (SELECT {who} AS user, "
       f"{f'unnest({what})' if self._is_list else what} AS item, split, place "
-      f"FROM {self.rows.view}{positive}"
+      f"FROM {self.rows.view}{positive}) WHERE item IS NOT NULL"
     )
     if self._is_list:
-      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
+      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE list_count({what}) = 0")
       if count := empty[0][0].as_py():
         listed = f"{count:,} of {len(self.rows):,} rows have no item"
         self.notes.append(f"{listed} in column {self._names['item']!r}")

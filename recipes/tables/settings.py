@@ -96,7 +96,7 @@ class Table:
       self.require(needed[by], "which the split goes by")
     on = self.split["on"] if by in ("hash", "files") else ""
     kind = self.kinds.get(on)
-    if on and (not isinstance(kind, spec.Category) or kind.is_list or spec.is_history(kind)):
+    if on and (not isinstance(kind, spec.Category) or kind.is_list):
       raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
 
   @property
@@ -208,9 +208,6 @@ def _faults(config) -> Iterator[str]:
   for name, known in _CHOICES.items():
     if config[name] not in known:
       yield f"config.{name} is {config[name]!r}: choose one of {known}"
-  built = [name for name, kind in config.columns.items() if kind.get("of")]
-  if built and config.engine != "duckdb":
-    yield f"config.columns[{built[0]!r}] is built of the log: leave config.engine 'duckdb'"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):

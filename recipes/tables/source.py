@@ -14,7 +14,6 @@ import codecs
 import collections
 import contextlib
 import dataclasses
-import functools
 import glob
 import itertools
 import json
@@ -330,11 +329,6 @@ class Source:
     """The files of all splits."""
     return [path for paths in self.files.values() for path in paths]
 
-  @functools.cached_property
-  def read_kinds(self) -> dict[str, spec.Kind]:
-    """The kinds that columns of the files have."""
-    return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
-
 
 def clock_of(source: Source) -> str:
   """Returns "date", "whole" or "fraction", as the first times of a table are; "" without a time."""
@@ -401,7 +395,7 @@ class Rows:
   def __init__(self, con: Any, source: Source, folder: Path):
     self.con, self.source = con, source
     self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
-    self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
+    self.columns = {each: f"c{place}" for place, each in enumerate(source.kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
     self.total, self.starts = 0, list[int]()
 
@@ -459,7 +453,7 @@ class Rows:
       settings: `config.split`.
       holds_out: whether a part of the training files validates where no file does.
     """
-    valid, test, kinds = settings["valid"], settings["test"], self.source.read_kinds
+    valid, test, kinds = settings["valid"], settings["test"], self.source.kinds
     by_hash = lambda shares: " + ".join(
       f"CAST(hash < {round(share * 2**32)} AS INTEGER)" for share in (sum(shares), shares[1])
     )
@@ -531,7 +525,7 @@ def read(
     DamagedFileError: a file lacks a column, or is damaged, or a row cannot be read; names file,
       row, column and value.
   """
-  kinds = source.read_kinds
+  kinds = source.kinds
   opened = [open_file(path, source.format) for path in source.all_files]
   clock = clock_of(source) if clock is None else clock
   rows = Rows(con, source, folder)
@@ -613,11 +607,12 @@ def _query(
   checks = {0: ("", file.bad[1]), -1: ("", _DROPPED)}
   values, read = dict[str, Value](), dict[str, Column]()
   cases = [f"WHEN {file.bad[0]} THEN 0"]
-  for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
+  for number, (declared, kind) in enumerate(source.kinds.items(), start=1):
     own = [file.column(name) for name in kind.sources(declared)]
     read |= {column.name: column for column in own}
     try:
-      value = value_of(kind, own, source.format.missing, clock, place=number)
+      beside = columns.get(getattr(kind, "beside", ""), "")
+      value = value_of(kind, own, source.format.missing, clock, place=number, beside=beside)
     except DamagedFileError as error:
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]

@@ -25,7 +25,7 @@ from ..errors import UserError
 from . import clicks, source
 from .settings import Table, parsed, serve_folder
 from .splitting import write_splits
-from .transforms import Encoder
+from .transforms import Transforms
 
 _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
@@ -50,9 +50,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     read = _run(session, task.read, len(table.rows.all_files))
     rows = _Rows(session, con, table, task, read)
     rows.split(by, table.split)
-    encoder, notes, sizes = clicks.fitted(table, rows, clicks.base_of(table))
-    notes.append(clicks.summary(encoder))
-    encoder.save(serve_folder(settings, folder))
+    transforms, notes, sizes = clicks.fitted(table, rows)
+    transforms.save(serve_folder(settings, folder))
     for name in ("split.parquet", _SHARDS):
       files.new_folder(folder / name)
     write = functools.partial(task.write, split=rows.split_sql, starts=rows.starts)
@@ -61,7 +60,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   files.new_folder(stage).rmdir()
   written = [number for number, rows_of in enumerate(shards) if sum(rows_of)]
   formats = cache.Columns(_shard(folder, written[0]))
-  return clicks.meta(table, encoder, notes, sizes) | {
+  return clicks.meta(table, transforms, notes, sizes) | {
     "sha256": table.digests(),
     "shards": [{"number": number, "sizes": shards[number]} for number in written],
     "formats": {name: [x.dtype.str, x.shape[1:]] for name, x in formats.items()},
@@ -158,8 +157,8 @@ class _Task:
       shard = _shard(self.folder, number)
       if sizes.sum():
         with files.replacing_folder(shard) as folder:
-          encoder = _encoder(self.folder / "serve")
-          clicks.write_columns(rows, self.table, encoder, folder, sizes)
+          transforms = _transforms(self.folder / "serve")
+          clicks.write_columns(rows, self.table, transforms, folder, sizes)
         rows.starts = [starts[number]]
         with files.replacing_folder(self.folder / "split.parquet" / f"{number:05d}") as folder:
           write_splits(rows, folder, self.table.names)
@@ -206,9 +205,9 @@ class _Rows(source.Rows):
 
 
 @functools.lru_cache(1)
-def _encoder(serve: Path) -> Encoder:
-  """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
-  return Encoder.load(serve)
+def _transforms(serve: Path) -> Transforms:
+  """Returns what the driver has saved, loaded once in a process of an executor."""
+  return Transforms.load(serve)
 
 
 def _shard(folder: Path, number: int) -> Path:

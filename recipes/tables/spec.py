@@ -7,7 +7,7 @@
       "price": {"kind": "number", "log": True},
       "city": {"kind": "category", "min_count": 5},
       "tags": {"kind": "bag", "separator": "|"},
-      "seen": {"kind": "sequence", "of": "movie", "where": "clicked"},
+      "seen": {"kind": "sequence", "table": "movie"},
     }
 
 The classes below are the kinds; their attributes are the options.
@@ -20,7 +20,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 from ..errors import UserError
 
@@ -191,13 +191,13 @@ class Bag(Category):
 class Ordered(Bag):
   """A bag in the order of time: the last `max_length` values are used of a longer row.
 
-  With `of` it is no column of the files but the history of the row's user; see `histories`.
+  Sequences beside another one say more of each of its places: they have as many values in a row as
+  that one, and its `max_length`.
   """
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
-  of: str = ""  # a declared category, such as the item
-  where: str = ""  # the label: only rows where it is 1 are in the history; "" takes all
+  beside: str = ""  # another sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,6 @@ OF_TABLE = (  # options that columns of one table share
   "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -297,10 +296,6 @@ def _faults(kind: Any) -> Iterator[str]:
     yield "separator is the text between two values, and not empty"
   if isinstance(kind, Vector) and not kind.width:
     yield "width is the number of values in each vector: give it"
-  if isinstance(kind, Ordered) and not kind.of and kind.where:
-    yield "where is for a history: name its column with of"
-  if is_history(kind) and any(getattr(kind, name) != getattr(Ordered, name) for name in _OF_COLUMN):
-    yield "of names values of earlier rows, in the table of their column: leave out its options"
   if isinstance(kind, Time) and kind.columns and not 3 <= len(kind.columns) <= 6:
     yield "columns are those of year, month, day, and perhaps hour, minute and second"
 
@@ -411,11 +406,6 @@ def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
   return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
 
 
-def is_history(kind: Kind) -> TypeGuard[Ordered]:
-  """Whether a column is a sequence that is built of earlier rows."""
-  return isinstance(kind, Ordered) and bool(kind.of)
-
-
 def nearest(name: str, known: Sequence[str]) -> str:
   """Returns a hint at the known name that is most like one that is not known."""
   close = difflib.get_close_matches(name, known, 1)
@@ -438,12 +428,19 @@ def table_of(name: str, kind: Kind) -> str:
 
 
 def check_tables(kinds: Mapping[str, Kind]) -> None:
-  """Raises UserError where columns of one table differ."""
+  """Raises UserError where columns of one table differ, or one goes beside what is no sequence."""
+  for name, kind in kinds.items():
+    if isinstance(kind, Ordered) and kind.beside:
+      main = kinds.get(kind.beside)
+      if not isinstance(main, Ordered) or main.beside:
+        raise UserError(
+          f"config.columns[{name!r}].beside is {kind.beside!r}: name a declared sequence that is "
+          "beside none"
+        )
   by_table: dict[str, list[str]] = {}
   for name, kind in kinds.items():
     if has_table(kind):
-      own = kind.of if is_history(kind) else name
-      by_table.setdefault(table_of(own, kinds.get(own, kind)), []).append(name)
+      by_table.setdefault(table_of(name, kind), []).append(name)
   for table, names in by_table.items():
     for one, other in itertools.combinations(names, 2):
       if differing := _differing(kinds[one], kinds[other]):
@@ -455,9 +452,8 @@ def check_tables(kinds: Mapping[str, Kind]) -> None:
 
 def _differing(one: Any, other: Any) -> list[str]:
   """Returns the options in which two columns of one table differ, and may not."""
-  options = ["combiner"] if isinstance(one, Bag) and isinstance(other, Bag) else []
-  if not is_history(one) and not is_history(other):
-    # The vocabulary of a column's own table is filled as that column says.
-    own = all(isinstance(kind, Category) and kind.table for kind in (one, other))
-    options = [*(OF_TABLE if own else OF_TABLE[1:]), *options]
+  # The vocabulary of a column's own table is filled as that column says.
+  own = all(isinstance(kind, Category) and kind.table for kind in (one, other))
+  options = [*(OF_TABLE if own else OF_TABLE[1:])]
+  options += ["combiner"] * (isinstance(one, Bag) and isinstance(other, Bag))
   return [name for name in options if getattr(one, name, None) != getattr(other, name, None)]

@@ -117,6 +117,7 @@ def value_of(
   clock: str = "",
   *,
   place: int = 0,
+  beside: str = "",
 ) -> Value:
   """Returns how a declared column is read.
 
@@ -125,6 +126,7 @@ def value_of(
     missing: texts that mean no value.
     clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
     place: a number for the names of the steps.
+    beside: the column of the query with the sequence that this one goes beside; "" is none.
 
   Raises:
     DamagedFileError: the column is stored in a way that cannot be read so.
@@ -175,6 +177,10 @@ def value_of(
       vector = f"CASE WHEN {is_whole} THEN {floats} END"
       return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
+    if isinstance(kind, spec.Ordered):  # places without a value stay, for what goes beside it
+      bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
+      problem = f"has another number of values than {kind.beside!r}"
+      return value(items, f"coalesce({spelled}, [])", bad, problem)
     return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
   if isinstance(kind, spec.Label):
     return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))

@@ -11,7 +11,7 @@ from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables.transforms import Encoder
+from recipes.tables.transforms import Transforms
 
 HEADER = ("clicked", "city", "price", "tags", "part")
 ROWS = [
@@ -161,9 +161,9 @@ def test_a_split_needs_weight_on_both_outcomes(tmp_path):
 
 def test_what_serving_needs_makes_the_same_ids(tmp_path):
   loaded = load(tmp_path)
-  encoder = Encoder.load(loaded.serve)
-  assert encoder.features == loaded.features
-  assert encoder.transforms.dense_names == ("price",)
+  transforms = Transforms.load(loaded.serve)
+  assert transforms.features == loaded.features
+  assert transforms.dense_names == ("price",)
 
 
 def problem(tmp_path, row, **columns):
@@ -252,7 +252,7 @@ def test_names_of_files_and_folders_mean_nothing(tmp_path):
     write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
   path = str(tmp_path / "city=L" / "g[12]*.csv")
   loaded = data.load(completed("dlrm", tmp_path / "cache", files=path, columns=CITIES))
-  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("a0", "a1", "a2")
+  assert Transforms.load(loaded.serve).vocabularies["city"] == ("a0", "a1", "a2")
 
 
 @pytest.mark.ci
@@ -293,8 +293,8 @@ def test_a_value_has_one_spelling(tmp_path):
   given = {"columns": {"clicked": "label", "city": "item"}, "split": {"by": "order"}}
   names = ["1", "1.0", "1.00", "-7.0", "TRUE", "true", "x.0", "1.5", "01", "Truest"]
   rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
-  encoder = Encoder.load(load(tmp_path, rows=rows, **given).serve)
-  vocabulary = encoder.transforms.vocabularies["city"]
+  transforms = Transforms.load(load(tmp_path, rows=rows, **given).serve)
+  vocabulary = transforms.vocabularies["city"]
   assert vocabulary == ("1", "true", "-7", "01", "1.5", "Truest", "x.0")
 
 
@@ -328,18 +328,18 @@ def test_categories_of_parquet_may_be_stored_as_dictionaries(tmp_path):
   columns = {"clicked": "label", "city": "category"}
   given = {"files": str(tmp_path), "columns": columns, "split": {"by": "order"}}
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("Oslo", "Rome")
+  assert Transforms.load(loaded.serve).vocabularies["city"] == ("Oslo", "Rome")
   assert np.bincount(loaded.columns["ids"][:, 0] + 1).tolist() == [60, 120, 60]
 
 
 def several(tmp_path, files, columns=CITIES, **given):
-  """Returns the data of files by name, of rows (clicked, city, part), and their encoder."""
+  """Returns the data of files by name, of rows (clicked, city, part), and their transforms."""
   for name, rows in files.items():
     (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
     write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
   given = {"files": [str(tmp_path / name) for name in files], "columns": columns} | given
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  return loaded, Encoder.load(loaded.serve)
+  return loaded, Transforms.load(loaded.serve)
 
 
 def test_values_are_counted_on_the_rows_that_train(tmp_path):
@@ -357,8 +357,8 @@ def test_values_are_counted_on_the_rows_that_train(tmp_path):
     files = {"1.csv": first, "2.csv": [("bad", "y", "train")] * 2, "3.csv": [], "4.csv": second}
     if "columns" in given:
       files["2.csv"] = [("none", "y", "train")]
-    loaded, encoder = several(tmp_path, files, **given)
-    assert sorted(encoder.transforms.vocabularies["city"]) == ["a", "b", "c"]
+    loaded, transforms = several(tmp_path, files, **given)
+    assert sorted(transforms.vocabularies["city"]) == ["a", "b", "c"]
     assert loaded.splits["train"] == (0, 4)
 
   each(cases, check)

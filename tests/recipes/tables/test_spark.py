@@ -16,7 +16,7 @@ import recipes
 from recipes import files
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables.transforms import Encoder
+from recipes.tables.transforms import Transforms
 from recipes.two_tower import data as two_tower
 
 _MISSING = [
@@ -147,7 +147,7 @@ def test_both_engines_give_the_same(name, session, tmp_path):
   for column in expected.columns:
     assert actual.columns[column].dtype == expected.columns[column].dtype
     np.testing.assert_array_equal(actual.columns[column][:], expected.columns[column])
-  one, other = (Encoder.load(loaded.serve).transforms for loaded in (actual, expected))
+  one, other = (Transforms.load(loaded.serve) for loaded in (actual, expected))
   assert one.dense_names == other.dense_names
   assert one.vocabularies == other.vocabularies
   assert (one.numbers, one.widths) == (other.numbers, other.widths)
