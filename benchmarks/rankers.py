@@ -50,39 +50,23 @@ def histories(args: argparse.Namespace) -> _Runs:
     "seen": {"kind": "sequence", "table": "movie", "max_length": _PAST},
     "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
   }
-  table: dict[str, Any] = {
-    "files": with_past(args.data_dir / "u.data", args.folder),
-    "split": {"by": "time"},
-  }
-  yield "MovieLens 100K", "none", table | {"columns": columns}
+  rows = duckdb.sql(f"""
+    SELECT * EXCLUDE past,
+      list_transform(past, lambda x: x.movie) AS seen,
+      list_transform(past, lambda x: x.liked) AS seen_liked
+    FROM (
+      SELECT *, list_filter(list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
+        PARTITION BY "user" ORDER BY "when", movie ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
+      ), lambda x: x.time < "when") AS past
+      FROM read_csv('{args.data_dir}/u.data', names=['user', 'movie', 'rating', 'when'])
+    )
+    ORDER BY "when", "user", movie
+  """).to_arrow_table()
+  table = as_table(rows, columns, args.folder / "with_past") | {"split": {"by": "time"}}
+  yield "MovieLens 100K", "none", table
   for model in _HISTORIES:
     more = {"columns": columns | past, "history": {"model": model}}
     yield "MovieLens 100K", model, table | more
-
-
-def with_past(log: Path, folder: Path) -> str:
-  """Writes the ratings with the last earlier ones of their users, and returns the path."""
-  folder.mkdir(parents=True, exist_ok=True)
-  path = folder / "with_past.parquet"
-  duckdb.sql(f"""
-    COPY (
-      SELECT * EXCLUDE past,
-        list_transform(past, lambda x: x.movie) AS seen,
-        list_transform(past, lambda x: x.liked) AS seen_liked
-      FROM (
-        SELECT *, list_filter(
-          list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
-            PARTITION BY "user" ORDER BY "when", movie
-            ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
-          ),
-          lambda x: x.time < "when"
-        ) AS past
-        FROM read_csv('{log}', names=['user', 'movie', 'rating', 'when'])
-      )
-      ORDER BY "when", "user", movie
-    ) TO '{path}'
-  """)
-  return str(path)
 
 
 def labels(args: argparse.Namespace) -> _Runs:
@@ -119,10 +103,8 @@ def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, An
     ids = cut_ids(data.columns["ids"], [*data.features])[feature.name]
     is_bag = feature.valency > 1
     values[feature.name] = pa.array([row[row >= 0] for row in ids]) if is_bag else ids
-    columns[feature.name] = {
-      "kind": "bag" if is_bag else "category",
-      "size": feature.vocabulary_size,
-    }
+    kind = "bag" if is_bag else "category"
+    columns[feature.name] = {"kind": kind, "size": feature.vocabulary_size}
   for place, number in enumerate(np.asarray(data.columns["dense"]).T):
     columns[f"number_{place}"], values[f"number_{place}"] = "number", number
   table = as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}")
@@ -149,10 +131,7 @@ def main() -> None:
     if "metrics" in config:  # known without a run
       results.append(config)
       continue
-    config |= _DCNV2 | {
-      "epochs": args.epochs,
-      "cache_dir": str(args.folder / "cache"),
-    }
+    config |= _DCNV2 | {"epochs": args.epochs, "cache_dir": str(args.folder / "cache")}
     for seed in (0, 1, 2):
       result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
       kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}
