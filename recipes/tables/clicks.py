@@ -107,9 +107,6 @@ def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray
   """Returns what `cache.prepared` keeps beside the columns."""
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
-  if table.refit:
-    end = splits["valid"][1]
-    splits |= {"train": (0, end), "valid": (end, end)}
   return {
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],

@@ -27,7 +27,7 @@ from .values import SPLITS
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_PLAIN = ("on_bad_row", "exclude_seen", "core", "refit", "engine")  # of a `Table`
+_PLAIN = ("on_bad_row", "exclude_seen", "core", "engine")  # of a `Table`
 _CHOICES = {
   "on_bad_row": ("raise", "skip"),
   "engine": ("duckdb", "spark"),
@@ -43,7 +43,6 @@ class Table:
   on_bad_row: str
   exclude_seen: bool
   core: int
-  refit: bool
   engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
@@ -218,10 +217,10 @@ def _faults(config) -> Iterator[str]:
       yield f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
   if split.valid + split.test >= 1:
     yield "config.split.valid and config.split.test leave nothing to train on"
-  if config.select and (config.refit or not (split.valid or isinstance(files, Mapping))):
-    why = "refit trains on the validation rows too" if config.refit else "split.valid is 0"
+  has_file = hasattr(files, "keys") and "valid" in files
+  if config.select and not (split.valid or has_file):
     yield (
-      f"config.{why}, and config.select={config.select!r} has nothing to look at: pass "
+      f"config.split.valid is 0, and config.select={config.select!r} has nothing to look at: pass "
       "--config.select= to test the state of the last step"
     )
   if split.on and split.by not in ("", "hash", "files"):

@@ -45,10 +45,7 @@ from .values import (
   Column,
   Value,
   among,
-  is_time,
   literal,
-  present,
-  trimmed,
   typed,
   value_of,
 )
@@ -336,29 +333,6 @@ class Source:
     return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
 
 
-def clock_of(source: Source) -> str:
-  """Returns "date", "whole" or "fraction", as the first times of a table are; "" without a time."""
-  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
-  if name is None:
-    return ""
-  kind: Any = source.kinds[name]
-  file = open_file(source.all_files[0], source.format)
-  column = file.column(kind.sources(name)[0])
-  if kind.format or kind.columns or is_time(column.stored):
-    return "date"
-  first = next(iter(file.batches([column])), file.schema.empty_table())
-  sample = f"(SELECT {trimmed(*column[1:])} AS t FROM raw LIMIT 1000)"
-  with connect(1) as con:
-    con.register("raw", first)
-    is_number, has_fractions = con.execute(
-      "SELECT first(TRY_CAST(t AS DOUBLE) IS NOT NULL), bool_or(contains(t, '.')) FROM "
-      f"(SELECT {present('t', missing)} AS t FROM {sample}) WHERE t IS NOT NULL"
-    ).fetchall()[0]
-  if is_number is False:
-    return "date"
-  return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
-
-
 class Relation(NamedTuple):
   """Rows that can be asked, with the columns `place` and `split`.
 
@@ -512,7 +486,6 @@ def read(
   required: Sequence[str] = (),
   seed: int | None = None,
   on: str = "",
-  clock: str | None = None,
   may_be_empty: bool = False,
 ) -> Rows:
   """Reads the declared columns of files, once.
@@ -524,7 +497,6 @@ def read(
     seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
       of the files in the order of their names, joined by a unit separator; or over a declared name
       alone. It is the start of their MD5, the same in every version and process. None makes none.
-    clock: as of `clock_of`; None looks at the first file.
     may_be_empty: whether the files may have no rows, as a part of a table.
 
   Raises:
@@ -533,7 +505,6 @@ def read(
   """
   kinds = source.read_kinds
   opened = [open_file(path, source.format) for path in source.all_files]
-  clock = clock_of(source) if clock is None else clock
   rows = Rows(con, source, folder)
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
@@ -541,10 +512,15 @@ def read(
   with files.progress("reading", len(opened), "file") as bar:
     for file in opened:
       rows.starts.append(rows.total)
-      query = _query(file, source, rows.columns, clock, required, seed, on)
+      query = _query(file, source, rows.columns, required, seed, on)
       _read_file(rows, file, query, parts, on_bad_row)
       bar.update()
   rows.define()
+  if "is_date" in rows.query(f"FROM {rows.stored} LIMIT 0").column_names:
+    if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
+      raise DamagedFileError(
+        f"the times of {source.all_files[0]} are dates and numbers: write all of them alike"
+      )
   if not may_be_empty and not len(rows):
     first, why = source.all_files[0], "; ".join(rows.notes)
     raise DamagedFileError(
@@ -605,19 +581,18 @@ def _query(
   file: File,
   source: Source,
   columns: Mapping[str, str],
-  clock: str,
   required: Sequence[str],
   seed: int | None,
   on: str,
 ) -> _Query:
   checks = {0: ("", file.bad[1]), -1: ("", _DROPPED)}
   values, read = dict[str, Value](), dict[str, Column]()
-  cases = [f"WHEN {file.bad[0]} THEN 0"]
+  cases, more = [f"WHEN {file.bad[0]} THEN 0"], ["place"]
   for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
     own = [file.column(name) for name in kind.sources(declared)]
     read |= {column.name: column for column in own}
     try:
-      value = value_of(kind, own, source.format.missing, clock, place=number)
+      value = value_of(kind, own, source.format.missing, place=number)
     except DamagedFileError as error:
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]
@@ -627,9 +602,10 @@ def _query(
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
       fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
       checks[code] = own[0].name, f"has no value{fits}"
+    if isinstance(kind, spec.Time) and not kind.format and own[0].stored == "VARCHAR":
+      more.append(f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL AS is_date")
     if isinstance(kind, spec.Label) and kind.drop:
       cases.insert(1, f"WHEN {among(f'x{number}', kind.drop)} THEN -1")
-  more = ["place"]
   if seed is not None:
     raws = (f"CAST({read[name].raw} AS VARCHAR)" for name in sorted(read))
     more.append(f"{hashed(seed, [columns[on]] if on else [*raws])} AS hash")

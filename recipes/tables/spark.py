@@ -46,7 +46,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   table, folder = parsed(settings), folder.absolute()
   by, stage = clicks.check(table), files.new_folder(folder / "stage")
   with _session() as session, source.connect() as con:
-    task = _Task(table, by, source.clock_of(table.rows), folder)
+    task = _Task(table, by, folder)
     read = _run(session, task.read, len(table.rows.all_files))
     rows = _Rows(session, con, table, task, read)
     rows.split(by, table.split)
@@ -126,7 +126,6 @@ class _Task:
 
   table: Table
   by: str
-  clock: str
   folder: Path
 
   def path(self, number: int) -> Path:
@@ -144,7 +143,7 @@ class _Task:
     how = clicks.hashing(self.table, self.by)
     with files.replacing_folder(self.path(number)) as folder, source.connect() as con:
       part, on_bad_row = self.source(number), self.table.on_bad_row
-      rows = source.read(con, part, folder, on_bad_row, clock=self.clock, may_be_empty=True, **how)
+      rows = source.read(con, part, folder, on_bad_row, may_be_empty=True, **how)
       return _Read(rows.total, rows.left_out)
 
   def write(self, number: int, *, split: str, starts: Sequence[int]) -> list[int]:

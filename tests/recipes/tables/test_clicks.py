@@ -118,13 +118,6 @@ def test_labels(tmp_path):
   assert loaded.columns["label"].tolist() == [0, 0, 1] * 3
 
 
-def test_refit_trains_on_the_validation_rows(tmp_path):
-  loaded, refit = load(tmp_path), load(tmp_path, refit=True, select="")
-  assert refit.splits == {"train": (0, 6), "valid": (6, 6), "test": (6, 8)}
-  for name in ("label", "ids", "dense"):
-    np.testing.assert_array_equal(refit.columns[name], loaded.columns[name])
-
-
 def test_weights(tmp_path):
   columns = COLUMNS | {"price": "weight"}
   rows = [(*row[:2], i, *row[3:]) for i, row in enumerate(ROWS)]

@@ -160,7 +160,8 @@ def test_files_for_the_splits(tmp_path):
   }
   loaded = load("two_tower", tmp_path, files=given)
   assert pairs(loaded, "test") == {("bob", "heat"), ("bob", "tron")}
-  refit = load("two_tower", tmp_path, files=given, refit=True, select="")
+  both = {"train": [given["train"], given["valid"]], "test": given["test"]}
+  refit = load("two_tower", tmp_path, files=both, split={"valid": 0.0}, select="")
   assert pairs(refit, "train") == pairs(loaded, "train") | pairs(loaded, "valid")
   assert refit.splits["valid"][0] == refit.splits["valid"][1]
 
@@ -174,7 +175,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     ({"core": 9}, "no interaction is left"),
     ({"split": {"by": "files"}}, "give config.files as"),
     ({"split": {"by": "random"}}, "config.split.by is 'random'"),
-    ({"refit": True}, "pass --config.select="),
+    ({"split": {"valid": 0.0}}, "pass --config.select="),
   ]
   refused(cases, lambda given: load("two_tower", tmp_path, **given), UserError)
 
@@ -230,7 +231,7 @@ def test_rows_of_a_user_are_in_the_order_of_time_where_later_ones_are_held_out(t
   days = np.random.default_rng(0).permutation(400)
   rows = [(f"u{day % 7}", f"i{day}", f"{day}") for day in days.tolist()]
   columns = {"u": "user", "i": "item", "t": "time"}
-  for given in ({}, {"refit": True, "select": ""}, {"split": {"by": "time"}}):
+  for given in ({}, {"split": {"by": "time"}}):
     loaded = load("two_tower", tmp_path, rows, columns, ("u", "i", "t"), **given)
     items = [int(text[1:]) for text in Entities.load(loaded.serve, "items").texts]
     when = np.array(items)[loaded.columns["item"]]
