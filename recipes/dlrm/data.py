@@ -29,20 +29,18 @@ _FILL = {"ids": -1}  # of columns; others get 0
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  from ..tables import clicks, spark
+  from ..tables import clicks
 
-  return (spark if settings["engine"] == "spark" else clicks).build(settings, folder)
+  return clicks.build(settings, folder)
 
 
 def _view(prepared: Prepared, config) -> Prepared:
-  """Returns the columns that batches read: shards, or `ids` followed by histories."""
-  from ..tables import histories, spark
+  """Returns the columns that batches read: `ids` followed by histories."""
+  from ..tables import histories
 
   del config
   assert isinstance(prepared.columns, cache.Columns)
   folder = prepared.columns.folder
-  if "shards" in prepared.meta:
-    return dataclasses.replace(prepared, columns=spark.Shards(folder))
   if prepared.meta.get("histories"):
     return dataclasses.replace(prepared, columns=histories.Columns(folder))
   return prepared
@@ -73,7 +71,6 @@ class ClickData:
     features: in the order of their columns in `ids`.
     vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
-    apart: whether each process reads rows of its own.
   """
 
   columns: Mapping[str, Any]
@@ -84,7 +81,6 @@ class ClickData:
   serve: Path | None = None
   vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
-  apart: bool = False
 
   @property
   def num_examples(self) -> int:
@@ -154,7 +150,6 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.serve,
     {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
-    "shards" in prepared.meta,
   )
 
 
@@ -182,7 +177,6 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
@@ -198,7 +192,6 @@ def eval_batches(
     batch_size=batch_size,
     fill=_FILL,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)
 

@@ -62,14 +62,8 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     by: how they are split: "user", "last", "time", "order", "hash", "column" or "files".
 
   Raises:
-    UserError: no item is declared, a row has no user or item, or nothing is left; or the engine is
-      another one.
+    UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  if table.engine != "duckdb":
-    raise UserError(
-      f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
-      "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
-    )
   if len(table.labels) > 1:
     raise UserError(
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "

@@ -27,11 +27,7 @@ from .values import SPLITS
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_PLAIN = ("on_bad_row", "exclude_seen", "core", "engine")  # of a `Table`
-_CHOICES = {
-  "on_bad_row": ("raise", "skip"),
-  "engine": ("duckdb", "spark"),
-}
+_PLAIN = ("on_bad_row", "exclude_seen", "core")  # of a `Table`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +39,6 @@ class Table:
   on_bad_row: str
   exclude_seen: bool
   core: int
-  engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
   @functools.cached_property
@@ -204,12 +199,8 @@ def parsed(settings: Mapping[str, Any]) -> Table:
 def _faults(config) -> Iterator[str]:
   """Yields what is wrong with settings that need no look at the files."""
   split, files = config.split, config.files
-  for name, known in _CHOICES.items():
-    if config[name] not in known:
-      yield f"config.{name} is {config[name]!r}: choose one of {known}"
-  built = [name for name, kind in config.columns.items() if kind.get("of")]
-  if built and config.engine != "duckdb":
-    yield f"config.columns[{built[0]!r}] is built of the log: leave config.engine 'duckdb'"
+  if config.on_bad_row not in ("raise", "skip"):
+    yield f"config.on_bad_row is {config.on_bad_row!r}: choose raise or skip"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):

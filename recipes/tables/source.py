@@ -397,12 +397,9 @@ class Rows:
 
   def define(self, split: str = "0") -> None:
     """Makes the view; `split` is the SQL of the index in `SPLITS`."""
-    self.con.execute(f"CREATE OR REPLACE VIEW {self.view} AS {self.selected(split)}")
-
-  def selected(self, split: str) -> str:
-    """Returns the query of the view."""
     columns = ", ".join([*self.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
-    return f"SELECT {columns} FROM {self.stored}"
+    query = f"SELECT {columns} FROM {self.stored}"
+    self.con.execute(f"CREATE OR REPLACE VIEW {self.view} AS {query}")
 
   def query(self, sql: str) -> pa.Table:
     """Answers a query."""
@@ -486,7 +483,6 @@ def read(
   required: Sequence[str] = (),
   seed: int | None = None,
   on: str = "",
-  may_be_empty: bool = False,
 ) -> Rows:
   """Reads the declared columns of files, once.
 
@@ -497,7 +493,6 @@ def read(
     seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
       of the files in the order of their names, joined by a unit separator; or over a declared name
       alone. It is the start of their MD5, the same in every version and process. None makes none.
-    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Raises:
     DamagedFileError: a file lacks a column, or is damaged, or a row cannot be read; names file,
@@ -516,12 +511,10 @@ def read(
       _read_file(rows, file, query, parts, on_bad_row)
       bar.update()
   rows.define()
-  if "is_date" in rows.query(f"FROM {rows.stored} LIMIT 0").column_names:
-    if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
-      raise DamagedFileError(
-        f"the times of {source.all_files[0]} are dates and numbers: write all of them alike"
-      )
-  if not may_be_empty and not len(rows):
+  if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
+    first = source.all_files[0]
+    raise DamagedFileError(f"the times of {first} are dates and numbers: write all of them alike")
+  if not len(rows):
     first, why = source.all_files[0], "; ".join(rows.notes)
     raise DamagedFileError(
       f"{first}: every row was left out: {why}" if why else f"{first} has a header and no rows"
@@ -587,7 +580,7 @@ def _query(
 ) -> _Query:
   checks = {0: ("", file.bad[1]), -1: ("", _DROPPED)}
   values, read = dict[str, Value](), dict[str, Column]()
-  cases, more = [f"WHEN {file.bad[0]} THEN 0"], ["place"]
+  cases, is_date = [f"WHEN {file.bad[0]} THEN 0"], "true"
   for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
     own = [file.column(name) for name in kind.sources(declared)]
     read |= {column.name: column for column in own}
@@ -603,9 +596,10 @@ def _query(
       fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
       checks[code] = own[0].name, f"has no value{fits}"
     if isinstance(kind, spec.Time) and not kind.format and own[0].stored == "VARCHAR":
-      more.append(f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL AS is_date")
+      is_date = f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL"
     if isinstance(kind, spec.Label) and kind.drop:
       cases.insert(1, f"WHEN {among(f'x{number}', kind.drop)} THEN -1")
+  more = ["place", f"{is_date} AS is_date"]
   if seed is not None:
     raws = (f"CAST({read[name].raw} AS VARCHAR)" for name in sorted(read))
     more.append(f"{hashed(seed, [columns[on]] if on else [*raws])} AS hash")
