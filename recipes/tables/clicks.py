@@ -16,7 +16,6 @@ from . import histories, source, spec
 from .fit import fit
 from .settings import Table, parsed, serve_folder
 from .source import Rows
-from .splitting import write_splits
 from .transforms import Encoder, numbers_of
 from .values import SPLITS
 
@@ -40,7 +39,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     digests = background.submit(table.digests)
     rows = source.read(con, table.rows, Path(stage), table.on_bad_row, **hashing(table, by))
     rows.split(by, table.split)
-    write_splits(rows, folder, table.names)
     base = base_of(table)
     encoder, notes, sizes = fitted(table, rows, base)
     log = None

@@ -56,7 +56,7 @@ class Interactions:
 
 
 def read(table: Table, by: str, folder: Path) -> Interactions:
-  """Returns the interactions of a table, and writes their splits to `split.parquet`.
+  """Returns the interactions of a table.
 
   Args:
     by: how they are split: "user", "last", "time", "order", "hash", "column" or "files".
@@ -71,7 +71,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     )
   with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
     log = _Log(con, table, by, Path(stage))
-    user, item, split, row = _cleaned(table, by, log)
+    user, item, split = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
     items, item = np.unique(item, return_inverse=True)
@@ -80,8 +80,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "user": log.entities("user", users, users[np.unique(user[training])]),
       "item": log.entities("item", items, items[np.unique(item[training])]),
     }
-    order = np.argsort(row, kind="stable")
-    splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
   table.check_unchanged()
   notes = log.notes + _about_splits(user, item, split)
   return Interactions(
@@ -90,7 +88,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
 
 
 def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
-  """Returns user, item, split and row of the interactions left, in the order of time."""
+  """Returns user, item and split of the interactions left, in the order of time."""
   rows = log.numbered()
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
@@ -102,7 +100,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
     rows, of = [each[kept] for each in rows], f"users and items with {table.core} or more"
     log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
-  user, item, split, row = rows
+  user, item, split = rows
   if not len(user):
     also = "".join(f"; {note}" for note in log.notes)
     raise UserError(
@@ -117,7 +115,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     train = np.flatnonzero(split == 0)
     held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
-  rows = [user, item, split, row]
+  rows = [user, item, split]
   if not table.exclude_seen:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     rows = [each[once] for each in rows]
@@ -155,7 +153,7 @@ class _Log:
     self.notes = list(self.rows.notes)
 
   def numbered(self) -> list[np.ndarray]:
-    """Returns user, item, split and row of each interaction, in the order of time.
+    """Returns user, item and split of each interaction, in the order of time.
 
     Users and items are numbered in the order of their first rows.
     """
@@ -191,10 +189,10 @@ class _Log:
       times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
       clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
     (count,) = self.rows.query("SELECT count(*) FROM log")[0].to_pylist()
-    arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
+    arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8)]
     at = 0
     for batch in con.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place FROM log JOIN users USING "
+      "SELECT users.code::INTEGER, items.code::INTEGER, split FROM log JOIN users USING "
       f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
     ).to_arrow_reader(1 << 16):
       for array, column in zip(arrays, batch.columns, strict=True):

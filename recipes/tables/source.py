@@ -415,14 +415,6 @@ class Rows:
         *values, place, split = batch.columns
         yield Batch(dict(zip(names, values, strict=True)), place.to_numpy(), split.to_numpy())
 
-  def numbers_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.
-
-    Lines with another number of fields and empty ones do not count.
-    """
-    file = np.searchsorted(self.starts, place, side="right") - 1
-    return file, place - np.array(self.starts)[file] + 1
-
   def split(self, by: str, settings: Mapping[str, Any], *, holds_out: bool = True) -> None:
     """Splits the rows: by "hash", "time", "order", "column" or "files"; by "" none is held out.
 

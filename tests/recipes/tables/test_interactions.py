@@ -67,16 +67,6 @@ def test_an_item_that_nobody_chose_is_not_numbered(tmp_path):
   assert dict(zip(items.texts, items.titles, strict=True))["tron"] == "Tron"
 
 
-def test_the_split_is_a_file_of_rows(tmp_path):
-  loaded = load("two_tower", tmp_path)
-  split = pq.read_table(loaded.serve.parent / "split.parquet").to_pylist()
-  # The fourth row, Ann's second visit of cube, is merged with an earlier one.
-  parts = ["valid", "train", "train", "train", "test", "test", "valid"]
-  assert [each["row"] for each in split] == [1, 2, 3, 5, 6, 7, 8]
-  assert [each["part"] for each in split] == parts
-  assert {each["file"] for each in split} == {"log.csv"}
-
-
 def test_repeats_are_kept_where_they_can_be_recommended(tmp_path, capsys):
   loaded = load("two_tower", tmp_path, exclude_seen=False)
   assert pairs(loaded, "test") == {("ann", "cube"), ("bob", "heat")}

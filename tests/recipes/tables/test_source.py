@@ -116,8 +116,7 @@ def test_files_follow_each_other_with_columns_in_any_order(tmp_path):
   second = write(tmp_path / "b.csv", "price,x,city\n3,0,Bonn\n")
   rows = read([first, second], TWO)
   assert values(rows) == {"city": ["Oslo", "Rome", "Bonn"], "price": [1, 2, 3]}
-  file, number = rows.numbers_of(np.arange(3))
-  assert (file.tolist(), number.tolist()) == ([0, 0, 1], [1, 2, 1])
+  assert rows.starts == [0, 2]
 
 
 def test_a_missing_number_is_missing_in_every_spelling(tmp_path):
@@ -289,7 +288,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path):
   rows = read(write(tmp_path / "a.csv", text), TWO, on_bad_row="skip")
   assert values(rows) == {"city": ["Oslo", "Bonn", "Paris"], "price": [1, 2, 3]}
   places = np.concatenate([batch.place for batch in rows.batches()])
-  assert rows.numbers_of(places)[1].tolist() == [1, 3, 5]  # of the lines of two fields
+  assert places.tolist() == [0, 2, 4]  # of the lines of two fields
   assert sorted(note.partition(" (")[0] for note in rows.notes) == [
     "1 row: has too few fields for 2 columns",
     "1 row: has too many fields for 2 columns",
