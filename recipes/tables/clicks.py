@@ -94,7 +94,9 @@ def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, lis
   `base` is an encoder that grows.
   """
   sizes, rates = _counted(table, rows)
-  transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
+  transforms, lines = fit(
+    rows.con, rows.view, rows.columns, table.kinds, base.transforms if base else None
+  )
   weight = table.name_of(spec.Weight)
   weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
   notes = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]

@@ -14,7 +14,6 @@ from . import source, spec, splitting
 from .clicks import hashing
 from .fit import fit
 from .settings import Table
-from .source import Relation
 from .transforms import Entities, Transforms
 from .values import SPLITS
 
@@ -163,12 +162,12 @@ class _Log:
       liked = self.rows.query(f"SELECT count(*) FROM {self.rows.view}{positive}")[0][0].as_py()
       what = "rows are positive by the label, and are the interactions"
       self.notes.append(f"{liked:,} of {len(self.rows):,} {what}")
-    # A row is a user where none is declared.
+    # A row is a user where none is declared. Rows of one time stay in the order of the files.
     who, what = (columns[name] if name else "(place + 1)::VARCHAR" for name in self._names.values())
+    time = columns[self._time] if self._time else "0"
     con.execute(
-      f"CREATE OR REPLACE TEMP TABLE log AS SELECT {who} AS user, "
-      f"{f'unnest({what})' if self._is_list else what} AS item, split, place "
-      f"FROM {self.rows.view}{positive}"
+      f"CREATE TEMP TABLE log AS SELECT {who} AS user, split, place, {time} AS time, "
+      f"{f'unnest({what})' if self._is_list else what} AS item FROM {self.rows.view}{positive}"
     )
     if self._is_list:
       empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
@@ -178,27 +177,16 @@ class _Log:
     for side in _SIDES:
       first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
       con.execute(
-        f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
-        f"row_number() OVER (ORDER BY first) - 1 AS code FROM ({first})"
+        f"CREATE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY first) - 1 AS code "
+        f"FROM ({first})"
       )
-      self.texts[side] = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")[
-        0
-      ].combine_chunks()
-    clock, ordered = "", "log.rowid"
-    if self._time:  # rows of one time stay in the order of the files
-      times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
-      clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
-    (count,) = self.rows.query("SELECT count(*) FROM log")[0].to_pylist()
-    arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8)]
-    at = 0
-    for batch in con.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split FROM log JOIN users USING "
-      f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
-    ).to_arrow_reader(1 << 16):
-      for array, column in zip(arrays, batch.columns, strict=True):
-        array[at : at + len(batch)] = column.to_numpy()
-      at += len(batch)
-    return arrays
+      found = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")
+      self.texts[side] = found[0].combine_chunks()
+    answer = self.rows.query(
+      "SELECT users.code::INTEGER, items.code::INTEGER, split FROM log JOIN users USING (user) "
+      "JOIN items USING (item) ORDER BY time, log.rowid"
+    )
+    return [np.array(column) for column in answer.columns]
 
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
@@ -234,7 +222,7 @@ class _Log:
       split, place = (~np.isin(kept, trained)).astype(np.int8), np.arange(len(texts))
       names = [*columns.values(), "split", "place"]
       self._con.register("entities", pa.table([*values.values(), split, place], names))
-      transforms, _ = fit(Relation(self._con, "entities", columns), features, base)
+      transforms, _ = fit(self._con, "entities", columns, features, base)
     ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
     title = spec.only(kinds, spec.Title)
     titles = values[title].to_pylist() if title else None

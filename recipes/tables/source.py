@@ -333,24 +333,6 @@ class Source:
     return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
 
 
-class Relation(NamedTuple):
-  """Rows that can be asked, with the columns `place` and `split`.
-
-  Attributes:
-    con: the connection.
-    view: its name.
-    columns: names in the view by declared name.
-  """
-
-  con: duckdb.DuckDBPyConnection
-  view: str
-  columns: Mapping[str, str]
-
-  def query(self, sql: str) -> pa.Table:
-    """Answers a query."""
-    return self.con.execute(sql).to_arrow_table()
-
-
 class Batch(NamedTuple):
   """N rows: values by declared name, places in all files, and splits, int8."""
 
@@ -360,7 +342,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-  """Typed rows in the Parquet files of a folder, and a view of them: a `Relation`.
+  """Typed rows in the Parquet files of a folder, and a view of them.
 
   Attributes:
     con: the connection.
