@@ -63,8 +63,6 @@ TABLE: dict[str, Any] = {
   },
   "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
   "core": 0,  # users and items with fewer interactions are dropped, repeatedly
-  "refit": False,  # True trains on the validation rows as well; then select must be ""
-  "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
   "cache_dir": "~/.cache/sparse_embed",
 }
 

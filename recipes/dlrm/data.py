@@ -28,37 +28,20 @@ from . import tasks
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
-def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  from ..tables import clicks, spark
-
-  return (spark if settings["engine"] == "spark" else clicks).build(settings, folder)
-
-
-def _view(prepared: Prepared, config) -> Prepared:
-  """Returns the columns that batches read, where Spark has written shards of them."""
-  from ..tables import spark
-
-  del config
-  assert isinstance(prepared.columns, cache.Columns)
-  if "shards" not in prepared.meta:
-    return prepared
-  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
-
-
 def data_set(name: str) -> DataSet:
   """Returns the data set that `config.dataset` names; imports what prepares it."""
+  from ..tables import clicks
   from ..tables import settings as table_settings
   from . import published, synthetic
 
   if name == "synthetic":
     return DataSet(synthetic.settings, synthetic.build)
   if name == "table":
-    return DataSet(table_settings.settings, _build, _view)
+    return DataSet(table_settings.settings, clicks.build)
   settings = table_settings.declared(getattr(published, name))
   if name == "criteo_1tb":
-    view = lambda prepared, config: published.with_bags(_view(prepared, config), config)
-    return DataSet(settings, _build, view, published.describe_bags)
-  return DataSet(settings, _build, _view, hint=published.HINTS[name])
+    return DataSet(settings, clicks.build, published.with_bags, published.describe_bags)
+  return DataSet(settings, clicks.build, hint=published.HINTS[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +53,6 @@ class ClickData:
     features: in the order of their columns in `ids`.
     vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
-    apart: whether each process reads rows of its own.
   """
 
   columns: Mapping[str, Any]
@@ -81,7 +63,6 @@ class ClickData:
   serve: Path | None = None
   vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
-  apart: bool = False
 
   @property
   def num_examples(self) -> int:
@@ -151,7 +132,6 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.serve,
     {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
-    "shards" in prepared.meta,
   )
 
 
@@ -179,7 +159,6 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
@@ -195,7 +174,6 @@ def eval_batches(
     batch_size=batch_size,
     fill=_FILL,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)
 

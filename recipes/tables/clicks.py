@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from . import source, spec
 from .fit import fit
 from .settings import Table, parsed, serve_folder
 from .source import Rows
-from .splitting import write_splits
 from .transforms import Transforms, numbers_of
 from .values import SPLITS
 
@@ -31,7 +30,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     DamagedFileError: a row cannot be read; names file, row and column.
   """
   table = parsed(settings)
-  by = check(table)
+  by = _check(table)
   with (
     source.connect() as con,
     futures.ThreadPoolExecutor(1) as background,
@@ -40,16 +39,24 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     digests = background.submit(table.digests)
     rows = source.read(con, table.rows, Path(stage), table.on_bad_row, **hashing(table, by))
     rows.split(by, table.split)
-    write_splits(rows, folder, table.names)
-    transforms, notes, sizes = fitted(table, rows)
+    transforms, notes, sizes = _fitted(table, rows)
     transforms.save(serve_folder(settings, folder))
-    write_columns(rows, table, transforms, folder, sizes)
+    _write_columns(rows, table, transforms, folder, sizes)
     sha256 = digests.result()
   table.check_unchanged()
-  return meta(table, transforms, notes, sizes) | {"sha256": sha256}
+  ends = np.cumsum(sizes).tolist()
+  return {
+    "splits": {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)},
+    "features": [dataclasses.asdict(feature) for feature in transforms.features],
+    "dense": list(transforms.dense_names),
+    "vectors": transforms.vectors,
+    "labels": spec.as_dicts(table.labels),
+    "notes": notes,
+    "sha256": sha256,
+  }
 
 
-def check(table: Table) -> str:
+def _check(table: Table) -> str:
   """Returns how the rows are split; raises UserError for declarations that clicks cannot have."""
   table.require(spec.Label, "and clicks need one")
   if not any(map(spec.has_table, table.kinds.values())):
@@ -74,36 +81,17 @@ def hashing(table: Table, by: str) -> dict[str, Any]:
   return {"seed": seed, "on": table.split["on"] if seed is not None else ""}
 
 
-def fitted(table: Table, rows: Rows) -> tuple[Transforms, list[str], np.ndarray]:
+def _fitted(table: Table, rows: Rows) -> tuple[Transforms, list[str], np.ndarray]:
   """Returns the transforms of split rows, lines about them, and their number by split, `[3]`."""
   sizes, rates = _counted(table, rows)
   base = None
   if table.base is not None and (table.base / "columns.json").exists():  # not of another recipe
     base = Transforms.load(table.base)
-  transforms, lines = fit(rows, table.kinds, base)
+  transforms, lines = fit(rows.con, rows.view, rows.columns, table.kinds, base)
   weight = table.name_of(spec.Weight)
   weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
   about = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]
   return transforms, [*about, _summary(transforms)], sizes
-
-
-def meta(
-  table: Table, transforms: Transforms, notes: Sequence[str], sizes: np.ndarray
-) -> dict[str, Any]:
-  """Returns what `cache.prepared` keeps beside the columns."""
-  ends = np.cumsum(sizes).tolist()
-  splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
-  if table.refit:
-    end = splits["valid"][1]
-    splits |= {"train": (0, end), "valid": (end, end)}
-  return {
-    "splits": splits,
-    "features": [dataclasses.asdict(feature) for feature in transforms.features],
-    "dense": list(transforms.dense_names),
-    "vectors": transforms.vectors,
-    "labels": spec.as_dicts(table.labels),
-    "notes": list(notes),
-  }
 
 
 def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
@@ -144,7 +132,7 @@ def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndar
   return counts, weights
 
 
-def write_columns(
+def _write_columns(
   rows: Rows, table: Table, transforms: Transforms, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""

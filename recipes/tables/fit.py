@@ -8,7 +8,6 @@ import numpy as np
 
 from ..errors import UserError
 from . import spec
-from .source import Relation, Rows
 from .transforms import Transforms, vocabulary_of
 from .values import literal
 
@@ -20,13 +19,17 @@ _DRAWN = "19"  # the values of one row whose MD5 is below it, a tenth, count as 
 
 
 def fit(
-  rows: Relation | Rows,
+  con: Any,
+  view: str,
+  columns: Mapping[str, str],
   kinds: Mapping[str, spec.Kind],
   base: Transforms | None = None,
 ) -> tuple[Transforms, list[str]]:
   """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
   Args:
+    con, view: DuckDB's, with the columns `place` and `split`.
+    columns: of the view by declared name.
     kinds: the declared columns; features alone are fitted.
     base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
       values come after them, so that a model of that run can resume.
@@ -35,21 +38,16 @@ def fit(
     UserError: a column has no value in the training rows; names it.
   """
   kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
-  work = _Fit(rows, kinds, base or Transforms({}, {}, {}, {}))
+  work = _Fit(con, view, columns, kinds, base or Transforms({}, {}, {}, {}))
   return work.transforms(), work.notes
 
 
 class _Fit:
   """Queries the statistics of training rows, and makes the transforms of them."""
 
-  def __init__(
-    self,
-    rows: Relation | Rows,
-    kinds: Mapping[str, spec.Kind],
-    base: Transforms,
-  ):
-    self._columns, self._relation = rows.columns, f"{rows.view} WHERE split = 0"
-    self._query = rows.query
+  def __init__(self, con: Any, view: str, columns: Any, kinds: Any, base: Transforms):
+    self._query = lambda sql: con.execute(sql).to_arrow_table()
+    self._columns, self._relation = columns, f"{view} WHERE split = 0"
     self._kinds, self._base = kinds, base
     self._growing = {name for name, kind in kinds.items() if base.kinds.get(name) == kind}
     self.notes: list[str] = []

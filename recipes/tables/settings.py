@@ -27,11 +27,7 @@ from .values import SPLITS
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_PLAIN = ("on_bad_row", "exclude_seen", "core", "refit", "engine")  # of a `Table`
-_CHOICES = {
-  "on_bad_row": ("raise", "skip"),
-  "engine": ("duckdb", "spark"),
-}
+_PLAIN = ("on_bad_row", "exclude_seen", "core")  # of a `Table`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +39,6 @@ class Table:
   on_bad_row: str
   exclude_seen: bool
   core: int
-  refit: bool
-  engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
   @functools.cached_property
@@ -205,9 +199,8 @@ def parsed(settings: Mapping[str, Any]) -> Table:
 def _faults(config) -> Iterator[str]:
   """Yields what is wrong with settings that need no look at the files."""
   split, files = config.split, config.files
-  for name, known in _CHOICES.items():
-    if config[name] not in known:
-      yield f"config.{name} is {config[name]!r}: choose one of {known}"
+  if config.on_bad_row not in ("raise", "skip"):
+    yield f"config.on_bad_row is {config.on_bad_row!r}: choose raise or skip"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):
@@ -215,10 +208,10 @@ def _faults(config) -> Iterator[str]:
       yield f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
   if split.valid + split.test >= 1:
     yield "config.split.valid and config.split.test leave nothing to train on"
-  if config.select and (config.refit or not (split.valid or isinstance(files, Mapping))):
-    why = "refit trains on the validation rows too" if config.refit else "split.valid is 0"
+  has_file = hasattr(files, "keys") and "valid" in files
+  if config.select and not (split.valid or has_file):
     yield (
-      f"config.{why}, and config.select={config.select!r} has nothing to look at: pass "
+      f"config.split.valid is 0, and config.select={config.select!r} has nothing to look at: pass "
       "--config.select= to test the state of the last step"
     )
   if split.on and split.by not in ("", "hash", "files"):

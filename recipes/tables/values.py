@@ -114,7 +114,6 @@ def value_of(
   kind: spec.Kind,
   columns: Sequence[Column],
   missing: Sequence[str],
-  clock: str = "",
   *,
   place: int = 0,
   beside: str = "",
@@ -124,7 +123,6 @@ def value_of(
   Args:
     columns: of the files, that it reads.
     missing: texts that mean no value.
-    clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
     place: a number for the names of the steps.
     beside: the column of the query with the sequence that this one goes beside; "" is none.
 
@@ -152,7 +150,7 @@ def value_of(
     )
 
   if isinstance(kind, spec.Time):
-    time, problem = _time(kind, columns, [*filled], clock)
+    time, problem = _time(kind, columns, [*filled])
     return value(time, bad=f"{typed} IS NULL", problem=problem)
   if isinstance(kind, spec.Number | spec.Weight):
     number = f"n{place}"
@@ -235,9 +233,7 @@ def _items(column: Column, text: str, separator: str) -> str:
   return _each(items, trimmed("x", "VARCHAR"))
 
 
-def _time(
-  kind: spec.Time, columns: Sequence[Column], texts: Sequence[str], clock: str
-) -> tuple[str, str]:
+def _time(kind: spec.Time, columns: Sequence[Column], texts: Sequence[str]) -> tuple[str, str]:
   """Returns the SQL of times, and what is wrong with one that is null.
 
   Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
@@ -253,14 +249,11 @@ def _time(
   if kind.format:
     time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
     return time, f"is no time of the format {kind.format!r}"
-  if clock == "date":
-    return f"epoch_us(TRY_CAST({texts[0]} AS TIMESTAMPTZ))", (
-      "is no date, as the first time is. Write 2024-12-31 or 2024-12-31T23:59:59, or declare the "
-      f"format of {name!r}, as format='%d.%m.%Y'"
-    )
-  number = f"TRY_CAST({texts[0]} AS {'BIGINT' if clock == 'whole' else 'DOUBLE'})"
-  finite = f"CASE WHEN isfinite({number}) THEN {number} END"
-  return number if clock == "whole" else finite, "is no number, as the first time is"
+  number, date = (f"TRY_CAST({texts[0]} AS {kind})" for kind in ("DOUBLE", "TIMESTAMPTZ"))
+  return f"coalesce(CASE WHEN isfinite({number}) THEN {number} END, epoch_us({date}))", (
+    "is no time: write a number, 2024-12-31 or 2024-12-31T23:59:59, or declare the format of "
+    f"{name!r}, as format='%d.%m.%Y'"
+  )
 
 
 def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:

@@ -90,10 +90,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   by = table.split_by(timed="last", untimed="user")
   log = interactions.read(table, by, folder)
   split, sides = log.split, {"user": log.users, "item": log.items}
-  if table.refit:
-    split = np.where(split == SPLITS.index("valid"), SPLITS.index("train"), split)
   for index, name in enumerate(SPLITS):
-    if not (split == index).any() and not (table.refit and name == "valid"):
+    if not (split == index).any() and (name != "valid" or table.split["valid"]):
       raise UserError(f"the {name} split is empty: the data set is too small for it")
   meta = write(
     folder,

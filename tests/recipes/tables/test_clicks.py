@@ -1,7 +1,5 @@
 """A table as clicks: what lands in the columns, by hand, and refusals that name the row."""
 
-import hashlib
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -118,13 +116,6 @@ def test_labels(tmp_path):
   assert loaded.columns["label"].tolist() == [0, 0, 1] * 3
 
 
-def test_refit_trains_on_the_validation_rows(tmp_path):
-  loaded, refit = load(tmp_path), load(tmp_path, refit=True, select="")
-  assert refit.splits == {"train": (0, 6), "valid": (6, 6), "test": (6, 8)}
-  for name in ("label", "ids", "dense"):
-    np.testing.assert_array_equal(refit.columns[name], loaded.columns[name])
-
-
 def test_weights(tmp_path):
   columns = COLUMNS | {"price": "weight"}
   rows = [(*row[:2], i, *row[3:]) for i, row in enumerate(ROWS)]
@@ -214,29 +205,6 @@ def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
   assert load(tmp_path, columns=columns).columns["dense"][3, 0] == 20.0
 
 
-@pytest.mark.ci
-def test_files_are_added_and_renamed_without_moving_a_row(tmp_path):
-  columns = {"clicked": "label", "city": "category", "price": "number"}
-
-  def parts(*files):
-    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
-    for name, rows in files:
-      write_csv(folder / name, HEADER, rows)
-    loaded = data.load(completed("dlrm", tmp_path / "c", files=str(folder), columns=columns))
-    split = pq.read_table(loaded.serve.parent / "split.parquet").to_pylist()
-    rows_of = dict(files)
-    return [(rows_of[each["file"]][each["row"] - 1], each["part"]) for each in split]
-
-  one = parts(("a.csv", MANY[:1000]))
-  assert sorted({part for _, part in one}) == ["test", "train", "valid"]
-  assert parts(("z.csv", MANY[:1000])) == one
-  more = parts(("0.csv", MANY[1000:]), ("a.csv", MANY[:1000]))
-  assert more[1000:] == one
-  again = parts(("a.csv", MANY[:1000]), ("b.csv", MANY[:1000][::-1]))
-  assert sorted(again[:1000]) == sorted(again[1000:])  # equal rows are on one side
-
-
 CITIES = {"clicked": "label", "city": {"kind": "category", "min_count": 1}, "part": "split"}
 
 
@@ -274,18 +242,6 @@ def test_nothing_is_left_of_a_preparation_that_fails(tmp_path):
   with pytest.raises(UserError, match="row 5"):
     load(tmp_path, rows=[*ROWS[:4], (7, "x", 1, "a", "test")])
   assert not list((tmp_path / "cache").rglob("stage"))
-
-
-def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
-  columns = {"clicked": "label", "city": "category"}
-  rows = [(i % 2, f"c{i}", i, "", "") for i in range(300)]
-  loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "hash", "seed": 5})
-  split = pq.read_table(loaded.serve.parent / "split.parquet")["part"].to_pylist()
-  for (label, city, _, _, _), part in zip(rows, split, strict=True):
-    # The declared columns in the order of their names; missing values are left out.
-    content = "\x1f".join(["5", city, str(label)])
-    share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
-    assert part == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
 
 
 @pytest.mark.ci
