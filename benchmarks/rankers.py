@@ -28,12 +28,11 @@ import pyarrow.parquet as pq
 from recipes import config as config_lib
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
+from recipes.dlrm.model import CHOICES
 from recipes.training.features import cut_ids
 
 _PAST = 30  # positions of a history, the same for all models
-_HISTORIES = ("pooled", "din", "transformer", "hstu")
 _DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
-_STRUCTURES = ("shared_bottom", "mmoe", "ple")
 _CORRELATIONS, _ROWS = (0.0, 0.9), 150_000  # of the teachers' clicks
 _Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
 
@@ -51,20 +50,18 @@ def histories(args: argparse.Namespace) -> _Runs:
     "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
   }
   rows = duckdb.sql(f"""
-    SELECT * EXCLUDE past,
-      list_transform(past, lambda x: x.movie) AS seen,
+    SELECT * EXCLUDE past, list_transform(past, lambda x: x.movie) AS seen,
       list_transform(past, lambda x: x.liked) AS seen_liked
     FROM (
       SELECT *, list_filter(list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
         PARTITION BY "user" ORDER BY "when", movie ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
       ), lambda x: x.time < "when") AS past
       FROM read_csv('{args.data_dir}/u.data', names=['user', 'movie', 'rating', 'when'])
-    )
-    ORDER BY "when", "user", movie
+    ) ORDER BY "when", "user", movie
   """).to_arrow_table()
   table = as_table(rows, columns, args.folder / "with_past") | {"split": {"by": "time"}}
   yield "MovieLens 100K", "none", table
-  for model in _HISTORIES:
+  for model in CHOICES["history.model"]:
     more = {"columns": columns | past, "history": {"model": model}}
     yield "MovieLens 100K", model, table | more
 
@@ -87,7 +84,7 @@ def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
   """Yields each label alone, and both in each structure."""
   for name, kind in two.items():
     yield data, f"{name} alone", table | {"columns": table["columns"] | {name: kind}}
-  for structure in _STRUCTURES:
+  for structure in CHOICES["tasks.structure"]:
     more = {"columns": table["columns"] | two, "tasks": {"structure": structure}}
     yield data, structure, table | more
 
