@@ -21,7 +21,6 @@ from .tables import spec
 RUN: dict[str, Any] = {
   "seed": 0,  # of parameters, the order of examples, and all draws
   "cache_dir": "~/.cache/sparse_embed",  # where prepared data sets and downloads are
-  "num_workers": 0,  # processes that make batches; 0 makes them in the run's own
   "batch_size": 0,  # examples of a step, on all devices; 0 goes by the number of examples
   "steps": 0,  # of the whole run; 0 is as many as the epochs have
   "log_every": 0,  # steps from one line of the log to the next; 0 logs ten times an epoch
@@ -80,7 +79,6 @@ MAY_CHANGE = (
   "checkpoint_every",
   "eval_batch_size",
   "cache_dir",
-  "num_workers",
   "data_dir",
   "files",
   "hbm_bytes",

@@ -126,9 +126,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     if len(range(*data.splits[split])) == 0:
       return {}
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    batches = data_lib.eval_batches(
-      data, split, config.eval_batch_size, num_workers=config.num_workers
-    )
+    batches = data_lib.eval_batches(data, split, config.eval_batch_size)
     ahead, rows = collections.deque[Any](), list[Any]()
     for batch in mesh_lib.prefetch_to_device(mesh, batches):
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
