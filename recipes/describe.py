@@ -361,10 +361,7 @@ def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: P
           plan.columns[name] = Proposal(kind, "", {**options, "side": side})
   for name, (kind, _, options) in plan.columns.items():
     if kind in _FEATURES and "side" not in options and not y:
-      plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
-      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
-        how = f"--label={name} takes {column.median:g} or more"
-        plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
+      plan.columns[name] = Proposal("", "varies by row")
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
