@@ -76,7 +76,8 @@ def draw(name: str) -> pa.Table:
 def tables(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
   """Yields names, and arguments of `describe`."""
   data = args.data_dir
-  yield "criteo", [str(data / "criteo/first10k.txt"), "--label=c1", "--no_header"]
+  names = "--names=" + ",".join(f"c{place}" for place in range(1, 41))
+  yield "criteo", [str(data / "criteo/first10k.txt"), "--label=c1", names]
   names = "--names=user,item,rating,time"
   yield "ml100k", [str(data / "ml-100k/u.data"), "--label=rating", names]
   args.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,8 @@ def tables(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 def described(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
   """Returns the config that `describe` writes for a table, with its cache in the folder of runs."""
   out = folder / f"{name}.py"
-  describe.main([*arguments, f"--out={out}", "--force"])
+  out.unlink(missing_ok=True)
+  describe.main([*arguments, f"--out={out}"])
   config = runpy.run_path(str(out))["get_config"]()
   return config | {"cache_dir": str(folder / "cache")}
 

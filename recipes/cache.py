@@ -23,11 +23,7 @@ META = "meta.json"
 
 
 class Columns(Mapping[str, np.ndarray]):
-  """The `.npy` files of a folder by name, memory-mapped on first use.
-
-  Pickles as the folder's path: a pickled `np.memmap` carries all of its data, which would send a
-  whole data set to every worker process.
-  """
+  """The `.npy` files of a folder by name, memory-mapped on first use."""
 
   def __init__(self, folder: str | Path):
     self.folder = Path(folder)
@@ -44,12 +40,6 @@ class Columns(Mapping[str, np.ndarray]):
 
   def __len__(self) -> int:
     return len(self._files)
-
-  def __getstate__(self) -> Path:
-    return self.folder
-
-  def __setstate__(self, folder: Path) -> None:
-    self.__init__(folder)  # type: ignore[misc]
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:

@@ -7,7 +7,6 @@ published or generated data set, and `TABLE` here for those of your own table.
 
 import dataclasses
 import importlib
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from .tables import spec
 RUN: dict[str, Any] = {
   "seed": 0,  # of parameters, the order of examples, and all draws
   "cache_dir": "~/.cache/sparse_embed",  # where prepared data sets and downloads are
-  "num_workers": 0,  # processes that make batches; 0 makes them in the run's own
   "batch_size": 0,  # examples of a step, on all devices; 0 goes by the number of examples
   "steps": 0,  # of the whole run; 0 is as many as the epochs have
   "log_every": 0,  # steps from one line of the log to the next; 0 logs ten times an epoch
@@ -55,7 +53,7 @@ TABLE: dict[str, Any] = {
   "columns": {},
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
-    "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
+    "by": "",  # hash, time, order, user, last, column; "" goes by files and columns, see docs
     "valid": 0.1,  # of the rows
     "test": 0.1,
     "seed": 0,
@@ -67,25 +65,20 @@ TABLE: dict[str, Any] = {
 }
 
 
+# A run that has ended resumes if one of these has changed.
+LENGTH = ("steps", "epochs", "patience", "test", "files")
 # The settings that may differ when a run resumes: they change no number of a step already taken.
 MAY_CHANGE = (
-  "steps",  # fewer than the steps taken raise where these are known
-  "epochs",
-  "patience",
-  "test",
+  *LENGTH,
   "log_every",
   "eval_every",
   "checkpoint_every",
   "eval_batch_size",
   "cache_dir",
-  "num_workers",
   "data_dir",
-  "files",
   "hbm_bytes",
   "writers",
 )
-# A run that has ended resumes if one of these has changed.
-LENGTH = ("steps", "epochs", "patience", "test", "files")
 _WRITERS = ("tensorboard", "wandb")
 
 
@@ -149,18 +142,8 @@ def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
   return copy
 
 
-def at_least(config: ConfigDict, least: Mapping[str, int]) -> None:
-  """Raises UserError for a setting, by its dotted name, that is below its least value."""
-  for name, number in least.items():
-    if (found := operator.attrgetter(name)(config)) < number:
-      raise UserError(f"config.{name} is {found}: choose {number} or more")
-
-
 def check(config: ConfigDict, mesh: Any) -> None:
   """Raises UserError for settings of all recipes that make no sense, before any data is read."""
-  at_least(config, {"eval_batch_size": 1, "clip_norm": 0})
-  if not 0 <= config.get("dropout", 0.0) < 1:
-    raise UserError(f"config.dropout is {config.dropout}: choose 0 or more, below 1")
   mesh_lib.check_batch_sizes(mesh, batch_size=config.batch_size or mesh_lib.num_devices(mesh))
   if not set(_WRITERS) >= set(config.writers):
     raise UserError(f"config.writers is {config.writers}: choose some of {', '.join(_WRITERS)}")

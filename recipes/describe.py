@@ -3,8 +3,8 @@
     python -m recipes.describe clicks.csv --label=clicked --out=my.py
 
 reads a sample of any file that the recipes read, prints what each column holds and what it could
-be used for, and writes a config of at most 30 lines, which trains as it is and is for editing. The
-values and the label decide what a column is; names are hints.
+be used for, and writes a config, which trains as it is and is for editing. The values and the label
+decide what a column is; names are hints.
 --positive is the value of the label that is a click; --names are for a file without a header.
 """
 
@@ -14,28 +14,25 @@ import dataclasses
 import re
 import shlex
 import sys
-import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embed.planning import aligned
+
 from . import errors
 from .errors import DamagedFileError, UserError, terminal
-from .files import write
 from .tables import source, spec
-from .tables.formats import Format, fields_of, file_format, find_delimiter, paths
+from .tables.formats import Format, file_format, paths
 from .tables.values import Column as FileColumn
 from .tables.values import literal, outcome, typed, value_of
 
-_WIDTH, _LINES = 100, 30  # of the config; the report is as wide
 _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
-_NAMES = "--names=user,item,…, or call them c1, c2, … with --no_header"
 _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
-  "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
-  "numbers of a vector: declare its width": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
+  "numbers of a vector": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
   "list": r"\[.*\]",
   "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
   "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
@@ -190,11 +187,6 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Pla
   for role, name in given.items():
     if name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
-    if not columns[name].rows or [*given.values()].count(name) > 1:
-      why = "has another role" if columns[name].rows else "has no value in the sample"
-      raise UserError(f"--{role}={name}: the column {why}")
-  if positive and "label" not in given:
-    raise UserError(f"--positive={positive} is a value of the label: give --label too")
   roles = {role: columns[name] for role, name in given.items()}
   roles |= _guessed(sample, roles, plan)
   for name, column in columns.items():
@@ -212,7 +204,7 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Pla
     _complete_rankings(sample, roles, y, plan)
   if y:
     plan.recipes[:] = ["dlrm", *reversed(plan.recipes)]
-    _complete_clicks(sample, roles, y, plan)
+    _give_vectors(sample, plan)
   elif not plan.recipes:
     plan.notes.append("For a config, give --label, the column to predict, or --user and --item.")
   return plan
@@ -277,7 +269,7 @@ def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
     return Proposal("", "follows the time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
     return Proposal("", column.shape or "numbers and texts: name those in format.missing")
-  if hasattr(object, name) or name in (*_SIDES, "history"):
+  if name in (*_SIDES, "history"):
     return Proposal("", "its name has another meaning")
   if column.type == "list":
     return Proposal("bag")
@@ -323,7 +315,7 @@ def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[P
     listed = ", ".join(texts[:5]) + " …" * (column.distinct > 5)
     raise UserError(
       f"--label={column.name} has {column.distinct:,} values ({listed}), and needs clicks and "
-      f"others: say which is a click, as --positive={shlex.quote(texts[0])}"
+      "others: say which is a click, as --positive=VALUE"
     )
   plan.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
   return Proposal("label", "", options), y
@@ -369,10 +361,7 @@ def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: P
           plan.columns[name] = Proposal(kind, "", {**options, "side": side})
   for name, (kind, _, options) in plan.columns.items():
     if kind in _FEATURES and "side" not in options and not y:
-      plan.columns[name], column = Proposal("", "varies by row"), sample.columns[name]
-      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
-        how = f"--label={name} takes {column.median:g} or more"
-        plan.notes.append(f"Every row counts, whatever its {name}; {how}.")
+      plan.columns[name] = Proposal("", "varies by row")
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
@@ -383,25 +372,14 @@ def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: P
     plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
 
 
-def _complete_clicks(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
-  """Splits by hash where a part by time has one outcome, and gives dlrm a feature with vectors."""
-  if "time" in roles:
-    place = f"percent_rank() OVER (ORDER BY {roles['time'].value})"
-    part = f"CASE WHEN {place} >= 0.9 THEN 2 WHEN {place} >= 0.8 THEN 1 ELSE 0 END"
-    parts = f"SELECT {y} AS y, {part} AS part FROM sample"
-    if sample.ask(f"SELECT count(DISTINCT y) FROM ({parts}) GROUP BY part") != [(2,)] * 3:
-      plan.settings["split"] = {"by": "hash"}
-      plan.notes.append("By time, a part would have one outcome: the split is by hash.")
+def _give_vectors(sample: Sample, plan: Plan) -> None:
+  """Gives one of the numbers vectors where no other feature has any, which dlrm needs."""
   kinds = {each.kind for each in plan.columns.values()}
   numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
-  if kinds & {"category", "bag", "user", "item"}:
-    return
-  if not numbers:
-    reasons = "; ".join(f"{n}: {each.why}" for n, each in plan.columns.items() if not each.kind)
-    raise UserError(f"No column is left to learn from ({reasons}): declare one in a config")
-  name = max(numbers, key=lambda name: sample.columns[name].distinct)
-  plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
-  plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+  if numbers and not kinds & {"category", "bag", *_SIDES}:
+    name = max(numbers, key=lambda name: sample.columns[name].distinct)
+    plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
+    plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
 
 
 # --- what is shown and written --------------------------------------------------------------------
@@ -416,10 +394,8 @@ def report(sample: Sample, plan: Plan) -> str:
     missing = f"{column.missing:.0%}" if column.missing else "-"
     cells = [name, column.type, f"{column.distinct:,}", missing, said + f": {why}" * bool(why)]
     rows.append([_cut(cell, 36) for cell in cells] + [_values(column)])
-  widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-  lines = [_cut("  ".join(map(str.ljust, row, widths)).rstrip(), _WIDTH) for row in rows]
-  notes = [textwrap.fill(note, _WIDTH) for note in sample.skipped + plan.notes]
-  return "\n".join([*lines, "", *notes]).rstrip()
+  lines = [_cut(line, 100) for line in aligned(rows, left=range(6)).splitlines()]
+  return "\n".join([*lines, "", *sample.skipped, *plan.notes]).rstrip()
 
 
 def _values(column: Column) -> str:
@@ -436,74 +412,50 @@ def _cut(text: str, length: int) -> str:
 
 
 def config(plan: Plan, settings: Mapping[str, Any], command: str) -> str:
-  """Returns a Python file whose `get_config()` declares the table, of at most 30 lines."""
-  head = ['"""The table as first proposed; written by the command below."""', ""]
-  head += [f"# {repr(command)[1:-1]}", "", "", "def get_config():", "  return {"]
-  declared = {
-    name: {"kind": each.kind, **each.options} if each.options else each.kind
-    for name, each in plan.columns.items()
-    if each.kind
-  }
-  as_items = lambda values: [f"{name!r}: {value!r}," for name, value in values.items()]
-  before, after = ([f"    {item}" for item in as_items(of)] for of in (settings, plan.settings))
-  left = ", ".join(repr(name) for name in plan.columns if name not in declared)
-  comment = [_cut(f"      # left out: {left}", _WIDTH)] * bool(left)
-  text = " ".join(item.replace(" ", "\x1f") for item in as_items(declared))  # breaks no item
-  for width in range(_WIDTH, 10_000, 20):
-    lines = textwrap.wrap(text, width - 6, break_long_words=False, break_on_hyphens=False)
-    columns = [f"      {line}".replace("\x1f", " ") for line in lines]
-    body = [*before, "    'columns': {", *columns, *comment, "    },", *after, "  }"]
-    if len(head) + len(body) <= _LINES:
-      break
-  return "\n".join([*head, *body]) + "\n"
-
-
-def _format(arguments: argparse.Namespace, path: str) -> dict[str, Any]:
-  """Returns the settings of the format that the command line gives."""
-  names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
-  given = {key: getattr(arguments, key) for key in ("delimiter", "encoding", "quote")}
-  settings = {k: v for k, v in {"names": names, **given}.items() if v != getattr(Format(), k)}
-  if arguments.no_header and not names and file_format(path) == "text":
-    format = Format(**settings)
-    lines = [line for line in source.head(path, format) if line.strip()]
-    delimiter = format.delimiter or find_delimiter(lines, path, format)
-    width = len(fields_of(lines, delimiter, format.quote)[0])
-    settings["names"] = tuple(f"c{place}" for place in range(1, width + 1))
-  return settings
+  """Returns a Python file whose `get_config()` declares the table."""
+  columns = []
+  for name, (kind, why, options) in plan.columns.items():
+    value = {"kind": kind, **options} if options else kind
+    columns.append(f"      {name!r}: {value!r}," if kind else f"      # {name!r}: left out, {why}")
+  before, after = (
+    [f"    {name!r}: {value!r}," for name, value in of.items()] for of in (settings, plan.settings)
+  )
+  lines = ['"""The table as first proposed; written by the command below."""', ""]
+  lines += [f"# {repr(command)[1:-1]}", "", "", "def get_config():", "  return {", *before]
+  return "\n".join([*lines, "    'columns': {", *columns, "    },", *after, "  }", ""])
 
 
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   """Yields the blocks of text to print, and writes the config."""
   out, files = arguments.out, arguments.files
-  if out and Path(out).exists() and not arguments.force:
-    raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
+  given = {key: getattr(arguments, key) for key in ("delimiter", "encoding", "quote")}
+  given["names"] = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
+  format = {key: value for key, value in given.items() if value != getattr(Format(), key)}
   data_files = paths(files)
-  format = _format(arguments, data_files[0])
   sample = read(data_files, Format(**format), arguments.rows)
   names = list(sample.columns)
   numeric = sum(bool(re.fullmatch(_NUMERIC, name)) for name in names)
   again = sample.ask(f"SELECT count(*) FROM counts WHERE text = {literal(names)}[n + 1]")[0][0]
   has_header = file_format(data_files[0]) == "text" and "names" not in format
   if has_header and (2 * numeric > len(names) or 1 < again > len(names) / 3):
-    raise UserError(f"{data_files[0]}: the first line seems a row: name the columns, as {_NAMES}")
+    called = ",".join(f"c{place}" for place in range(1, len(names) + 1))
+    raise UserError(f"{data_files[0]}: the first line seems a row: name them, as --names={called}")
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
   plan = propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
   rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
   yield f"{', '.join(files)}: {len(names)} columns, {rows}"
   yield report(sample, plan)
+  if out and plan.recipes:
+    settings = {"files": table} | ({"format": format} if format else {})
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "x", encoding="utf-8") as file:  # a config that has been edited is kept
+      file.write(config(plan, settings, command))
   lines = [f"{out} is written. Train on it:" if out else "--out=my.py writes a config, for", ""]
   for recipe in plan.recipes:
     workdir = f"runs/{Path(out).stem or 'my'}" + f"_{recipe}" * (recipe != plan.recipes[0])
     quoted = map(shlex.quote, (out or "my.py", workdir))
-    line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
-    lines.append(line + " --config.split.by=" * (recipe != "dlrm" and "split" in plan.settings))
-  if out and not plan.recipes:
-    raise UserError(f"{out} is not written. {plan.notes[-1]}")
-  if out:
-    settings = {"files": table} | ({"format": format} if format else {})
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write(Path(out), config(plan, settings, command))
+    lines.append("python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted))
   yield "\n".join(lines) if plan.recipes else "Nothing is written."
 
 
@@ -514,19 +466,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(f"--{option}", default="")
   parser.add_argument("--encoding", default="utf-8")
   parser.add_argument("--quote", default='"', help="around fields; '' gives quotes no meaning")
-  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
   parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
-  parser.add_argument("--force", action="store_true", help="write over the file of --out")
-  arguments = parser.parse_args(argv)
-  command = ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
+  command = shlex.join(["python", "-m", f"{__package__}.describe", *argv])
   with errors.in_one_line(parser):
-    try:
-      blocks = run(arguments, shlex.join(command))
-      print(*map(terminal, blocks), sep="\n\n", flush=True)
-    except UserError as error:
-      text = re.sub(r"config\.format\.names=\(.*?\)", _NAMES, str(error))
-      text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
-      raise UserError(text) from error
+    print(*map(terminal, run(parser.parse_args(argv), command)), sep="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,7 @@ def train(recipe: str, config, workdir: str) -> None:
 
 
 def program(run: Callable[[str, Any, str], Any], recipe: str) -> Callable[[], None]:
-  """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`.
-
-  Call it where the command is imported: worker processes need the flags defined as well.
-  """
+  """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`."""
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
   flag: Any = flags.FLAGS["config"]

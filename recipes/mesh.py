@@ -87,7 +87,7 @@ def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
   """Raises UserError for a global batch that the devices cannot share evenly."""
   count = num_devices(mesh)
   for name, size in sizes.items():
-    if size % count or (name == "batch_size" and size < 1):
+    if size % count:
       raise UserError(
         f"{name} is {size}, which must be a multiple of the {count} devices: choose "
         f"{max(size // count, 1) * count}"

@@ -5,13 +5,11 @@ Python than the model spends computing. A batch is a function of its number alon
 resumes starts its pipeline at a number, and goes on exactly as before.
 """
 
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
 import numpy as np
-from absl import flags
 
 from . import packing
 from .errors import UserError
@@ -23,7 +21,6 @@ _CHUNK = 1 << 13
 _MAX_CHUNKS = 1 << 19  # with more rows, from 4.3 billion on, the chunks are longer
 # Rows that are shuffled among each other: their order takes 8 MB.
 _WINDOW = 1 << 20
-_NO_WINDOW: tuple[int, int, int, np.ndarray] = (-1, 0, 0, np.empty(0, np.int64))
 
 
 class ShuffledBatches:
@@ -97,7 +94,7 @@ class ShuffledRows:
 
   def __init__(self, size: int, seed: int):
     self._size, self._seed = size, seed
-    self._window = _NO_WINDOW  # the last one
+    self._window = (-1, 0, 0, np.empty(0, np.int64))  # the last one, as `_shuffled` returns it
 
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Returns the rows at the positions from `start` on, int64 `[stop - start]`.
@@ -132,9 +129,6 @@ class ShuffledRows:
     np.random.default_rng((self._seed, epoch, window, 1)).shuffle(order)
     first = int(ends[window * per_window - 1]) if window else 0
     return epoch, first, first + len(order), order
-
-  def __getstate__(self) -> dict[str, Any]:
-    return self.__dict__ | {"_window": _NO_WINDOW}
 
 
 class SequentialBatches:
@@ -179,28 +173,13 @@ def part(size: int, shard: tuple[int, int]) -> tuple[int, int]:
   return index * size // count, (index + 1) * size // count
 
 
-def batches(
-  source: Any, transform: Callable[[Any], Any], *, start: int = 0, num_workers: int = 0
-) -> grain.IterDataset:
+def batches(source: Any, transform: Callable[[Any], Any], *, start: int = 0) -> grain.IterDataset:
   """Returns a Grain dataset whose elements are `transform(batch)`, read ahead in the background.
 
   Args:
-    source: batch number -> batch, as the classes here; picklable where `num_workers > 0`.
-    transform: NumPy to NumPy, without touching a device; picklable like `source`.
+    source: batch number -> batch, as the classes here.
+    transform: NumPy to NumPy, without touching a device.
     start: the number of the first batch; those before it are not read.
-    num_workers: worker processes; 0 reads in a thread of this one.
   """
   dataset = grain.MapDataset.source(source)[start:].map(transform)
-  options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-  iterable = dataset.to_iter_dataset(options)
-  if num_workers:
-    if not flags.FLAGS.is_parsed():  # a script has no `app.run`, and Grain reads its own flags
-      flags.FLAGS.mark_as_parsed()
-    workers = grain.MultiprocessingOptions(num_workers=num_workers)
-    iterable = iterable.mp_prefetch(workers, worker_init_fn=_ignore_sigterm)
-  return iterable
-
-
-def _ignore_sigterm(index: int, count: int) -> None:
-  """Leaves a SIGTERM to all processes to the run, which needs its workers until it ends."""
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))

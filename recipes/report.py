@@ -21,7 +21,7 @@ from . import errors, files
 from .errors import terminal
 
 # Runs that differ only in these do the same work on the same data.
-_INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
+_INCIDENTAL = ("seed", "data_dir", "cache_dir")
 
 
 def report(paths: Sequence[str | Path]) -> str:

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -33,7 +34,7 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import checkpoints, files, log
+from . import checkpoints, files, log, warm_start
 from . import config as config_lib
 from . import mesh as mesh_lib
 from .errors import MissingFileError, UserError
@@ -49,6 +50,23 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 # --- before training ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def begun(
+  config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module, optimizer: embed.Optimizer
+) -> Iterator[tuple[log.Log, ocp.CheckpointManager, Callable[[int], bool]]]:
+  """Begins a run or restores its last checkpoint; yields its log, its checkpoints, and `stops`.
+
+  The log's `step` is the number of steps taken. `stops` is of `stop_signal`.
+  """
+  begin(config, workdir, data, model)
+  with stop_signal() as stops, checkpoints.opened(workdir, config.select) as manager:
+    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
+    if start == 0:
+      warm_start.take(config, model, data.serve)
+    with log.Log(workdir, config, start, memory) as writer:
+      yield writer, manager, stops
 
 
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
@@ -170,12 +188,20 @@ def finish(
   config: ConfigDict,
   workdir: epath.Path,
   data: Any,
+  model: nnx.Module,
   writer: log.Log,
-  tested_step: int,
-  metrics: Mapping[str, float],
+  manager: ocp.CheckpointManager,
+  evaluate: Callable[[nnx.Module, str], Mapping[str, float]],
 ) -> dict[str, Any]:
-  """Writes result.json and returns its content; `metrics` are of the test, and {} without one."""
-  scores = scalars("test", metrics)
+  """Tests the best state on validation, or the last one; writes result.json, returns its content.
+
+  Args:
+    model: of any state; it gets the tested one.
+    evaluate: `(model, split) -> metrics`.
+  """
+  chosen = manager.best_step() if config.select else manager.latest_step()
+  tested_step, _ = checkpoints.restore(manager, chosen, model=model)
+  scores = scalars("test", evaluate(model, "test")) if config.test else {}
   result = {
     "recipe": recipe,
     "config": plain(config),

@@ -26,7 +26,6 @@ from typing import Any
 def get_config(mode: str = "") -> dict:
   config: dict[str, Any] = {
     "dataset": "criteo_1tb",
-    "num_workers": 8,
     "vocabulary_sizes": (
       40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956,
       405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152,
@@ -60,7 +59,7 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode == "smoke":
     config |= {
-      "num_workers": 0, "vocabulary_sizes": (1000, 50, *(20,) * 24),
+      "vocabulary_sizes": (1000, 50, *(20,) * 24),
       "valencies": (3, 2, *(1,) * 22, 5, 1), "dim": 8, "batch_size": 64, "eval_batch_size": 128,
       "steps": 6, "log_every": 2, "eval_every": 3,
     }  # fmt: skip

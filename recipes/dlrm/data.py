@@ -161,12 +161,10 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     shard=mesh_lib.shard(),
   )
   transform = _transform(data)
-  return pipeline.batches(source, transform, start=start, num_workers=config.num_workers)
+  return pipeline.batches(source, transform, start=start)
 
 
-def eval_batches(
-  data: ClickData, split: str, batch_size: int, *, num_workers: int = 0
-) -> grain.IterDataset:
+def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterDataset:
   """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up."""
   source = pipeline.SequentialBatches(
     data.columns,
@@ -175,7 +173,7 @@ def eval_batches(
     fill=_FILL,
     shard=mesh_lib.shard(),
   )
-  return pipeline.batches(source, _transform(data), num_workers=num_workers)
+  return pipeline.batches(source, _transform(data))
 
 
 def _transform(data: ClickData):

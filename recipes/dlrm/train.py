@@ -15,7 +15,7 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, log, warm_start
+from .. import checkpoints
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
@@ -56,29 +56,21 @@ def run(config, workdir: str) -> dict[str, Any]:
   step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  run_lib.begin(config, folder, data, model)
-  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
-    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
-    if start == 0:
-      warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory) as writer:
-      batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
-        if writer.has_stalled(config.select, config.patience):
-          break
-        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
-        evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
-        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
-        writer.eval(step, metrics)
-        is_last = stops(step)
-        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
-          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if is_last:
-          raise run_lib.Preempted(step)
-      chosen = manager.best_step() if config.select else manager.latest_step()
-      tested, _ = checkpoints.restore(manager, chosen, model=model)
-      metrics = evaluate(model, "test") if config.test else {}
-      return run_lib.finish("dlrm", config, folder, data, writer, tested, metrics)
+  with run_lib.begun(config, folder, data, model, optimizer) as (writer, manager, stops):
+    batches = data_lib.train_batches(data, config, writer.step)
+    for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), writer.step + 1):
+      if writer.has_stalled(config.select, config.patience):
+        break
+      writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+      evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
+      metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+      writer.eval(step, metrics)
+      is_last = stops(step)
+      if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
+        checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+      if is_last:
+        raise run_lib.Preempted(step)
+    return run_lib.finish("dlrm", config, folder, data, model, writer, manager, evaluate)
 
 
 def make_train_step(
@@ -126,9 +118,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     if len(range(*data.splits[split])) == 0:
       return {}
     view = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    batches = data_lib.eval_batches(
-      data, split, config.eval_batch_size, num_workers=config.num_workers
-    )
+    batches = data_lib.eval_batches(data, split, config.eval_batch_size)
     ahead, rows = collections.deque[Any](), list[Any]()
     for batch in mesh_lib.prefetch_to_device(mesh, batches):
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))

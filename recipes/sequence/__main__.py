@@ -2,7 +2,5 @@
 
 from .. import main
 
-_program = main.program(main.train, recipe="sequence")
-
 if __name__ == "__main__":
-  _program()
+  main.program(main.train, recipe="sequence")()

@@ -205,7 +205,7 @@ def _ranks(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())
-  return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
+  return pipeline.batches(source, dict, start=start)
 
 
 class TrainBatches:
@@ -303,7 +303,7 @@ def _sequences(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
   """Returns the evaluated users once; see `EvalBatches`."""
   source = EvalBatches(data, split, config, shard=mesh_lib.shard())
-  return pipeline.batches(source, dict, num_workers=config.num_workers)
+  return pipeline.batches(source, dict)
 
 
 class EvalBatches:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import embed
 
-from .. import checkpoints, log, warm_start
+from .. import checkpoints
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
@@ -51,29 +51,21 @@ def run(config, workdir: str) -> dict[str, Any]:
   step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  run_lib.begin(config, folder, data, model)
-  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
-    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
-    if start == 0:
-      warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory) as writer:
-      batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
-        if writer.has_stalled(config.select, config.patience):
-          break
-        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
-        evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
-        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
-        writer.eval(step, metrics)
-        is_last = stops(step)
-        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
-          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if is_last:
-          raise run_lib.Preempted(step)
-      chosen = manager.best_step() if config.select else manager.latest_step()
-      tested, _ = checkpoints.restore(manager, chosen, model=model)
-      metrics = evaluate(model, "test") if config.test else {}
-      return run_lib.finish("sequence", config, folder, data, writer, tested, metrics)
+  with run_lib.begun(config, folder, data, model, optimizer) as (writer, manager, stops):
+    batches = data_lib.train_batches(data, config, writer.step)
+    for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), writer.step + 1):
+      if writer.has_stalled(config.select, config.patience):
+        break
+      writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+      evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
+      metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+      writer.eval(step, metrics)
+      is_last = stops(step)
+      if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
+        checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+      if is_last:
+        raise run_lib.Preempted(step)
+    return run_lib.finish("sequence", config, folder, data, model, writer, manager, evaluate)
 
 
 def make_train_step(
@@ -195,9 +187,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   build.check_choice("loss", config.loss, ("softmax", "sampled_softmax"))
   build.check_choice("residual", config.residual, ("input", "norm"))
   build.check_choice("init", config.init, layers.INITIALIZERS)
-  config_lib.at_least(config, {"heads": 1, "blocks": 1, "max_length": 1})
   if config.loss != "softmax":
-    config_lib.at_least(config, {"negatives.number": 1})
     mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 

@@ -69,7 +69,7 @@ def _check(table: Table) -> str:
   by = table.split_by(timed="time", untimed="hash")
   if by in ("last", "user"):
     raise UserError(
-      f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
+      f"config.split.by is {by!r}, a protocol of rankings: choose hash, time or column"
     )
   table.check_split(by)
   return by

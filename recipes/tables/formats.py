@@ -19,15 +19,8 @@ _SUFFIXES = {
   "json": rf"\.(jsonl|ndjson|json){_PACKED}",
   "text": rf"\.(csv|tsv|tab|txt|dat|data){_PACKED}",
 }
-_KNOWN = (
-  "known are .parquet, .jsonl (a JSON object a line), .csv, .tsv, .txt, .dat or .data, all but the "
-  "first also with .gz or .zst"
-)
-_OTHERS = {  # formats that no recipe reads, and what to do
-  r"\.(zip|bz2|xz|7z|tar|tgz)$": f"Unpack it first; {_KNOWN}.",
-  r"\.(xlsx?|ods)$": "Save the sheet as CSV.",
-  r"\.(avro|orc|feather|np[yz]|pkl|h5|db|md|pdf)$": f"Convert it: {_KNOWN}.",
-}
+_OTHER = r"\.(zip|bz2|xz|7z|tar|tgz|xlsx?|ods|avro|orc|feather|np[yz]|pkl|h5|db|md|pdf)$"
+_KNOWN = "known are .parquet, .jsonl, .csv, .tsv and .txt, all but the first also with .gz or .zst"
 _REMOTE = re.compile(r"^\w+://")
 
 
@@ -88,24 +81,16 @@ def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> l
       (`gs://`, `s3://`, `https://`) is read by fsspec, and names one file.
 
   Raises:
-    MissingFileError: a file or a folder does not exist, a folder has no data file, or a glob fits
-      none.
-    UserError: the suffix of a file is of another format, or the files are of several formats.
+    MissingFileError: there is no such file, or a folder has no data file.
+    UserError: the suffix of a file is of another format.
   """
   patterns = [os.fspath(p) for p in ([files] if isinstance(files, str | os.PathLike) else files)]
   if not any(patterns):
     raise MissingFileError("config.files is empty: write the file, folder or glob of your table")
   found = list(dict.fromkeys(path for pattern in patterns for path in _matching(pattern)))
   for path in found:
-    for suffix, advice in _OTHERS.items():
-      if re.search(suffix, path, re.IGNORECASE):
-        raise UserError(f"{path}: the suffix {Path(path).suffix!r} is unknown. {advice}")
-  examples = {file_format(path) or "text": path for path in reversed(found)}
-  if len(examples) > 1:
-    raise UserError(
-      f"the files are of several formats ({', '.join(examples.values())}): name those of one "
-      f"format, for example with a glob: config.files='{Path(found[0]).parent}/*.parquet'"
-    )
+    if re.search(_OTHER, path, re.IGNORECASE):
+      raise UserError(f"{path} cannot be read: unpack or convert it; {_KNOWN}")
   return found
 
 
@@ -118,12 +103,9 @@ def _matching(pattern: str) -> list[str]:
     is_hidden = lambda file: any(part.startswith((".", "_")) for part in file.parts)
     if found := [str(path / f) for f in members if not is_hidden(f) and file_format(f)]:
       return found
-    content = f"it holds {', '.join(map(str, members[:5]))}" if members else "it is empty"
-    raise MissingFileError(f"the folder {path} has no data file ({content}); {_KNOWN}.")
+    raise MissingFileError(f"the folder {path} has no data file; {_KNOWN}")
   if path.exists():
     return [str(path)]
   if found := [m for m in sorted(glob.glob(str(path), recursive=True)) if Path(m).is_file()]:
     return found
-  if glob.has_magic(pattern):
-    raise MissingFileError(f"no file fits {pattern}. Check the folder and the pattern.")
-  raise MissingFileError(f"{path} does not exist. Check the path; it is relative to {Path.cwd()}.")
+  raise MissingFileError(f"there is no file {path}; a path is relative to {Path.cwd()}")

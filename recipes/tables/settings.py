@@ -9,9 +9,9 @@ recipe's default. It may be a plain dict:
 
 import dataclasses
 import functools
-import itertools
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ from .source import Source
 from .spec import Format
 from .values import SPLITS
 
-SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
+SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _PLAIN = ("on_bad_row", "exclude_seen", "core")  # of a `Table`
+_CHOICES = {
+  "on_bad_row": ("raise", "skip"),
+  "split.by": SPLIT_BY,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +85,12 @@ class Table:
 
   def check_split(self, by: str) -> None:
     """Raises UserError where the rows cannot be split so."""
-    if by == "files" and set(self.rows.files) == {""}:
-      raise UserError(
-        'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
-      )
     needed: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
     if by in needed:
       self.require(needed[by], "which the split goes by")
-    on = self.split["on"] if by in ("hash", "files") else ""
-    kind = self.kinds.get(on)
-    if on and (not isinstance(kind, spec.Category) or kind.is_list):
+    if (on := self.split["on"]) and by not in ("hash", "files"):
+      raise UserError("config.split.on has no effect: remove it, or set config.split.by to 'hash'")
+    if on and (not isinstance(kind := self.kinds.get(on), spec.Category) or kind.is_list):
       raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
 
   @property
@@ -116,8 +116,12 @@ class Table:
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on, as JSON values."""
-  for fault in _faults(config):
-    raise UserError(fault)
+  for name, known in _CHOICES.items():
+    if (found := operator.attrgetter(name)(config)) not in known:
+      raise UserError(f"config.{name} is {found!r}: choose one of {known}")
+  shares = config.split.valid, config.split.test
+  if min(shares) < 0 or sum(shares) >= 1:
+    raise UserError(f"config.split holds out {shares} of the rows: choose fractions of less than 1")
   about = {
     "format": 5,
     "rows": _source(config),
@@ -156,21 +160,13 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
 
 
 def _source(config) -> dict[str, Any]:
-  if not config.files:
-    raise UserError("config.files is empty: give a file, a folder or a pattern")
   given = config.files.to_dict() if hasattr(config.files, "to_dict") else config.files
   by_split = given if isinstance(given, Mapping) else {"": given}
   for name in by_split:
     if name not in ("", *SPLITS):
       raise UserError(f"config.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
-  found = {name: paths(value) for name, value in by_split.items()}
-  for first, second in itertools.combinations(found, 2):
-    if both := set(found[first]) & set(found[second]):
-      raise UserError(
-        f"config.files has {min(both)} in {first!r} and in {second!r}: give each split its own"
-      )
   return {
-    "files": {name: [_stamp(p) for p in each] for name, each in found.items()},
+    "files": {name: [_stamp(p) for p in paths(each)] for name, each in by_split.items()},
     "format": config.format.to_dict(),
     "columns": {name: kind.to_dict() for name, kind in config.columns.items()},
   }
@@ -183,7 +179,6 @@ def _stamp(path: str) -> list[Any]:
 
 def parsed(settings: Mapping[str, Any]) -> Table:
   """Returns the settings as an object."""
-
   rows = settings["rows"]
   by_split = {name: tuple(stamp[0] for stamp in of) for name, of in rows["files"].items()}
   stamps = {stamp[0]: stamp for of in rows["files"].values() for stamp in of}
@@ -194,28 +189,3 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     base=Path(settings["base"][0]) if "base" in settings else None,
     **{name: settings[name] for name in _PLAIN},
   )
-
-
-def _faults(config) -> Iterator[str]:
-  """Yields what is wrong with settings that need no look at the files."""
-  split, files = config.split, config.files
-  if config.on_bad_row not in ("raise", "skip"):
-    yield f"config.on_bad_row is {config.on_bad_row!r}: choose raise or skip"
-  if split.by not in SPLIT_BY:
-    yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
-  for name in ("valid", "test"):
-    if not 0 <= split[name] < 1:
-      yield f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
-  if split.valid + split.test >= 1:
-    yield "config.split.valid and config.split.test leave nothing to train on"
-  has_file = hasattr(files, "keys") and "valid" in files
-  if config.select and not (split.valid or has_file):
-    yield (
-      f"config.split.valid is 0, and config.select={config.select!r} has nothing to look at: pass "
-      "--config.select= to test the state of the last step"
-    )
-  if split.on and split.by not in ("", "hash", "files"):
-    yield (
-      f"config.split.on has no effect while config.split.by is {split.by!r}: remove it, or split "
-      "by 'hash'"
-    )

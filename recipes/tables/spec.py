@@ -13,10 +13,8 @@
 The classes below are the kinds; their attributes are the options.
 """
 
-import codecs
 import dataclasses
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,20 +65,6 @@ class Format:
     object.__setattr__(self, "delimiter", self.delimiter.replace("\\t", "\t"))  # from a shell
     object.__setattr__(self, "names", tuple(self.names))
     object.__setattr__(self, "missing", tuple(str(value).strip() for value in self.missing))
-    is_within = bool(self.quote) and self.quote in self.delimiter
-    if len(self.quote) > 1 or len(self.delimiter.encode()) > 4 or is_within:
-      raise UserError(
-        f"config.format has delimiter={self.delimiter!r} and quote={self.quote!r}: a delimiter has "
-        "up to 4 bytes, a quote one, and they differ"
-      )
-    if (name := repeated(self.names)) is not None:
-      raise UserError(f"config.format.names has {name!r} twice: give each column its own name")
-    if self.rest and not self.names:
-      raise UserError("config.format.rest needs names: write config.format.names=('…', '…')")
-    try:
-      codecs.lookup(self.encoding)
-    except LookupError as error:
-      raise UserError(f"config.format.encoding: {error}: write utf-8, utf-16 or latin-1") from error
 
 
 def repeated(names: Sequence[str]) -> str | None:
@@ -265,7 +249,7 @@ _SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
 _KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, Vector, *_SINGLE)
 KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = (  # options that columns of one table share
-  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
+  "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
 
@@ -276,35 +260,22 @@ def _faults(kind: Any) -> Iterator[str]:
     value, choices = getattr(kind, field.name), field.metadata.get("choices")
     if choices and value not in choices:
       yield f"{field.name} is {value!r}: choose {' or '.join(map(repr, choices))}"
-    if field.name != "at_least" and isinstance(value, int | float) and value < 0:
-      yield f"{field.name} is {value!r}: choose 0 or more"
   if isinstance(kind, Label) and kind.positive and kind.at_least is not None:
     yield "give positive or at_least, not both"
-  if isinstance(kind, Number):
-    boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
-    are_numbers = all(isinstance(each, int | float) for each in boundaries)
-    if kind.buckets == 1 or not are_numbers or sorted(set(boundaries)) != [*boundaries]:
-      yield "buckets: give 2 or more, 0 for none, or boundaries that increase"
+  boundaries = getattr(kind, "buckets", 0)
+  if isinstance(boundaries, tuple) and sorted(set(boundaries)) != [*boundaries]:
+    yield "buckets has boundaries that do not increase"
   if isinstance(kind, Category):
     if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
       yield "give one of hash, size and vocabulary='dynamic'"
-    if kind.is_dynamic != bool(kind.capacity) or kind.capacity % 16:
-      yield "capacity is the number of rows of vocabulary='dynamic', a multiple of 16: give both"
-    if kind.pattern and not _has_one_group(kind.pattern):
+    if kind.is_dynamic != bool(kind.capacity):
+      yield "capacity is the number of rows of vocabulary='dynamic': give both"
+    if kind.pattern and re.compile(kind.pattern).groups != 1:
       yield "pattern must be a regular expression with one group, which is the value"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
   if isinstance(kind, Vector) and not kind.width:
     yield "width is the number of values in each vector: give it"
-  if isinstance(kind, Time) and kind.columns and not 3 <= len(kind.columns) <= 6:
-    yield "columns are those of year, month, day, and perhaps hour, minute and second"
-
-
-def _has_one_group(pattern: str) -> bool:
-  try:
-    return re.compile(pattern).groups == 1
-  except re.error:
-    return False
 
 
 def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
@@ -316,8 +287,6 @@ def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
   >>> parse({"clicked": "label", "price": {"kind": "number", "log": True}})["price"].log
   True
   """
-  if not hasattr(columns, "items"):
-    raise UserError(f"config.columns is {columns!r}: give a dict of the columns and their kinds")
   kinds = {name: _parse_one(value, f"config.columns[{name!r}]") for name, value in columns.items()}
   for single in _SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
@@ -327,9 +296,7 @@ def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
 
 
 def _parse_one(value: Any, place: str) -> Kind:
-  if not isinstance(value, str) and not hasattr(value, "keys"):
-    raise UserError(f"{place} is {value!r}: give a kind, or a dict of the kind and its options")
-  given = {"kind": value} if isinstance(value, str) else dict(value)
+  given = dict(value) if hasattr(value, "keys") else {"kind": value}
   name = str(given.pop("kind", None))
   if name not in KINDS:
     raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(name, list(KINDS))}")
@@ -363,10 +330,8 @@ def _typed(value: Any, default: Any, place: str) -> Any:
   if default == {}:  # of columns, which `parse` checks
     return value
   if place.endswith(".files"):
-    return _files(value, place)
-  if isinstance(default, Mapping):
-    if not isinstance(value, Mapping):
-      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
+    return _as_texts(value)
+  if isinstance(default, Mapping) and isinstance(value, Mapping):
     return merged(default, value, place)
   if isinstance(default, str) and isinstance(value, os.PathLike):
     return os.fspath(value)
@@ -385,15 +350,12 @@ def _is_many(value: Any) -> bool:
   return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _files(value: Any, place: str) -> Any:
-  """Returns the files with every path as text; raises UserError for what names no file."""
-  if isinstance(value, str | os.PathLike):
-    return os.fspath(value)
-  if isinstance(value, Mapping):
-    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
-  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
-    return [os.fspath(each) for each in value]
-  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
+def _as_texts(files: Any) -> Any:
+  """Returns files, several of them, or those of each split, with every path as text."""
+  if isinstance(files, Mapping):
+    return {split: _as_texts(each) for split, each in files.items()}
+  is_one = isinstance(files, str | os.PathLike)
+  return os.fspath(files) if is_one else [os.fspath(each) for each in files]
 
 
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
@@ -437,23 +399,14 @@ def check_tables(kinds: Mapping[str, Kind]) -> None:
           f"config.columns[{name!r}].beside is {kind.beside!r}: name a declared sequence that is "
           "beside none"
         )
-  by_table: dict[str, list[str]] = {}
+  first: dict[tuple[str, str], str] = {}  # column of each table that has an option
   for name, kind in kinds.items():
-    if has_table(kind):
-      by_table.setdefault(table_of(name, kind), []).append(name)
-  for table, names in by_table.items():
-    for one, other in itertools.combinations(names, 2):
-      if differing := _differing(kinds[one], kinds[other]):
-        raise UserError(
-          f"config.columns: {one!r} and {other!r} share the table {table!r}, and differ in "
-          f"{', '.join(differing)}"
-        )
-
-
-def _differing(one: Any, other: Any) -> list[str]:
-  """Returns the options in which two columns of one table differ, and may not."""
-  # The vocabulary of a column's own table is filled as that column says.
-  own = all(isinstance(kind, Category) and kind.table for kind in (one, other))
-  options = [*(OF_TABLE if own else OF_TABLE[1:])]
-  options += ["combiner"] * (isinstance(one, Bag) and isinstance(other, Bag))
-  return [name for name in options if getattr(one, name, None) != getattr(other, name, None)]
+    table = table_of(name, kind)
+    for option in (*OF_TABLE, "combiner"):
+      if has_table(kind) and hasattr(kind, option):
+        other = first.setdefault((table, option), name)
+        if getattr(kind, option) != getattr(kinds[other], option):
+          raise UserError(
+            f"config.columns: {other!r} and {name!r} share the table {table!r}, and differ in "
+            f"{option}"
+          )

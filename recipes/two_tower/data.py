@@ -146,7 +146,7 @@ def load(config) -> RetrievalData:
 def train_batches(data: RetrievalData, config, start: int = 0) -> grain.IterDataset:
   """Returns the batches of `TrainBatches` from number `start` on."""
   source = TrainBatches(data, config, shard=mesh_lib.shard())
-  return pipeline.batches(source, dict, start=start, num_workers=config.num_workers)
+  return pipeline.batches(source, dict, start=start)
 
 
 class TrainBatches:
@@ -222,7 +222,7 @@ class TrainBatches:
 def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
   """Returns the examples of a split once, in order, as batches of `EvalBatches`."""
   source = EvalBatches(data, split, config, shard=mesh_lib.shard())
-  return pipeline.batches(source, dict, num_workers=config.num_workers)
+  return pipeline.batches(source, dict)
 
 
 class EvalBatches:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 import embed
 
-from .. import checkpoints, log, warm_start
+from .. import checkpoints
 from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
@@ -52,29 +52,21 @@ def run(config, workdir: str) -> dict[str, Any]:
   step_fn = embed.jit_step(make_train_step(config, data, mesh), model, optimizer)
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
-  run_lib.begin(config, folder, data, model)
-  with run_lib.stop_signal() as stops, checkpoints.opened(folder, config.select) as manager:
-    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
-    if start == 0:
-      warm_start.take(config, model, data.serve)
-    with log.Log(folder, config, start, memory) as writer:
-      batches = data_lib.train_batches(data, config, start)
-      for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), start + 1):
-        if writer.has_stalled(config.select, config.patience):
-          break
-        writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
-        evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
-        metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
-        writer.eval(step, metrics)
-        is_last = stops(step)
-        if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
-          checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
-        if is_last:
-          raise run_lib.Preempted(step)
-      chosen = manager.best_step() if config.select else manager.latest_step()
-      tested, _ = checkpoints.restore(manager, chosen, model=model)
-      metrics = evaluate(model, "test") if config.test else {}
-      return run_lib.finish("two_tower", config, folder, data, writer, tested, metrics)
+  with run_lib.begun(config, folder, data, model, optimizer) as (writer, manager, stops):
+    batches = data_lib.train_batches(data, config, writer.step)
+    for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), writer.step + 1):
+      if writer.has_stalled(config.select, config.patience):
+        break
+      writer.train(step, model, step_fn(batch) | {"learning_rate": rate(step)})
+      evaluates = step == config.steps or run_lib.is_due(step, config.eval_every)
+      metrics = scalars("valid", evaluate(model, "valid")) if evaluates else {}
+      writer.eval(step, metrics)
+      is_last = stops(step)
+      if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
+        checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
+      if is_last:
+        raise run_lib.Preempted(step)
+    return run_lib.finish("two_tower", config, folder, data, model, writer, manager, evaluate)
 
 
 def make_train_step(
@@ -241,7 +233,6 @@ def check(config, mesh: Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
   build.check_choice("examples", config.examples, ("users", "rows"))
-  config_lib.at_least(config, {"history": 1, "eval_history": 1, "negatives.number": 0})
   mesh_lib.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
 
 

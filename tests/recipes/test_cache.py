@@ -1,6 +1,5 @@
 """Prepared data sets: read as they were written, built once for each settings, seen by a view."""
 
-import pickle
 import time
 from concurrent import futures
 from types import SimpleNamespace
@@ -9,16 +8,6 @@ import numpy as np
 import pytest
 
 from recipes import cache
-
-
-def test_columns_travel_as_a_path(tmp_path):
-  for name in ("x", "ids"):
-    cache.column(tmp_path, name, (30,), np.int64)[:] = np.arange(30)
-  columns = cache.Columns(tmp_path)
-  columns["x"]
-  data = pickle.dumps(columns)
-  assert len(data) < 1000
-  np.testing.assert_array_equal(pickle.loads(data)["x"], columns["x"])
 
 
 def test_preparation_begins_from_nothing_after_an_error_and_is_done_once(tmp_path):

@@ -192,7 +192,7 @@ def test_what_may_not_change_is_named_with_what_may(tmp_path):
   (tmp_path / "checkpoints" / "5").mkdir(parents=True)
   adam = {"table": {"optimizer": "adam"}}
   assert run.resumed(completed(**adam), workdir).batch_size == 64  # that it began with
-  assert run.resumed(completed(batch_size=64, steps=20, num_workers=2, **adam), workdir).steps == 20
+  assert run.resumed(completed(batch_size=64, steps=20, **adam), workdir).steps == 20
   cases = [
     (adam | {"seed": 7}, "seed: 0 there, 7 now.*may change: steps, "),
     ({}, "table.optimizer: 'adam' there, 'rowwise_adagrad' now"),

@@ -1,7 +1,6 @@
 """Criteo: vocabularies, splits and bags by hand, and files that are missing or damaged."""
 
 import gzip
-import pickle
 
 import numpy as np
 import pytest
@@ -143,7 +142,7 @@ def test_bags_by_hand():
   assert bags[np.array([1, 1])].tolist() == [expected[1]] * 2
 
 
-def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
+def test_batches_hold_bags(days, tmp_path):
   settings = days_config(days, tmp_path)
   loaded = data.load(settings)
   batch = next(iter(data.train_batches(loaded, settings)))
@@ -153,7 +152,6 @@ def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   last = list(data.eval_batches(loaded, "test", 4))[-1]
   assert last["mask"].tolist() == [True, False, False, False]
   assert (last["features"]["c01"].values[1:] == -1).all()
-  assert len(pickle.dumps(loaded.columns)) < 2_000
   configs = data.feature_configs(loaded.features, 8)
   assert {feature.table.combiner for feature in configs.values()} == {"sum"}
 

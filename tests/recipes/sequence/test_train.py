@@ -138,10 +138,8 @@ def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):
 def test_settings_that_make_no_sense(tmp_path):
   cases = [
     ({"negatives.number": 17}, r"negatives\.number is 17.*multiple of the 8 devices.* 16"),
-    ({"negatives.number": 0}, r"config\.negatives\.number is 0: choose 1 or more"),
     ({"loss": "hinge"}, "config.loss is 'hinge': choose softmax"),
     ({"model": "gru4rec"}, "config.model is 'gru4rec': choose sasrec"),
-    ({"dropout": 1.5}, "config.dropout is 1.5: choose 0 or more, below 1"),
   ]
   mesh = mesh_lib.start()
   check = lambda changes: train.check(sequence_smoke("synthetic", tmp_path, **changes), mesh)

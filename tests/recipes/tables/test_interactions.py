@@ -163,9 +163,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     ({"columns": {"who": "user"}}, "no column is declared as 'item'"),
     ({"columns": {"what": "item"}}, "no column is declared as 'user'"),
     ({"core": 9}, "no interaction is left"),
-    ({"split": {"by": "files"}}, "give config.files as"),
     ({"split": {"by": "random"}}, "config.split.by is 'random'"),
-    ({"split": {"valid": 0.0}}, "pass --config.select="),
   ]
   refused(cases, lambda given: load("two_tower", tmp_path, **given), UserError)
 
