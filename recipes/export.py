@@ -124,8 +124,10 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
     for side, entities in (("user", users), ("item", items))
     for name, ids in {**entities.ids, **entities.vectors}.items()
   }
+  # Which items have been trained is in the checkpoint.
+  columns["item"] = np.zeros(0, np.int32)
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts),
+    columns, {"train": (0, 0)}, len(users.texts), len(items.texts),
     {"user": users.transforms.features, "item": items.transforms.features},
     {
       side: {name: each.shape[1] for name, each in entities.vectors.items()}
@@ -138,7 +140,8 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    popularity = data_lib.log_popularity(np.load(serve / "history.npy"), data.num_items)
+    history = np.load(serve / "history.npy")
+    popularity = data_lib.log_popularity(np.bincount(history, minlength=data.num_items))
     batches = train.catalogue(data, config, popularity, mesh)
     vectors = [encode(model, mesh_lib.to_global(mesh, batch)) for batch in batches]
     return np.asarray(retrieval.joined(vectors, mesh))[: data.num_items]

@@ -1,4 +1,4 @@
-"""Two towers over one `SparseEmbed`, their features, and how often items are in a batch.
+"""Two towers over one `SparseEmbed`, and their features.
 
 B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
@@ -21,7 +21,6 @@ from ..training import features as features_lib
 from .data import RetrievalData
 
 SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
-_RATE = 0.02  # of the moving averages of `Frequency`
 
 
 class Tower(nnx.Module):
@@ -71,6 +70,10 @@ class Tower(nnx.Module):
     return x_BxD * layers.inverse_length(x_BxD)
 
 
+class Trained(nnx.Variable):
+  """Which items have training interactions, bool `[items]`; exports know it of the checkpoint."""
+
+
 class TwoTower(nnx.Module):
   """Query and candidate tower; a score is the dot product of what they return.
 
@@ -90,12 +93,12 @@ class TwoTower(nnx.Module):
 
     self.query_tower = tower("query", config.query_hidden, config.dropout)
     self.candidate_tower = tower("candidate", config.candidate_hidden, 0.0)
-    self.frequency = Frequency(data.num_items)
-    # A score is a cosine, divided by the temperature in training alone. With popularity, an item
-    # that no batch has had counts by its popularity and features: its own row is noise.
+    # A score is a cosine, divided by the temperature in training alone.
     self.popularity = config.popularity * config.temperature
-    # The counts tell which items this run has trained, not an earlier one.
-    self._knows_items = bool(self.popularity) and not config.init_from
+    # With popularity, an item without training interactions counts by its popularity and features:
+    # its own row is noise, unless an earlier run has trained it.
+    reads_all = not self.popularity or bool(config.init_from)
+    self.trained = Trained(jnp.asarray(data.counts("train") > 0) | reads_all)
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
@@ -113,9 +116,9 @@ class TwoTower(nnx.Module):
 
   def queries(self, query: Any) -> jax.Array:
     """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`."""
-    if self._knows_items and "history" in query:
-      items = query["history"].values
-      query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
+    if "history" in query:
+      items = embed.Padded(self._known(query["history"].values))
+      query = {**query, "history": items}
     vectors_BxD = self.query_tower(self._activations("query", query))
     if not self.popularity:
       return vectors_BxD
@@ -123,79 +126,19 @@ class TwoTower(nnx.Module):
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
     """Returns `[C, D]`, or with log popularity `[C, D + 1]`."""
-    if self._knows_items and "item" in candidate:
-      candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
+    if "item" in candidate:
+      candidate = {**candidate, "item": self._known(candidate["item"])}
     vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
     if not self.popularity:
       return vectors_CxD
     return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
 
+  def _known(self, items: jax.Array) -> jax.Array:
+    """Returns the items `[...]`, -1 in place of those without a trained row."""
+    return jnp.where(self.trained[jnp.maximum(items, 0)], items, -1)
+
   def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {**features, **self.embed(self._of_tables({side: features}))[side]}
-
-
-class Estimate(nnx.Variable):
-  """The arrays of a `Frequency`, by name."""
-
-
-class Frequency(nnx.Module):
-  """The streaming estimator of Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling".
-
-  It keeps the batch that had an item last, and a moving average of the intervals between the
-  batches that have the item; the item's rate is one over that. A large batch may have an item
-  several times, for which the paper has no room: a second moving average keeps how often, and the
-  expected number of an item in a batch is this count over the interval. Both averages weigh all
-  observations equally until there are `1 / _RATE` of them, so that the first interval does not
-  linger.
-
-  Args:
-    num_items: the size of the catalogue.
-  """
-
-  def __init__(self, num_items: int):
-    self.num_items = num_items
-    self.estimate = Estimate(
-      {
-        "batch": jnp.int32(0),
-        "seen": jnp.zeros(num_items, jnp.int32),  # batches that had the item
-        "last": jnp.full(num_items, -1, jnp.int32),  # the batch before the first one
-        "interval": jnp.ones(num_items, jnp.float32),
-        "count": jnp.zeros(num_items, jnp.float32),
-      }
-    )
-
-  def update(self, ids_B: jax.Array) -> None:
-    """Counts a batch's items in place."""
-    state = dict(self.estimate.get_value())
-    batch, seen_B = state["batch"], state["seen"][ids_B] + 1
-    counts_B = jnp.zeros_like(state["count"]).at[ids_B].add(1.0)[ids_B]
-    rate_B = jnp.maximum(1.0 / seen_B.astype(jnp.float32), _RATE)
-    interval_B = (batch - state["last"][ids_B]).astype(jnp.float32)
-    # Several of one item write the same values, so their order does not matter.
-    average = lambda old, new: old.at[ids_B].set((1 - rate_B) * old[ids_B] + rate_B * new)
-    self.estimate.set_value(
-      {
-        "batch": batch + 1,
-        "seen": state["seen"].at[ids_B].set(seen_B),
-        "last": state["last"].at[ids_B].set(batch),
-        "interval": average(state["interval"], interval_B),
-        "count": average(state["count"], counts_B),
-      }
-    )
-
-  def known(self, ids: jax.Array) -> jax.Array:
-    """Returns the ids `[...]`, -1 in place of items that no batch has had."""
-    return jnp.where(self.estimate.get_value()["seen"][jnp.maximum(ids, 0)] > 0, ids, -1)
-
-  def expected(self, ids: jax.Array) -> jax.Array:
-    """Returns how often each item `[...]` is expected in a batch, float32.
-
-    An item that was never seen is taken to come in the next batch, once.
-    """
-    state = self.estimate.get_value()
-    waited = (state["batch"] + 1).astype(jnp.float32)
-    rates = state["count"][ids] / state["interval"][ids]
-    return jnp.where(state["seen"][ids] > 0, rates, 1.0 / waited)
 
 
 def build_model(
