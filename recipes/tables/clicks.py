@@ -111,7 +111,6 @@ def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.transforms.dense_names),
-    "vectors": encoder.transforms.vectors,
     "labels": spec.as_dicts(table.labels),
     "notes": list(notes),
   }

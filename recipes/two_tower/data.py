@@ -45,7 +45,6 @@ class RetrievalData:
     columns: memory-mapped.
     splits: `train`, `valid` and `test` as ranges of rows.
     features: of each "user" and "item" in addition to the id.
-    vectors: their widths by name, of each "user" and "item".
     ordered: whether the rows of a user are in the order of time, train before valid before test.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
@@ -57,7 +56,6 @@ class RetrievalData:
   num_users: int
   num_items: int
   features: Mapping[str, tuple[Feature, ...]]
-  vectors: Mapping[str, Mapping[str, int]]
   ordered: bool = False
   sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
   best: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -107,10 +105,9 @@ class RetrievalData:
 
   def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
     """Returns a tower's features of "user" or "item" ids, but for histories."""
-    column = lambda name: self.columns[column_name(side, name)][ids]
-    inputs = {side: ids} | {name: column(name) for name in self.vectors[side]}
+    inputs: dict[str, Any] = {side: ids}
     for feature in self.features[side]:
-      found = feature.ids(column(feature.name))
+      found = feature.ids(self.columns[column_name(side, feature.name)][ids])
       inputs[feature.name] = embed.Padded(found) if feature.valency > 1 else found
     return inputs
 
@@ -138,7 +135,6 @@ def load(config) -> RetrievalData:
     meta["users"],
     meta["items"],
     {side: tuple(Feature(**each) for each in own) for side, own in meta["features"].items()},
-    meta["vectors"],
     meta["ordered"],
     prepared.sha256,
     prepared.best,

@@ -26,13 +26,11 @@ SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
 class Tower(nnx.Module):
   """Turns the vectors of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
 
-  Vectors of a data set, `[B, width]`, are projected to width D first, without a bias. Without
-  hidden layers the result is the sum, each feature times a learned number; with them, an MLP of the
-  concatenation and a linear layer.
+  Without hidden layers the result is the sum, each feature times a learned number; with them, an
+  MLP of the concatenation and a linear layer.
 
   Args:
     dim: D.
-    vectors: the widths of a data set's vectors by name.
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
     dtype: of the computation; the result is float32.
@@ -43,7 +41,6 @@ class Tower(nnx.Module):
     names: Sequence[str],
     dim: int,
     *,
-    vectors: Mapping[str, int],
     hidden: Sequence[int],
     dropout: float,
     dtype: Any = jnp.float32,
@@ -51,15 +48,11 @@ class Tower(nnx.Module):
   ):
     self.names, self.dtype = tuple(names), dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
-    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-    self.projections = nnx.Dict({name: linear(width, dim) for name, width in vectors.items()})
     self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
     self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
-    projected = {name: self.projections[name](activations[name]) for name in self.projections}
-    activations = {**activations, **projected}
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:
       x_BxD = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
@@ -83,16 +76,9 @@ class TwoTower(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
     self.embed = tables
-    self._vectors = {side: tuple(data.vectors[of]) for side, of in SIDES.items()}
-
-    def tower(side: str, hidden: Sequence[int], dropout: float) -> Tower:
-      own = {n: width for n, width in data.vectors[SIDES[side]].items() if n in config[side]}
-      options: dict[str, Any] = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
-      names = config[side]
-      return Tower(names, config.dim, vectors=own, hidden=hidden, dropout=dropout, **options)
-
-    self.query_tower = tower("query", config.query_hidden, config.dropout)
-    self.candidate_tower = tower("candidate", config.candidate_hidden, 0.0)
+    tower = functools.partial(Tower, dim=config.dim, dtype=build.dtype(config, "dtype"), rngs=rngs)
+    self.query_tower = tower(config.query, hidden=config.query_hidden, dropout=config.dropout)
+    self.candidate_tower = tower(config.candidate, hidden=config.candidate_hidden, dropout=0.0)
     # A score is a cosine, divided by the temperature in training alone.
     self.popularity = config.popularity * config.temperature
     # With popularity, an item without training interactions counts by its popularity and features:
@@ -102,24 +88,15 @@ class TwoTower(nnx.Module):
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
-    inputs = {"query": query, "candidate": candidate}
-    activations = self.embed(self._of_tables(inputs))
-    queries_BxD = self.query_tower({**query, **activations["query"]})
-    return queries_BxD, self.candidate_tower({**candidate, **activations["candidate"]})
-
-  def _of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the inputs, by tower and name, without vectors."""
-    return {
-      side: {name: x for name, x in features.items() if name not in self._vectors[side]}
-      for side, features in inputs.items()
-    }
+    activations = self.embed({"query": query, "candidate": candidate})
+    return self.query_tower(activations["query"]), self.candidate_tower(activations["candidate"])
 
   def queries(self, query: Any) -> jax.Array:
     """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`."""
     if "history" in query:
       items = embed.Padded(self._known(query["history"].values))
       query = {**query, "history": items}
-    vectors_BxD = self.query_tower(self._activations("query", query))
+    vectors_BxD = self.query_tower(self.embed({"query": query})["query"])
     if not self.popularity:
       return vectors_BxD
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
@@ -128,7 +105,7 @@ class TwoTower(nnx.Module):
     """Returns `[C, D]`, or with log popularity `[C, D + 1]`."""
     if "item" in candidate:
       candidate = {**candidate, "item": self._known(candidate["item"])}
-    vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
+    vectors_CxD = self.candidate_tower(self.embed({"candidate": candidate})["candidate"])
     if not self.popularity:
       return vectors_CxD
     return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
@@ -136,9 +113,6 @@ class TwoTower(nnx.Module):
   def _known(self, items: jax.Array) -> jax.Array:
     """Returns the items `[...]`, -1 in place of those without a trained row."""
     return jnp.where(self.trained[jnp.maximum(items, 0)], items, -1)
-
-  def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
-    return {**features, **self.embed(self._of_tables({side: features}))[side]}
 
 
 def build_model(
@@ -162,7 +136,7 @@ def with_all_features(config, data: RetrievalData) -> ConfigDict:
 
   Leaves out the user's own vector, which training learns by heart where users have few rows.
   """
-  names = lambda side: (*(feature.name for feature in data.features[side]), *data.vectors[side])
+  names = lambda side: (feature.name for feature in data.features[side])
   query = config.query or ("history", *names("user"))
   candidate = config.candidate or ("item", *names("item"))
   return config_lib.copied(config, query=query, candidate=candidate)
@@ -198,11 +172,10 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
       prefix=f"{of}_",
       **options,
     )
-    known, names, vectors = own[side] | declared, set(config[side]), set(data.vectors[of])
-    if names - set(known) - vectors or not names - vectors:
+    known = own[side] | declared
+    if set(config[side]) - set(known):
       raise UserError(
-        f"config.{side} is {tuple(config[side])}: choose some of {sorted(known)} of this data "
-        "set" + f", and vectors {sorted(vectors)}" * bool(vectors)
+        f"config.{side} is {tuple(config[side])}: choose some of {sorted(known)} of this data set"
       )
-    chosen[side] = {name: known[name] for name in config[side] if name in known}
+    chosen[side] = {name: known[name] for name in config[side]}
   return chosen

@@ -71,9 +71,8 @@ def test_clicks(mesh):
 @pytest.mark.ci
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
-  none: tuple = {"user": (), "item": ()}, {"user": {}, "item": {}}
   empty = {"item": np.zeros(0, np.int32)}, {"train": (0, 0)}
-  data = pairs.RetrievalData(*empty, ROWS, ROWS, *none)
+  data = pairs.RetrievalData(*empty, ROWS, ROWS, {"user": (), "item": ()})
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
   encode = two_tower.make_encode(mesh)
