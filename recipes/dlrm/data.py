@@ -51,7 +51,6 @@ class ClickData:
   Attributes:
     columns, splits, sha256, best, serve: as of a `cache.Prepared`.
     features: in the order of their columns in `ids`.
-    vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
@@ -61,7 +60,6 @@ class ClickData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
-  vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
 
   @property
@@ -72,12 +70,6 @@ class ClickData:
   @property
   def num_dense(self) -> int:
     return self.columns["dense"].shape[1] if "dense" in self.columns else 0
-
-  @property
-  def numbers(self) -> tuple[int, ...]:
-    """The columns of `dense` that are no vector's."""
-    of_vectors = {i for start, stop in self.vectors.values() for i in range(start, stop)}
-    return tuple(i for i in range(self.num_dense) if i not in of_vectors)
 
   @property
   def statistics(self) -> dict[str, float]:
@@ -97,7 +89,7 @@ class ClickData:
       "training rows": self.num_examples,
       "validation rows": len(range(*self.splits["valid"])),
       "test rows": len(range(*self.splits["test"])),
-      "numbers": len(self.numbers),
+      "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
       **rates,
@@ -130,7 +122,6 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.sha256,
     prepared.best,
     prepared.serve,
-    {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
   )
 

@@ -49,7 +49,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "splits": {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)},
     "features": [dataclasses.asdict(feature) for feature in transforms.features],
     "dense": list(transforms.dense_names),
-    "vectors": transforms.vectors,
     "labels": spec.as_dicts(table.labels),
     "notes": notes,
     "sha256": sha256,

@@ -228,7 +228,7 @@ class _Log:
     ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
     title = spec.only(kinds, spec.Title)
     titles = values[title].to_pylist() if title else None
-    return Entities(texts, transforms, ids, transforms.dense(values, len(texts)), titles)
+    return Entities(texts, transforms, ids, titles)
 
 
 def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:

@@ -185,15 +185,6 @@ class Ordered(Bag):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vector(Side):
-  """Numbers that another model has computed; a learned linear layer takes them to `config.dim`."""
-
-  kind: ClassVar[str] = "vector"
-  width: int = 0  # how many numbers
-  separator: str = "|"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Id(Category):
   """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about."""
 
@@ -246,7 +237,7 @@ class Title(Kind):
 
 
 _SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
-_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, Vector, *_SINGLE)
+_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, *_SINGLE)
 KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = (  # options that columns of one table share
   "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
@@ -274,8 +265,6 @@ def _faults(kind: Any) -> Iterator[str]:
       yield "pattern must be a regular expression with one group, which is the value"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
-  if isinstance(kind, Vector) and not kind.width:
-    yield "width is the number of values in each vector: give it"
 
 
 def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:

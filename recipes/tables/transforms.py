@@ -35,14 +35,6 @@ def lengths_of(lists: pa.Array) -> np.ndarray:
   return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
 
 
-def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
-  """Returns lists as float32 `[N, width]`, zeros for missing ones."""
-  rows = np.zeros((len(vectors), width), np.float32)
-  numbers = vectors.flatten().to_numpy(zero_copy_only=False)
-  rows[lengths_of(vectors) > 0] = numbers.reshape(-1, width)
-  return rows
-
-
 def _taken(flat: np.ndarray, first: np.ndarray, kept: np.ndarray, width: int) -> np.ndarray:
   """Returns `kept` values of a flat array from `first` on, `[B, width, ...]`, -1 after."""
   places = np.arange(width)
@@ -98,7 +90,6 @@ class Transforms:
   Attributes:
     features: the categorical features, in the order of the declaration.
     dense_names: the names of the columns of `dense`.
-    vectors: the columns of `dense` of each vector, from the first to past the last.
   """
 
   def __init__(
@@ -120,12 +111,7 @@ class Transforms:
       for name, kind in self.kinds.items()
       if isinstance(kind, spec.Embedded) and name not in self._dense
     )
-    names, self.vectors = list(self._dense), dict[str, tuple[int, int]]()
-    for name, kind in self.kinds.items():
-      if isinstance(kind, spec.Vector):
-        self.vectors[name] = len(names), len(names) + kind.width
-        names += [f"{name} {place}" for place in range(kind.width)]
-    self.dense_names = tuple(names)
+    self.dense_names = tuple(self._dense)
 
   def _feature(self, name: str, kind: Any) -> Feature:
     about = {"dim": kind.dim, "optimizer": kind.optimizer}
@@ -168,15 +154,13 @@ class Transforms:
     return {"dense": self.dense(values, rows), "ids": np.concatenate([none, *wide], axis=1)}
 
   def dense(self, values: Values, rows: int) -> np.ndarray:
-    """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
+    """Returns numbers, standardized as declared, float32 `[rows, K]`."""
     dense = np.empty((rows, len(self.dense_names)), np.float32)
     for place, (name, kind) in enumerate(self._dense.items()):
       numbers, about = numbers_of(values[name]), self.numbers[name]
       numbers = np.sign(numbers) * np.log1p(np.abs(numbers)) if kind.log else numbers
       filled = np.where(np.isnan(numbers), about["fill"], numbers)
       dense[:, place] = (filled - about["mean"]) / about["deviation"]
-    for name, (start, stop) in self.vectors.items():
-      dense[:, start:stop] = stacked(values[name], stop - start)
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
@@ -244,20 +228,13 @@ class Entities:
     texts: raw ids.
     transforms: the transforms of the features.
     ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
-    dense: the numbers, float32 `[entities, K]`.
     titles: texts to show, None where no title is declared.
   """
 
   texts: list[str]
   transforms: Transforms
   ids: Mapping[str, np.ndarray]
-  dense: np.ndarray
   titles: list[str | None] | None = None
-
-  @property
-  def vectors(self) -> dict[str, np.ndarray]:
-    """The vectors by name, float32 `[entities, width]`."""
-    return {name: self.dense[:, a:b] for name, (a, b) in self.transforms.vectors.items()}
 
   @functools.cached_property
   def codes(self) -> Codes:
@@ -270,7 +247,7 @@ class Entities:
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
     ids = (self.ids[feature.name] for feature in self.transforms.features)
-    np.savez(folder / f"{name}_features.npz", self.dense, *ids)
+    np.savez(folder / f"{name}_features.npz", *ids)
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Entities":
@@ -278,9 +255,9 @@ class Entities:
     columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
     transforms = Transforms.load(folder, f"{name}_features")
     with np.load(folder / f"{name}_features.npz") as stored:
-      dense, *ids = stored.values()
-    by_name = dict(zip((feature.name for feature in transforms.features), ids, strict=True))
-    return cls(columns["id"], transforms, by_name, dense, columns.get("title"))
+      ids = stored.values()
+      by_name = dict(zip((feature.name for feature in transforms.features), ids, strict=True))
+    return cls(columns["id"], transforms, by_name, columns.get("title"))
 
 
 class RowIds(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a raw value of a file means, as SQL: texts, numbers, times, lists, vectors and labels."""
+"""What a raw value of a file means, as SQL: texts, numbers, times, lists and labels."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -130,11 +130,10 @@ def value_of(
     DamagedFileError: the column is stored in a way that cannot be read so.
   """
   (name, raw, stored), *_ = columns
-  takes_lists = kind.is_list or isinstance(kind, spec.Vector)
   is_list = stored.endswith("]")
   if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
     raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
-  if is_list and not takes_lists:
+  if is_list and not kind.is_list:
     raise DamagedFileError(f"column {name!r} holds lists: declare it as a bag or a sequence")
   if is_time(stored) and isinstance(kind, spec.Number | spec.Weight):
     raise DamagedFileError(f"column {name!r} holds times: declare it as time")
@@ -164,16 +163,9 @@ def value_of(
     elif kind.decimal != ",":
       problem += " within float32. With decimal commas, declare decimal=','"
     return value(converted, within, bad, problem)
-  if takes_lists:
+  if kind.is_list:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
-    if isinstance(kind, spec.Vector):
-      finite = f"CASE WHEN abs(TRY_CAST(x AS DOUBLE)) <= {_LARGEST} THEN TRY_CAST(x AS FLOAT) END"
-      floats, width = _each(typed, finite), kind.width
-      is_whole = f"list_count({floats}) = {width} AND len({typed}) = {width}"
-      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
-      vector = f"CASE WHEN {is_whole} THEN {floats} END"
-      return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
     if isinstance(kind, spec.Ordered):  # places without a value stay, for what goes beside it
       bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
