@@ -188,7 +188,7 @@ class _Log:
       "SELECT users.code::INTEGER, items.code::INTEGER, split FROM log JOIN users USING (user) "
       "JOIN items USING (item) ORDER BY time, log.rowid"
     )
-    return [np.array(column) for column in answer.columns]
+    return [np.array(column.to_numpy()) for column in answer.columns]
 
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
