@@ -54,19 +54,14 @@ _HEAD, _HEAD_LINES = 1 << 20, 200  # bytes and lines that show how a file is wri
 _BLOCK = 24 << 20  # bytes of text in a batch, and of the longest row
 _ROWS = 1 << 16  # of a Parquet file in a batch
 _LINE = ["line"], "\x1f", ""  # a field, between fields, and around: neither is in a text
-_AGAIN = "Copy or download it again."
 _WORKERS = min(os.cpu_count() or 1, 8)
 
 
 def connect(threads: int = _WORKERS) -> duckdb.DuckDBPyConnection:
   """Returns a connection that spills to a folder of temporary files."""
   spilled = tempfile.mktemp(prefix="sparse_embed_")  # made and removed by DuckDB
-  settings: dict[str, Any] = {
-    "memory_limit": _MEMORY,
-    "temp_directory": spilled,
-    "threads": threads,
-  }
-  con = duckdb.connect(config=settings)
+  limits: Any = {"memory_limit": _MEMORY, "temp_directory": spilled, "threads": threads}
+  con = duckdb.connect(config=limits)
   # The bar would write to stdout. `SET enable_progress_bar` needs ipywidgets in a notebook.
   con.execute("PRAGMA disable_progress_bar; SET TimeZone = 'UTC'")
   return con
@@ -124,12 +119,10 @@ def _reading(path: str) -> Iterator[None]:
   except UserError:
     raise
   except (pa.ArrowException, OSError, UnicodeError, ImportError) as error:
-    reason = str(error)
-    if "UTF8" in reason or isinstance(error, UnicodeError):
-      raise DamagedFileError(
-        f"{path} is of another encoding ({reason}): write config.format.encoding='latin-1'"
-      ) from error
-    raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
+    raise DamagedFileError(
+      f"{path} cannot be read ({error}). Copy or download it again; if it is a text of another "
+      "encoding, write config.format.encoding, as 'latin-1' or 'utf-16'."
+    ) from error
 
 
 def _opened(path: str) -> Any:
@@ -188,17 +181,11 @@ def head(path: str, format: Format) -> list[str]:
   """Returns the first lines of a text; empty ones before its first one are ""."""
   with _reading(path), _stream(path) as stream:
     start = stream.read(_HEAD)
-  try:
     text = codecs.getincrementaldecoder(format.encoding)().decode(start)  # the end may be cut
-  except UnicodeDecodeError as error:
-    raise DamagedFileError(
-      f"{path}: the first lines are not {format.encoding}: write config.format.encoding='utf-16' "
-      "or 'latin-1'."
-    ) from error
   lines = re.split("\r\n|\n|\r", text.removeprefix("\ufeff"))
-  if not any(line.strip() for line in lines):
-    raise DamagedFileError(f"{path} is empty, or no {format.encoding} text. {_AGAIN}")
-  return lines[: -1 if len(lines) > 1 else None][:_HEAD_LINES]
+  if not text.strip():
+    raise DamagedFileError(f"{path} is empty")
+  return lines[: -1 if len(start) == _HEAD else None][:_HEAD_LINES]
 
 
 def _cut(

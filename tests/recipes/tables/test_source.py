@@ -60,6 +60,7 @@ DIALECTS = {
   "colons": ("a.dat", "Oslo::1.5\nRome::\n::3\n", NAMES),
   "no header": ("a.csv", PLAIN.partition("\n")[2], NAMES),
   "other columns": ("a.csv", "x,price,city\n1,1.5,Oslo\n2,,Rome\n3,3,\n", {}),
+  "no last line end": ("a.csv", "city,price\nOslo,1.5\nRome,\n,3", {}),
   "line ends": ("a.csv", PLAIN.replace("\n", "\r\n"), {}),
   "mixed line ends": ("a.csv", "city,price\r\nOslo,1.5\nRome,\r\n,3\n", {}),
   "byte order mark": ("a.csv", "\ufeff" + PLAIN, {}),
@@ -86,6 +87,8 @@ def test_quoted_values_have_delimiters_quotes_and_lines(tmp_path):
   text = 'city,price\n"a, ""b""\nc",1\nd,2\n'
   rows = read(write(tmp_path / "a.csv", text), TWO)
   assert values(rows)["city"] == ['a, "b"\nc', "d"]
+  one = read(write(tmp_path / "o.csv", "city,price\nOslo,1"), TWO)
+  assert values(one)["city"] == ["Oslo"]
   rows = read(write(tmp_path / "b.csv", 'city,price\n"a,1\nb",2\n'), TWO, format={"quote": ""})
   assert values(rows)["city"] == ['"a', 'b"']
   latin = write(tmp_path / "l.csv", "city,price\nMünchen,1\n", "latin-1")
@@ -237,7 +240,7 @@ BAD = [
   (TWO, "city,price\nOslo,1,2\n", "a.csv, line 2: 'Oslo,1,2' has too many fields for 2 columns"),
   (TWO, "city,price\nOslo,1\nRome\n", "a.csv, line 3: 'Rome' has too few fields"),
   (TWO, 'city,price\nOslo,1\n"Rome,2\n', r"line 3: '\"Rome,2' has too few fields.*quote=''"),
-  (TWO, b"city,price\nOslo,1\nM\xfcnchen,2\n", "the first lines are not utf-8.*latin-1"),
+  (TWO, b"city,price\nOslo,1\nM\xfcnchen,2\n", "cannot be read.*utf-8.*latin-1"),
   (TWO, "city;price\nOslo;1\n", None),
   (TWO, "town,price\nOslo,1\n", "no column 'city'; there are: town, price"),
   (TWO, "citi,price\nOslo,1\n", "no column 'city'; did you mean 'citi'"),
@@ -271,8 +274,8 @@ def test_a_damaged_file_of_another_format_is_named(tmp_path):
     ("a.jsonl", "no JSON\n", "has no JSON object in its first lines"),
     ("a.jsonl", '{"city": 1, "price": 2}\n{"city": 3,\n', "row 2 is no JSON object"),
     ("a.jsonl", '{"city": 1, "price": 2}\n[7]\n', "row 2 is no JSON object"),
-    ("a.csv", "stadt,größe\n1,2\n".encode("latin-1"), "the first lines are not utf-8.*latin-1"),
-    ("a.csv", PLAIN.encode("utf-16"), "the first lines are not utf-8.*utf-16"),
+    ("a.csv", "stadt,größe\n1,2\n".encode("latin-1"), "cannot be read.*utf-8.*latin-1"),
+    ("a.csv", PLAIN.encode("utf-16"), "cannot be read.*utf-8.*utf-16"),
     ("b.csv.gz", gzip.compress(PLAIN.encode() * 999)[:-8], "b.csv.gz cannot be read"),
   ]
 
