@@ -5,8 +5,7 @@
 
 `histories` reads `u.data` of MovieLens 100K, split in the order of time; a rating of 4 or more is a
 click. `labels` reads `ratings_no_timestamp.csv` of MovieLens 1M, a third of its rows drawn at
-random: 4 or more is `liked`, 5 is `loved`. It also draws clicks of two teachers whose correlation
-is known, and with them the best possible scores.
+random: 4 or more is `liked`, 5 is `loved`.
 
 Runs are `recipes.dlrm`'s: DCN-V2 with full cross layers and without a linear model, at a
 learning rate of 2e-3. They are tested in the state of the best validation log loss. Again with the
@@ -25,15 +24,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from recipes import config as config_lib
-from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
 from recipes.dlrm.model import CHOICES
-from recipes.training.features import cut_ids
 
 _PAST = 30  # positions of a history, the same for all models
 _DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
-_CORRELATIONS, _ROWS = (0.0, 0.9), 150_000  # of the teachers' clicks
 _Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
 
 
@@ -73,11 +68,6 @@ def labels(args: argparse.Namespace) -> _Runs:
   two: dict[str, Any] = dict(zip(("liked", "loved"), stars, strict=True))
   table = as_table(ratings.take(drawn), {"user": "user", "movie": "item"}, args.folder / "ratings")
   yield from structures("MovieLens 1M", table, two)
-  for correlation in _CORRELATIONS:
-    table, best = teachers(correlation, args)
-    data = f"correlation {correlation}"
-    yield data, "best possible", {"metrics": best}
-    yield from structures(data, table, {"clicked": "label", "liked": "label"})
 
 
 def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
@@ -87,25 +77,6 @@ def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
   for structure in CHOICES["tasks.structure"]:
     more = {"columns": table["columns"] | two, "tasks": {"structure": structure}}
     yield data, structure, table | more
-
-
-def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Draws two labels as the data set `synthetic` does; returns a table and the best scores."""
-  drawn: dict[str, Any] = {"dataset": "synthetic", "labels": 2, "correlation": correlation}
-  drawn |= {"rows": _ROWS, "cache_dir": str(args.folder / "cache")}
-  data = data_lib.load(config_lib.complete("dlrm", drawn))
-  columns: dict[str, Any] = {}
-  values: dict[str, Any] = dict(zip(data.labels, np.asarray(data.columns["label"]).T, strict=True))
-  for feature in data.features:
-    ids = cut_ids(data.columns["ids"], [*data.features])[feature.name]
-    is_bag = feature.valency > 1
-    values[feature.name] = pa.array([row[row >= 0] for row in ids]) if is_bag else ids
-    kind = "bag" if is_bag else "category"
-    columns[feature.name] = {"kind": kind, "size": feature.vocabulary_size}
-  for place, number in enumerate(np.asarray(data.columns["dense"]).T):
-    columns[f"number_{place}"], values[f"number_{place}"] = "number", number
-  table = as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}")
-  return table, dict(data.best)
 
 
 def as_table(rows: pa.Table, columns: dict[str, Any], path: Path) -> dict[str, Any]:

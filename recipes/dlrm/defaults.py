@@ -53,8 +53,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   "synthetic": {
     "rows": 1_000_000,  # in all; a tenth each validates and tests
     "data_seed": 0,  # of the draws
-    "labels": 1,  # or 2, "clicked" and "liked"
-    "correlation": 0.5,  # of the logits of two labels, about
   },
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files

@@ -4,9 +4,6 @@ Ids follow a power law, as in logs: few are seen often, most hardly ever. The te
 factorization machine over them, whose pairwise terms a linear model cannot follow, and the labels
 are drawn from its probabilities. Scoring the test rows by those probabilities themselves gives the
 bound; a model stays below it because it sees most ids too rarely to learn them.
-
-The logits of a second label mix the first one's with an independent teacher's on the same
-ids: `logits = c first + sqrt(1 - c^2) other`, c being about their correlation.
 """
 
 import hashlib
@@ -18,9 +15,8 @@ import numpy as np
 from scipy.special import expit
 
 from .. import cache, files
+from ..evaluation.metrics import click_metrics
 from ..run import scalars
-from ..tables import spec
-from . import tasks
 
 _SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
 _TAGS, _MAX_TAGS, _NUM_DENSE, _RANK = 300, 5, 4, 4
@@ -30,25 +26,14 @@ _CHUNK = 1 << 16
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
-  second = {"labels": 2, "correlation": config.correlation} if config.labels == 2 else {}
-  return second | {
-    "format": 1,
-    "rows": config.rows,
-    "seed": config.data_seed,
-    "zipf_exponent": _EXPONENT,
-  }
+  return {"format": 1, "rows": config.rows, "seed": config.data_seed, "zipf_exponent": _EXPONENT}
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; `ids` are six single ids and a bag of up to five tags."""
-  rows, seed, names = settings["rows"], settings["seed"], ["label"]
-  teachers = [_Teacher(np.random.default_rng((seed, 0)))]
-  if "labels" in settings:
-    names = ["clicked", "liked"]
-    teachers.append(_Teacher(np.random.default_rng((seed, 2))))
-  splits, labels = cache.cut(rows, valid=0.1, test=0.1), dict.fromkeys(names, spec.Label())
-  shape, dtype = ((rows, 2), np.float32) if len(names) == 2 else ((rows,), np.uint8)
-  label = cache.column(folder, "label", shape, dtype)
+  rows, seed = settings["rows"], settings["seed"]
+  teacher, splits = _Teacher(np.random.default_rng((seed, 0))), cache.cut(rows, valid=0.1, test=0.1)
+  label = cache.column(folder, "label", (rows,), np.uint8)
   dense = cache.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
   ids = cache.column(folder, "ids", (rows, len(_SIZES) + _MAX_TAGS), np.int32)
   digest, logits = hashlib.sha256(), []
@@ -56,22 +41,19 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     for start in range(0, rows, _CHUNK):
       stop = min(start + _CHUNK, rows)
       generator = np.random.default_rng((seed, 1, start))
-      drawn = draw(generator, stop - start, teachers, settings.get("correlation", 1.0))
-      drawn_label, dense[start:stop], ids[start:stop], of_chunk = drawn
-      label[start:stop] = drawn_label.reshape(-1, *label.shape[1:])
+      drawn = draw(generator, stop - start, teacher)
+      label[start:stop], dense[start:stop], ids[start:stop], of_chunk = drawn
       for array in drawn[:3]:
         digest.update(np.ascontiguousarray(array).tobytes())
       logits.append(of_chunk[max(splits["test"][0] - start, 0) :])
       bar.update(stop - start)
-  truth = np.asarray(label[splits["test"][0] :], np.float32)
-  best = tasks.metrics(labels, np.concatenate(logits), truth, np.ones(len(truth)))
+  best = click_metrics(np.concatenate(logits), label[splits["test"][0] :])
   features: list[dict[str, Any]] = [
     {"name": name, "vocabulary_size": size} for name, size in _SIZES.items()
   ]
   return {
     "splits": splits,
     "features": [*features, {"name": "tags", "vocabulary_size": _TAGS, "valency": _MAX_TAGS}],
-    "labels": spec.as_dicts(labels),
     "sha256": {"generated": digest.hexdigest()},
     "best": scalars("test", best),
   }
@@ -104,19 +86,15 @@ class _Teacher:
     return logits + 0.5 * pairs.sum(axis=1)
 
 
-def draw(
-  generator: np.random.Generator, rows: int, teachers: list[_Teacher], correlation: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-  """Returns labels, dense `[N, 4]`, ids `[N, 11]` and logits; labels like them `[N, teachers]`."""
+def draw(generator: np.random.Generator, rows: int, teacher: _Teacher) -> tuple[np.ndarray, ...]:
+  """Returns labels `[N]`, dense `[N, 4]`, ids `[N, 11]` and logits `[N]`."""
   dense = generator.normal(size=(rows, _NUM_DENSE)).astype(np.float32)
-  popularity = teachers[0].popularity
+  popularity = teacher.popularity
   ids_of: Any = lambda name, *shape: np.searchsorted(popularity[name], generator.random(shape))
   columns = {name: ids_of(name, rows) for name in _SIZES}
   tags = ids_of("tags", rows, _MAX_TAGS)
   present = np.arange(_MAX_TAGS) < generator.integers(0, _MAX_TAGS + 1, (rows, 1))
-  logits = np.stack([teacher.logits(dense, columns, tags, present) for teacher in teachers], 1)
-  if len(teachers) == 2:
-    logits[:, 1] = correlation * logits[:, 0] + np.sqrt(1 - correlation**2) * logits[:, 1]
-  labels = np.stack([generator.random(rows) < expit(x) for x in logits.T], 1).astype(np.uint8)
+  logits = teacher.logits(dense, columns, tags, present)
+  labels = (generator.random(rows) < expit(logits)).astype(np.uint8)
   ids = np.column_stack([*columns.values(), np.where(present, tags, -1)]).astype(np.int32)
   return labels, dense, ids, logits

@@ -10,8 +10,7 @@ from recipes.dlrm import data
 
 def config(cache_dir, **changes):
   values = {
-    "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 4_000, "data_seed": 0,
-    "labels": 1, "correlation": 0.5,
+    "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 4_000, "data_seed": 0
   }  # fmt: skip
   return SimpleNamespace(**values | changes)
 
