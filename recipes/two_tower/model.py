@@ -76,9 +76,9 @@ class TwoTower(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
     self.embed = tables
-    tower = functools.partial(Tower, dim=config.dim, dtype=build.dtype(config, "dtype"), rngs=rngs)
-    self.query_tower = tower(config.query, hidden=config.query_hidden, dropout=config.dropout)
-    self.candidate_tower = tower(config.candidate, hidden=config.candidate_hidden, dropout=0.0)
+    options: Any = {"hidden": config.hidden, "dtype": build.dtype(config, "dtype"), "rngs": rngs}
+    self.query_tower = Tower(config.query, config.dim, dropout=config.dropout, **options)
+    self.candidate_tower = Tower(config.candidate, config.dim, dropout=0.0, **options)
     # A score is a cosine, divided by the temperature in training alone.
     self.popularity = config.popularity * config.temperature
     # With popularity, an item without training interactions counts by its popularity and features:

@@ -86,7 +86,7 @@ def test_candidates(mesh):
   encoded = encode(nnx.view(model, deterministic=True), batch)
   assert encoded.sharding.is_equivalent_to(split, 2)
   vectors = jax.device_put(vectors, split)
-  assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)
+  assert_no_table(two_tower.make_rank(settings, ROWS, mesh), model, vectors, {"user": ids}, seen)
 
 
 class Computed:
