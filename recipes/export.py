@@ -8,6 +8,7 @@ transforms/     columns to ids and numbers; users, items, and what each user has
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -116,20 +117,18 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .two_tower import data as data_lib
-  from .two_tower import table, train
+  from .two_tower import train
 
-  users, items = Entities.load(serve, "users"), Entities.load(serve, "items")
-  columns = {
-    table.column_name(side, name): ids
-    for side, entities in (("user", users), ("item", items))
-    for name, ids in entities.ids.items()
-  }
+  sides = {side: Entities.load(serve, f"{side}s") for side in ("user", "item")}
   # Which items have been trained is in the checkpoint.
-  columns["item"] = np.zeros(0, np.int32)
-  data = data_lib.RetrievalData(
-    columns, {"train": (0, 0)}, len(users.texts), len(items.texts),
-    {"user": users.transforms.features, "item": items.transforms.features},
-  )  # fmt: skip
+  meta: dict[str, Any] = {"splits": {"train": (0, 0)}, "features": {}}
+  columns = {"item": np.zeros(0, np.int32)}
+  for side, entities in sides.items():
+    meta[f"{side}s"] = len(entities.texts)
+    meta["features"][side] = [*map(dataclasses.asdict, entities.by_feature)]
+    for place, ids in enumerate(entities.by_feature.values()):
+      columns[f"{side}_{place}"] = ids
+  data = data_lib.RetrievalData(columns, meta)
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data.inputs("user", np.zeros(2, np.int32)) | {"history": embed.Padded(history)}

@@ -26,25 +26,20 @@ HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split 
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceData:
-  """A prepared data set.
+class SequenceData(cache.Prepared):
+  """A prepared data set: `items` int32 `[interactions]` and `offsets` int64 `[users + 1]`.
 
   Attributes:
-    columns: `items` int32 `[interactions]` and `offsets` int64 `[users + 1]`.
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
     most_hidden: how many items `masked` hides in a row at most.
-    sha256: hashes of the source files by name, or of the generated columns.
-    best: metrics of the process that generated the data, where it is known.
-    serve: the folder of what serving needs besides the model; None where there is none.
   """
 
-  columns: Mapping[str, np.ndarray]
-  packed: Mapping[str, np.ndarray]
-  num_items: int
+  packed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   most_hidden: int = 1
-  sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  best: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  serve: Path | None = None
+
+  @property
+  def num_items(self) -> int:
+    return self.meta["num_items"]
 
   @property
   def num_examples(self) -> int:
@@ -129,15 +124,7 @@ def load(config) -> SequenceData:
 
   layout = {"format": 5, "of": prepared.name, "max_length": config.max_length, **how}
   packed, about = cache.prepared(config.cache_dir, "packed", layout, build)
-  return SequenceData(
-    prepared.columns,
-    packed,
-    prepared.meta["num_items"],
-    about["most_hidden"],
-    prepared.sha256,
-    prepared.best,
-    prepared.serve,
-  )
+  return SequenceData(**vars(prepared), packed=packed, most_hidden=about["most_hidden"])
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from etils import epath
 from flax import nnx
 
@@ -97,7 +98,9 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model, batch) -> jax.Array:
     queries, targets = model(batch, batch.get("where")), batch["targets"]
     if config.loss == "softmax":
-      by_target = cross_entropy(model.scores(queries), targets)
+      # Of padding, whose target is -1, it is finite, and masked below.
+      scores = model.scores(queries)
+      by_target = optax.softmax_cross_entropy_with_integer_labels(scores, targets)
     else:
       positive = model.scores(queries, targets[..., None])[..., 0]
       negative = model.scores(queries, batch["negatives"])
@@ -112,16 +115,6 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
 def mean(losses: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns the mean over the positions where `mask` is True; 0 if there are none."""
   return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(jnp.sum(mask), 1)
-
-
-def cross_entropy(scores: jax.Array, targets: jax.Array) -> jax.Array:
-  """Returns the cross-entropy of a softmax over all items: scores `[..., N]`, targets `[...]`.
-
-  A target that is no item, such as padding, gives a finite value to be masked.
-  """
-  targets = jnp.clip(targets, 0, scores.shape[-1] - 1)
-  right = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-  return jax.nn.logsumexp(scores, axis=-1) - right
 
 
 def sampled_softmax(

@@ -236,6 +236,11 @@ class Entities:
   ids: Mapping[str, np.ndarray]
   titles: list[str | None] | None = None
 
+  @property
+  def by_feature(self) -> dict[Feature, np.ndarray]:
+    """The ids by feature."""
+    return {feature: self.ids[feature.name] for feature in self.transforms.features}
+
   @functools.cached_property
   def codes(self) -> Codes:
     """Finds the numbers of raw ids."""

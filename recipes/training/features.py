@@ -1,7 +1,6 @@
 """Categorical features of a data set, and the tables of their vectors."""
 
 import dataclasses
-import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,15 +56,6 @@ class Feature:
     if self.is_dynamic:
       return columns.reshape(-1, *shape, 2).view(np.uint32)
     return columns.reshape(-1, *shape)
-
-
-def column_name(side: str, feature: str) -> str:
-  """Returns the name of the column of a feature of "user" or "item", which is one of a file.
-
-  >>> column_name("item", "price/unit")
-  'item_price%2Funit'
-  """
-  return f"{side}_{urllib.parse.quote(feature, safe=' ')}"
 
 
 def cut_ids(ids: np.ndarray, features: Sequence[Feature]) -> dict[str, np.ndarray]:

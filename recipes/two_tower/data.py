@@ -4,9 +4,8 @@
 number of examples of this process, H of items in a history, M of extra negatives.
 """
 
-import dataclasses
+import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -19,7 +18,7 @@ from .. import cache, pipeline
 from .. import mesh as mesh_lib
 from ..cache import DataSet
 from ..evaluation import baselines, retrieval
-from ..training.features import Feature, column_name
+from ..training.features import Feature
 
 EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a split may see
 # Larger than any history, so that a stride of them visits each of its items once.
@@ -37,29 +36,22 @@ def log_popularity(counts: np.ndarray) -> np.ndarray:
   return np.log(np.maximum(counts, 0.5) / max(counts.sum(), 1)).astype(np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class RetrievalData:
-  """A prepared data set, with the columns that `table.write` writes.
+class RetrievalData(cache.Prepared):
+  """A prepared data set, with the columns and the meta that `table.write` writes."""
 
-  Attributes:
-    columns: memory-mapped.
-    splits: `train`, `valid` and `test` as ranges of rows.
-    features: of each "user" and "item" in addition to the id.
-    ordered: whether the rows of a user are in the order of time, train before valid before test.
-    sha256: hashes of the source files by name, or of the generated pairs.
-    best: metrics of the probabilities that the pairs were drawn from, where they are known.
-    serve: the folder of what serving needs besides the model; None where there is none.
-  """
+  @property
+  def num_users(self) -> int:
+    return self.meta["users"]
 
-  columns: Mapping[str, np.ndarray]
-  splits: Mapping[str, tuple[int, int]]
-  num_users: int
-  num_items: int
-  features: Mapping[str, tuple[Feature, ...]]
-  ordered: bool = False
-  sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  best: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  serve: Path | None = None
+  @property
+  def num_items(self) -> int:
+    return self.meta["items"]
+
+  @functools.cached_property
+  def features(self) -> dict[str, tuple[Feature, ...]]:
+    """The features of each "user" and "item" in addition to the id."""
+    of_sides = self.meta["features"].items()
+    return {side: tuple(Feature(**feature) for feature in own) for side, own in of_sides}
 
   def rows(self, *splits: str) -> np.ndarray:
     """Returns the numbers of the rows of the named splits."""
@@ -106,8 +98,8 @@ class RetrievalData:
   def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
     """Returns a tower's features of "user" or "item" ids, but for histories."""
     inputs: dict[str, Any] = {side: ids}
-    for feature in self.features[side]:
-      found = feature.ids(self.columns[column_name(side, feature.name)][ids])
+    for place, feature in enumerate(self.features[side]):
+      found = feature.ids(self.columns[f"{side}_{place}"][ids])
       inputs[feature.name] = embed.Padded(found) if feature.valency > 1 else found
     return inputs
 
@@ -127,19 +119,7 @@ def data_set(name: str) -> DataSet:
 
 def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  prepared = cache.load(data_set(config.dataset), config, "retrieval-")
-  meta = prepared.meta
-  return RetrievalData(
-    prepared.columns,
-    prepared.splits,
-    meta["users"],
-    meta["items"],
-    {side: tuple(Feature(**each) for each in own) for side, own in meta["features"].items()},
-    meta["ordered"],
-    prepared.sha256,
-    prepared.best,
-    prepared.serve,
-  )
+  return RetrievalData(**vars(cache.load(data_set(config.dataset), config, "retrieval-")))
 
 
 def train_batches(data: RetrievalData, config, start: int = 0) -> grain.IterDataset:
@@ -166,6 +146,7 @@ class TrainBatches:
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
+    self._ordered = data.meta["ordered"]
     self._extra, self._popularity = config.negatives.number, data.popularity("train")
     self._rows = pipeline.ShuffledBatches(
       data.columns,
@@ -203,7 +184,7 @@ class TrainBatches:
     """Up to H training items of each user before or around the one at `place`; -1 fills up."""
     offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
     first, size = offsets[user], (offsets[user + 1] - offsets[user]).astype(np.int32)
-    count = place.astype(np.int32) if self._data.ordered else size - 1
+    count = place.astype(np.int32) if self._ordered else size - 1
     rest = np.maximum(count, 1)
     steps = np.arange(self._history, dtype=np.int32)
     # The stride has no divisor in common with their number: no item is met twice. In int32 and with
@@ -211,7 +192,7 @@ class TrainBatches:
     # `history` times the longest history is below 2**31.
     start, stride = (turn * rest).astype(np.int32), (stride % rest).astype(np.int32)
     picked = (start[:, None] + steps * stride[:, None]) % rest[:, None]
-    if not self._data.ordered:
+    if not self._ordered:
       picked += (place + 1).astype(np.int32)[:, None]
       picked -= np.where(picked >= size[:, None], size[:, None], 0)
     history = items[first[:, None] + picked]

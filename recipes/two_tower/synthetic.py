@@ -65,9 +65,11 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   meta = table.write(
     folder,
     (user, item, split),
-    (users, items),
-    {"user": [Feature("favourite", groups)], "item": [Feature("tags", groups, valency=3)]},
-    {"user": {"favourite": favourite}, "item": {"tags": tags}},
+    {"user": users, "item": items},
+    {
+      "user": {Feature("favourite", groups): favourite},
+      "item": {Feature("tags", groups, valency=3): tags},
+    },
     seed=0,
   )
   had, tested = (

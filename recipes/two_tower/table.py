@@ -1,7 +1,7 @@
 """Users and items as the columns that two towers train on, of your own table and of drawn pairs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import Table, parsed, serve_folder
 from ..tables.values import SPLITS
-from ..training.features import Feature, column_name
+from ..training.features import Feature
 
 
 def write(
   folder: Path,
   pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
-  sizes: tuple[int, int],
-  features: Mapping[str, Sequence[Feature]],
-  values: Mapping[str, Mapping[str, np.ndarray]],
+  sizes: Mapping[str, int],
+  features: Mapping[str, Mapping[Feature, np.ndarray]],
   *,
   seed: int,
   ordered: bool = False,
@@ -30,13 +29,12 @@ def write(
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
   rows in random order, or in that of time if they are `ordered`. `<split>_offsets` int64
   `[users + 1]` say where each user's begin. `place` int32 counts a user's rows of a split from 0.
-  Features are `user_<name>` and `item_<name>`.
+  `user_<n>`, `item_<n>` int32 are the ids of a feature, in the order of the meta.
 
   Args:
     pairs: user, item and the index of the split in `SPLITS`, `[N]` each.
-    sizes: numbers of users and items.
-    features: of "user" and "item".
-    values: ids of the features of all users or items, by name.
+    sizes: numbers of each "user" and "item".
+    features: of "user" and "item", with the ids of all of them.
     seed: of the order of a user's rows.
     ordered: whether the pairs are in the order of time, and later splits come later.
   """
@@ -50,7 +48,7 @@ def write(
     if not ordered:
       rows = rows[generator.permutation(len(rows))]
     rows = rows[np.argsort(user[rows], kind="stable")]
-    counts = np.bincount(user[rows], minlength=sizes[0])
+    counts = np.bincount(user[rows], minlength=sizes["user"])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     place = np.arange(len(rows)) - np.repeat(offsets[:-1], counts)
     stop = start + len(rows)
@@ -58,16 +56,14 @@ def write(
       columns[column][start:stop] = found
     cache.column(folder, f"{name}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[name], start = (start, stop), stop
-  for side, by_name in values.items():
-    for name, ids in by_name.items():
-      cache.column(folder, column_name(side, name), ids.shape, np.int32)[:] = ids
+  for side, own in features.items():
+    for place, ids in enumerate(own.values()):
+      cache.column(folder, f"{side}_{place}", ids.shape, np.int32)[:] = ids
   return {
     "splits": splits,
-    "users": sizes[0],
-    "items": sizes[1],
-    "features": {
-      side: [dataclasses.asdict(each) for each in own] for side, own in features.items()
-    },
+    "users": sizes["user"],
+    "items": sizes["item"],
+    "features": {side: [*map(dataclasses.asdict, own)] for side, own in features.items()},
     "ordered": ordered,
   }
 
@@ -90,9 +86,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   meta = write(
     folder,
     (log.user, log.item, split),
-    (len(log.users.texts), len(log.items.texts)),
-    {side: entities.transforms.features for side, entities in sides.items()},
-    {side: entities.ids for side, entities in sides.items()},
+    {side: len(entities.texts) for side, entities in sides.items()},
+    {side: entities.by_feature for side, entities in sides.items()},
     seed=table.split["seed"],
     # Where later items are held out, training asks with earlier ones as well.
     ordered=table.name_of(spec.Time) is not None and by in ("last", "time"),

@@ -177,11 +177,8 @@ def make_encode(mesh: Mesh | None):
   return encode
 
 
-def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
-  """Returns the compiled `(model, candidates, query, seen) -> ids [B, k]` of the best items.
-
-  Of the candidates the first `num_items` are ranked, or all.
-  """
+def make_rank(config, num_items: int, mesh: Mesh | None):
+  """Returns the compiled `(model, candidates, query, seen) -> ids [B, k]` of the best items."""
 
   @nnx.jit(graph=False)
   def rank(model, candidates, query, seen):
@@ -196,7 +193,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
 
   A split without rows has no metrics.
   """
-  encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
+  encode, rank = make_encode(mesh), make_rank(config, data.num_items, mesh)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if not len(data.rows(split)):

@@ -33,7 +33,7 @@ _TABLE = {
   "two_tower": {
     "columns": LOG,
     "dim": 8,
-    "query_hidden": (16,),
+    "hidden": (16,),
     "history": 4,
     "eval_history": 16,
     "negatives": {"number": 8},

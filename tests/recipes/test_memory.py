@@ -70,8 +70,9 @@ def test_clicks(mesh):
 @pytest.mark.ci
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
-  empty = {"item": np.zeros(0, np.int32)}, {"train": (0, 0)}
-  data = pairs.RetrievalData(*empty, ROWS, ROWS, {"user": (), "item": ()})
+  meta = {"splits": {"train": (0, 0)}, "users": ROWS, "items": ROWS}
+  meta["features"] = {"user": (), "item": ()}
+  data = pairs.RetrievalData({"item": np.zeros(0, np.int32)}, meta)
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
   encode = two_tower.make_encode(mesh)
@@ -84,7 +85,7 @@ def test_candidates(mesh):
   encoded = encode(nnx.view(model, deterministic=True), batch)
   assert encoded.sharding.is_equivalent_to(split, 2)
   vectors = jax.device_put(vectors, split)
-  assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)
+  assert_no_table(two_tower.make_rank(settings, ROWS, mesh), model, vectors, {"user": ids}, seen)
 
 
 class Computed:

@@ -199,7 +199,8 @@ def packed_by_hand(*rows, num_items):
   items = np.array(rows, np.int32)
   packed = {"items": items, "targets": items, "segments": np.minimum(items, 0), "positions": items}
   user = np.concatenate([items.ravel(), [0, 0]])
-  return data.SequenceData({"items": user, "offsets": np.array([0, len(user)])}, packed, num_items)
+  columns = {"items": user, "offsets": np.array([0, len(user)])}
+  return data.SequenceData(columns, {"num_items": num_items}, packed=packed)
 
 
 def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):

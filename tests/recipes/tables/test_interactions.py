@@ -86,12 +86,12 @@ def test_times_with_fractions_keep_their_order(tmp_path):
 def test_features_and_titles(tmp_path):
   loaded = load("two_tower", tmp_path)
   users, items = (Entities.load(loaded.serve, name) for name in ("users", "items"))
-  ages = dict(zip(users.texts, loaded.columns["user_age"].tolist(), strict=True))
+  ages = dict(zip(users.texts, loaded.columns["user_0"].tolist(), strict=True))
   assert sorted(ages.values()) == [0, 1]
   assert dict(zip(items.texts, items.titles, strict=True))["ran"] == "Ran"
   (genres,) = loaded.features["item"]
   assert genres.valency == 2
-  bags = dict(zip(items.texts, loaded.columns["item_genres"].tolist(), strict=True))
+  bags = dict(zip(items.texts, loaded.columns["item_0"].tolist(), strict=True))
   # Training rows have ran and cube: 0 is drama, 1 scifi, and 2 the row of crime, which is unknown.
   assert bags["ran"] == [0, -1]
   assert bags["heat"] == [2, 0]
@@ -223,16 +223,16 @@ def test_rows_of_a_user_are_in_the_order_of_time_where_later_ones_are_held_out(t
     loaded = load("two_tower", tmp_path, rows, columns, ("u", "i", "t"), **given)
     items = [int(text[1:]) for text in Entities.load(loaded.serve, "items").texts]
     when = np.array(items)[loaded.columns["item"]]
-    assert loaded.ordered
+    assert loaded.meta["ordered"]
     history = np.array(items)[np.load(loaded.serve / "history.npy")]  # of serving
     ends = np.load(loaded.serve / "history_offsets.npy")[1:-1]
     assert all((np.diff(of_user) > 0).all() for of_user in np.split(history, ends))
     for start, stop in loaded.splits.values():
       same = np.diff(loaded.columns["user"][start:stop]) == 0
       assert (np.diff(when[start:stop])[same] > 0).all()
-  assert not load(
-    "two_tower", tmp_path, rows, columns, ("u", "i", "t"), split={"by": "user"}
-  ).ordered
+  assert not load("two_tower", tmp_path, rows, columns, ("u", "i", "t"), split={"by": "user"}).meta[
+    "ordered"
+  ]
 
 
 def test_users_of_skipped_rows_alone_are_not_there(tmp_path):

@@ -44,7 +44,8 @@ def test_movielens1m_by_hand(tmp_path):
   items = Entities.load(found.serve, "items")
   assert items.titles == ["A (1995)", "B", "C"]
   genres = np.array([*items.transforms.vocabulary("genres"), "none"])
-  assert genres[found.columns["item_genres"]][:, :2].tolist()[0] == ["Drama", "Comedy"]
+  ids = found.inputs("item", np.arange(3))["genres"].values
+  assert genres[ids][:, :2].tolist()[0] == ["Drama", "Comedy"]
 
 
 @pytest.mark.weekly
@@ -235,7 +236,7 @@ def test_a_test_asks_with_the_validation_items_as_the_other_recipes_do(tmp_path)
   found = lists_of(*([items[part] for items in lists] for part in parts))
   config = two_tower_smoke("synthetic", tmp_path, eval_batch_size=2)
   columns = {"items": np.concatenate(lists), "offsets": np.array([0, 6, 10])}
-  sequences = SequenceData(columns, {}, 10)
+  sequences = SequenceData(columns, {"num_items": 10})
   sequence = recipe_runs.load("sequence.synthetic")
   sequence.eval_batch_size = 2
   for split in ("valid", "test"):

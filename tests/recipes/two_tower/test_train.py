@@ -22,9 +22,7 @@ from recipes.training import build
 from recipes.two_tower import data, train
 
 # Everything that can be switched on.
-RICH = {
-  "negatives.number": 16, "dropout": 0.2, "query_hidden": (16,), "candidate_hidden": (16,),
-}  # fmt: skip
+RICH = {"negatives.number": 16, "dropout": 0.2, "hidden": (16,)}
 
 
 NAMES = ("recall", "ndcg", "hr", "precision")
