@@ -18,7 +18,6 @@ from typing import Any
 from .. import config as config_lib
 from .. import files
 from ..errors import DamagedFileError, UserError
-from . import source as source_lib
 from . import spec
 from .formats import paths
 from .source import Source
@@ -51,15 +50,13 @@ class Table:
   @functools.cached_property
   def names(self) -> dict[str, str]:
     """A name of each file: its path below the folder that all of them are in."""
-    local = [path for path in self.rows.stamps if os.path.exists(path)]
-    folder = os.path.commonpath([os.path.dirname(path) for path in local]) if local else ""
-    name = lambda path: os.path.relpath(path, folder) if path in local else path
-    return {path: name(path) for path in self.rows.stamps}
+    folder = os.path.commonpath([os.path.dirname(path) for path in self.rows.stamps])
+    return {path: os.path.relpath(path, folder) for path in self.rows.stamps}
 
   def digests(self) -> dict[str, str]:
     """Returns the SHA-256 of every file on this machine by its name."""
-    local = {path: name for path, name in self.names.items() if os.path.exists(path)}
-    return {name: files.digest(Path(path)) for path, name in local.items()}
+    local = [path for path in self.names if os.path.exists(path)]
+    return {self.names[path]: files.digest(Path(path)) for path in local}
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
@@ -107,14 +104,9 @@ class Table:
 
   def require(self, cls: type[spec.Kind], why: str) -> str:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
-    if (name := self.name_of(cls)) is not None:
-      return name
-    file = source_lib.open_file(self.rows.all_files[0], self.rows.format)
-    columns = ", ".join(file.columns)
-    raise UserError(
-      f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
-      f"{columns}"
-    )
+    if (name := self.name_of(cls)) is None:
+      raise UserError(f"no column is declared as {cls.kind!r}, {why}: add it to config.columns")
+    return name
 
 
 def settings(config) -> dict[str, Any]:
