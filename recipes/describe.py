@@ -283,9 +283,8 @@ def _propose_feature(sample: Sample, column: Column, time: Column | None) -> Non
     if is_positive and column.tail > 5 * max(column.median, 1.0):
       return column.become("number", "heavy tail", log=True)
     return column.become("number")
-  column.become("category")
-  if distinct > 20_000:
-    column.options["min_count"] = 5
+  options: dict[str, Any] = {"min_count": 5} if distinct > 20_000 else {}
+  return column.become("category", **options)
 
 
 def _propose_label(sample: Sample, column: Column, positive: str) -> str:
