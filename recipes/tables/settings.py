@@ -74,17 +74,14 @@ class Table:
 
     Args:
       timed, untimed: how, if neither files nor a column say it, with a time column and without.
-    """
-    if self.split["by"]:
-      return self.split["by"]
-    if set(self.rows.files) != {""}:
-      return "files"
-    if self.name_of(spec.Split):
-      return "column"
-    return timed if self.name_of(spec.Time) else untimed
 
-  def check_split(self, by: str) -> None:
-    """Raises UserError where the rows cannot be split so."""
+    Raises:
+      UserError: the rows cannot be split so.
+    """
+    by = timed if self.name_of(spec.Time) else untimed
+    by = "column" if self.name_of(spec.Split) else by
+    by = "files" if set(self.rows.files) != {""} else by
+    by = self.split["by"] or by
     needed: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
     if by in needed:
       self.require(needed[by], "which the split goes by")
@@ -92,6 +89,7 @@ class Table:
       raise UserError("config.split.on has no effect: remove it, or set config.split.by to 'hash'")
     if on and (not isinstance(kind := self.kinds.get(on), spec.Category) or kind.is_list):
       raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
+    return by
 
   @property
   def labels(self) -> dict[str, spec.Label]:
