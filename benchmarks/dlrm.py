@@ -66,7 +66,7 @@ def make_model(problem: Problem) -> dlrm.DLRM:
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, optimizer=embed.adagrad(RATE, ACCUMULATOR), rngs=rngs)
   sizes: dict[str, Any] = {"bottom": BOTTOM, "top": TOP, "rngs": rngs}
-  inputs = layers.Inputs(tables, range(DENSE), rngs=rngs)
+  inputs = layers.Inputs(tables, DENSE, rngs=rngs)
   return dlrm.DLRM(tables, inputs, problem.dim, concat_tables=False, dropout=0.0, **sizes)
 
 

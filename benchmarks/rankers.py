@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -27,12 +28,11 @@ import pyarrow.parquet as pq
 from recipes import config as config_lib
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
+from recipes.dlrm.model import CHOICES
 from recipes.training.features import cut_ids
 
 _PAST = 30  # positions of a history, the same for all models
-_HISTORIES = ("pooled", "din", "transformer", "hstu")
 _DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
-_STRUCTURES = ("shared_bottom", "mmoe", "ple")
 _CORRELATIONS, _ROWS = (0.0, 0.9), 150_000  # of the teachers' clicks
 _Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
 
@@ -45,15 +45,23 @@ def histories(args: argparse.Namespace) -> _Runs:
     "liked": {"kind": "label", "column": "rating", "at_least": 4},
     "when": "time",
   }
-  seen = {"kind": "sequence", "of": "movie", "max_length": _PAST}
-  past = {"seen": seen, "enjoyed": seen | {"where": "liked"}}
-  table: dict[str, Any] = {
-    "files": str(args.data_dir / "u.data"),
-    "format": {"names": ["user", "movie", "rating", "when"]},
-    "split": {"by": "time"},
+  past = {
+    "seen": {"kind": "sequence", "table": "movie", "max_length": _PAST},
+    "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
   }
-  yield "MovieLens 100K", "none", table | {"columns": columns}
-  for model in _HISTORIES:
+  rows = duckdb.sql(f"""
+    SELECT * EXCLUDE past, list_transform(past, lambda x: x.movie) AS seen,
+      list_transform(past, lambda x: x.liked) AS seen_liked
+    FROM (
+      SELECT *, list_filter(list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
+        PARTITION BY "user" ORDER BY "when", movie ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
+      ), lambda x: x.time < "when") AS past
+      FROM read_csv('{args.data_dir}/u.data', names=['user', 'movie', 'rating', 'when'])
+    ) ORDER BY "when", "user", movie
+  """).to_arrow_table()
+  table = as_table(rows, columns, args.folder / "with_past") | {"split": {"by": "time"}}
+  yield "MovieLens 100K", "none", table
+  for model in CHOICES["history.model"]:
     more = {"columns": columns | past, "history": {"model": model}}
     yield "MovieLens 100K", model, table | more
 
@@ -76,7 +84,7 @@ def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
   """Yields each label alone, and both in each structure."""
   for name, kind in two.items():
     yield data, f"{name} alone", table | {"columns": table["columns"] | {name: kind}}
-  for structure in _STRUCTURES:
+  for structure in CHOICES["tasks.structure"]:
     more = {"columns": table["columns"] | two, "tasks": {"structure": structure}}
     yield data, structure, table | more
 
@@ -92,10 +100,8 @@ def teachers(correlation: float, args: argparse.Namespace) -> tuple[dict[str, An
     ids = cut_ids(data.columns["ids"], [*data.features])[feature.name]
     is_bag = feature.valency > 1
     values[feature.name] = pa.array([row[row >= 0] for row in ids]) if is_bag else ids
-    columns[feature.name] = {
-      "kind": "bag" if is_bag else "category",
-      "size": feature.vocabulary_size,
-    }
+    kind = "bag" if is_bag else "category"
+    columns[feature.name] = {"kind": kind, "size": feature.vocabulary_size}
   for place, number in enumerate(np.asarray(data.columns["dense"]).T):
     columns[f"number_{place}"], values[f"number_{place}"] = "number", number
   table = as_table(pa.table(values), columns, args.folder / f"teachers_{correlation}")
@@ -122,10 +128,7 @@ def main() -> None:
     if "metrics" in config:  # known without a run
       results.append(config)
       continue
-    config |= _DCNV2 | {
-      "epochs": args.epochs,
-      "cache_dir": str(args.folder / "cache"),
-    }
+    config |= _DCNV2 | {"epochs": args.epochs, "cache_dir": str(args.folder / "cache")}
     for seed in (0, 1, 2):
       result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
       kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}

@@ -31,7 +31,7 @@ _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
-  "numbers of a vector": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
+  "numbers of a vector, which no recipe reads": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
   "list": r"\[.*\]",
   "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
   "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"

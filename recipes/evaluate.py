@@ -70,10 +70,9 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   users, weight_name, chunks = Users.load(Path(workdir) / "serve"), table.name_of(spec.Weight), []
   with source.connect() as con, tempfile.TemporaryDirectory() as stage:
     rows = source.read(con, table.rows, Path(stage), table.on_bad_row)
-    outcomes = rows.batches([*table.labels, *filter(None, [weight_name])])
-    encoded = clicks.encoded(table, rows, model.encoder)
-    for (values, place, _), inputs in zip(outcomes, encoded, strict=True):
-      user = users.ids(cut_ids(inputs["ids"], model.encoder.features))
+    for values, place, _ in rows.batches():
+      inputs = model.transforms.encode(values, len(place))
+      user = users.ids(cut_ids(inputs["ids"], model.transforms.features))
       weight = numbers_of(values[weight_name]) if weight_name else np.ones(len(place))
       label = clicks.labels_of(table, values)
       chunks.append((model.scores(**inputs), label, weight, user))

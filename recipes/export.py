@@ -31,7 +31,7 @@ from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
 from .tables.settings import READING
-from .tables.transforms import Encoder, Entities
+from .tables.transforms import Entities, Transforms
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -98,16 +98,16 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .dlrm import data as data_lib
   from .dlrm import train
 
-  encoder = Encoder.load(serve)
-  features, num_dense = encoder.features, len(encoder.transforms.dense_names)
+  transforms = Transforms.load(serve)
+  features, num_dense = transforms.features, len(transforms.dense_names)
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
     "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
   }
-  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.transforms.vectors}
-  data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, **known)
+  labels = spec.labels(kinds)
+  data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, labels=labels)
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
@@ -122,15 +122,13 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   columns = {
     table.column_name(side, name): ids
     for side, entities in (("user", users), ("item", items))
-    for name, ids in {**entities.ids, **entities.vectors}.items()
+    for name, ids in entities.ids.items()
   }
+  # Which items have been trained is in the checkpoint.
+  columns["item"] = np.zeros(0, np.int32)
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts),
+    columns, {"train": (0, 0)}, len(users.texts), len(items.texts),
     {"user": users.transforms.features, "item": items.transforms.features},
-    {
-      side: {name: each.shape[1] for name, each in entities.vectors.items()}
-      for side, entities in (("user", users), ("item", items))
-    },
   )  # fmt: skip
   model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
@@ -138,7 +136,8 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    popularity = data_lib.log_popularity(np.load(serve / "history.npy"), data.num_items)
+    history = np.load(serve / "history.npy")
+    popularity = data_lib.log_popularity(np.bincount(history, minlength=data.num_items))
     batches = train.catalogue(data, config, popularity, mesh)
     vectors = [encode(model, mesh_lib.to_global(mesh, batch)) for batch in batches]
     return np.asarray(retrieval.joined(vectors, mesh))[: data.num_items]

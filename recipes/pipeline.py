@@ -36,8 +36,6 @@ class ShuffledBatches:
     num_batches: the length of the source.
     shard: `(index, count)`; this host's part of every global batch. The parts of all hosts
       concatenated are the batch that a single host would read.
-    apart: whether each host reads neighbouring rows of its own instead. The order of the rows then
-      depends on the number of hosts.
 
   >>> columns = {"x": np.arange(10)}
   >>> source = ShuffledBatches(columns, (5, 10), batch_size=5, seed=0, num_batches=2)
@@ -54,9 +52,8 @@ class ShuffledBatches:
     seed: int,
     num_batches: int,
     shard: tuple[int, int] = (0, 1),
-    apart: bool = False,
   ):
-    rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
+    self._batch_size, self._part = batch_size, part(batch_size, shard)
     self._columns, self._rows, self._num_batches = columns, rows, num_batches
     self._order = ShuffledRows(rows[1] - rows[0], seed)
 
@@ -132,7 +129,7 @@ class SequentialBatches:
   """Batch number -> rows of a split in order, once, the last batch filled up to the full size.
 
   Every batch has a `mask`, bool `[batch_size]`: False at rows that fill it up, whose values are
-  `fill[name]`, or 0. For `shard` and `apart` see `ShuffledBatches`; all hosts have equally many
+  `fill[name]`, or 0. For `shard` see `ShuffledBatches`; all hosts have equally many
   batches.
   """
 
@@ -144,10 +141,9 @@ class SequentialBatches:
     batch_size: int,
     fill: Mapping[str, Any] | None = None,
     shard: tuple[int, int] = (0, 1),
-    apart: bool = False,
   ):
     self._num_batches = -(-(rows[1] - rows[0]) // batch_size)
-    self._rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
+    self._rows, self._batch_size, self._part = rows, batch_size, part(batch_size, shard)
     self._columns = columns
     self._fill = dict(fill or {})
 
@@ -163,18 +159,6 @@ class SequentialBatches:
       batch[name] = np.full((size, *array.shape[1:]), self._fill.get(name, 0), array.dtype)
       batch[name][: stop - start] = array[start:stop]
     return batch
-
-
-def _share(
-  rows: tuple[int, int], batch_size: int, shard: tuple[int, int], apart: bool
-) -> tuple[tuple[int, int], int, tuple[int, int]]:
-  """Returns a host's rows of a split, the batch cut from them, and its part of the batch."""
-  start, stop = part(batch_size, shard)
-  if not apart:
-    return rows, batch_size, (start, stop)
-  (first, end), (index, count) = rows, shard
-  own_start, own_stop = (first + i * (end - first) // count for i in (index, index + 1))
-  return (own_start, own_stop), stop - start, (0, stop - start)
 
 
 def part(size: int, shard: tuple[int, int]) -> tuple[int, int]:

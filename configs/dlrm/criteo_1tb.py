@@ -10,8 +10,8 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
   the categories, and the other ids of a bag are drawn, see recipes/dlrm/published.py; a blank
   category has no vector, and a blank integer is the mean; tables start normal(0, 0.01) instead of
   uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
-Cost: not run. Tables and slots are 195 GiB over all chips. Spark prepares the days, one a task, and
-  writes 0.7 TB; see docs/how_to/own_table.md, "On a cluster".
+Cost: not run. Tables and slots are 195 GiB over all chips. One machine prepares the days, and
+  writes 0.7 TB.
 Number: not run: the data's licence has to be accepted, and there was no pod. The second command
   compiles the training step for one, needs neither chips nor data, and says what it takes.
 Mode "smoke": the same code on tables of a few rows, a run of seconds; it reads 24 small files.
@@ -59,7 +59,7 @@ def get_config(mode: str = "") -> dict:
   }  # fmt: skip
   if mode == "smoke":
     config |= {
-      "engine": "duckdb", "vocabulary_sizes": (1000, 50, *(20,) * 24),
+      "vocabulary_sizes": (1000, 50, *(20,) * 24),
       "valencies": (3, 2, *(1,) * 22, 5, 1), "dim": 8, "batch_size": 64, "eval_batch_size": 128,
       "steps": 6, "log_every": 2, "eval_every": 3,
     }  # fmt: skip

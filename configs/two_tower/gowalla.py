@@ -38,7 +38,7 @@ def get_config(mode: str = "") -> dict:
     "ks": (20,),
   }
   if mode == "refit":
-    config |= {"refit": True, "select": "", "steps": 3165}  # four epochs
+    config |= {"valid": 0.0, "select": "", "steps": 3165}  # four epochs
   if mode == "smoke":
     config |= {"history": 8, "batch_size": 64, "eval_batch_size": 64, "negatives": {"number": 16}}
     config |= {"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3}

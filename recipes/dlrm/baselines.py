@@ -65,7 +65,7 @@ def logistic_regression(
   """Fits L2-regularised linear models to the same rows and tests the best one on validation.
 
   At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is in
-  memory. Vectors that the model projects are left out: they would be most of it.
+  memory.
 
   Args:
     inverse_penalties: values of scikit-learn's `C` to choose from.
@@ -112,6 +112,6 @@ def _part(data: "ClickData", rows: slice) -> tuple[csr_matrix, np.ndarray, np.nd
     ends = np.cumsum([0, *(own >= 0).sum(axis=1)])
     ones = np.ones(ends[-1], np.float32)
     blocks.append(csr_matrix((ones, own[own >= 0], ends), (len(own), size)))
-  blocks.append(csr_matrix(np.asarray(data.columns["dense"][rows])[:, list(data.numbers)]))
+  blocks.append(csr_matrix(np.asarray(data.columns["dense"][rows])))
   matrix = scipy.sparse.hstack(blocks, format="csr")
   return matrix, data.columns["label"][rows], _weights(data, rows)

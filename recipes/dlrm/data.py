@@ -28,40 +28,20 @@ from . import tasks
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
-def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  from ..tables import clicks, spark
-
-  return (spark if settings["engine"] == "spark" else clicks).build(settings, folder)
-
-
-def _view(prepared: Prepared, config) -> Prepared:
-  """Returns the columns that batches read: shards, or `ids` followed by histories."""
-  from ..tables import histories, spark
-
-  del config
-  assert isinstance(prepared.columns, cache.Columns)
-  folder = prepared.columns.folder
-  if "shards" in prepared.meta:
-    return dataclasses.replace(prepared, columns=spark.Shards(folder))
-  if prepared.meta.get("histories"):
-    return dataclasses.replace(prepared, columns=histories.Columns(folder))
-  return prepared
-
-
 def data_set(name: str) -> DataSet:
   """Returns the data set that `config.dataset` names; imports what prepares it."""
+  from ..tables import clicks
   from ..tables import settings as table_settings
   from . import published, synthetic
 
   if name == "synthetic":
     return DataSet(synthetic.settings, synthetic.build)
   if name == "table":
-    return DataSet(table_settings.settings, _build, _view)
+    return DataSet(table_settings.settings, clicks.build)
   settings = table_settings.declared(getattr(published, name))
   if name == "criteo_1tb":
-    view = lambda prepared, config: published.with_bags(_view(prepared, config), config)
-    return DataSet(settings, _build, view, published.describe_bags)
-  return DataSet(settings, _build, _view, hint=published.HINTS[name])
+    return DataSet(settings, clicks.build, published.with_bags, published.describe_bags)
+  return DataSet(settings, clicks.build, hint=published.HINTS[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +51,7 @@ class ClickData:
   Attributes:
     columns, splits, sha256, best, serve: as of a `cache.Prepared`.
     features: in the order of their columns in `ids`.
-    vectors: by name, the first and past the last column of `dense` of vectors.
     labels: what is predicted, by name, in the order of the columns of `label`.
-    apart: whether each process reads rows of its own.
   """
 
   columns: Mapping[str, Any]
@@ -82,9 +60,7 @@ class ClickData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
-  vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
   labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
-  apart: bool = False
 
   @property
   def num_examples(self) -> int:
@@ -94,12 +70,6 @@ class ClickData:
   @property
   def num_dense(self) -> int:
     return self.columns["dense"].shape[1] if "dense" in self.columns else 0
-
-  @property
-  def numbers(self) -> tuple[int, ...]:
-    """The columns of `dense` that are no vector's."""
-    of_vectors = {i for start, stop in self.vectors.values() for i in range(start, stop)}
-    return tuple(i for i in range(self.num_dense) if i not in of_vectors)
 
   @property
   def statistics(self) -> dict[str, float]:
@@ -119,7 +89,7 @@ class ClickData:
       "training rows": self.num_examples,
       "validation rows": len(range(*self.splits["valid"])),
       "test rows": len(range(*self.splits["test"])),
-      "numbers": len(self.numbers),
+      "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
       **rates,
@@ -152,9 +122,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.sha256,
     prepared.best,
     prepared.serve,
-    {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
     spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
-    "shards" in prepared.meta,
   )
 
 
@@ -182,7 +150,6 @@ def train_batches(data: ClickData, config, start: int = 0) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   transform = _transform(data)
   return pipeline.batches(source, transform, start=start)
@@ -196,7 +163,6 @@ def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterData
     batch_size=batch_size,
     fill=_FILL,
     shard=mesh_lib.shard(),
-    apart=data.apart,
   )
   return pipeline.batches(source, _transform(data))
 

@@ -72,7 +72,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   },
   "criteo_1tb": {
     "data_dir": "",  # the folder of day_0 to day_23, plain or .gz
-    "engine": "spark",  # or "duckdb", for days of few rows
     # Half of day 23 each, of 4,373,472,329 rows.
     "valid_fraction": 0.0203814,
     "test_fraction": 0.0203814,

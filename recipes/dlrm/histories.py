@@ -1,6 +1,6 @@
 """Models of the positions of a history: pooled, DIN, a transformer, or HSTU.
 
-`Histories` replaces the vectors of a history at all positions by one vector of the same width, so
+`Histories` replaces the vectors of a sequence at all positions by one vector of the same width, so
 that a backbone sees no difference between the models.
 
 B is the batch, L the number of positions, D the width of a position.
@@ -86,7 +86,9 @@ class Encoder(nnx.Module):
 class Histories(nnx.Module):
   """Attends to the positions of all histories of a model, each for the candidate of its row.
 
-  The candidate is the row's own feature in the table of the history: its item for items.
+  The vectors of sequences beside a history are concatenated to those of its positions. The
+  candidate is the row's own feature in the table of a sequence: the item for the items of the
+  history. For a sequence beside it whose table no feature of the row has, it is zeros.
 
   Args:
     widths: of the features' vectors by name.
@@ -107,46 +109,50 @@ class Histories(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.dtype, self.linear = dtype, linear
+    self.widths = {name: width - linear for name, width in widths.items()}
     single = [f for f in features if f.valency == 1 and not f.history]
     own = {f.table or f.name: f.name for f in reversed(single)} | {f.name: f.name for f in single}
-    model, options = config.history.model, {"dtype": dtype, "rngs": rngs}
-    models, self.candidates = {}, dict[str, str]()  # by history
-    for feature in features:
-      if not feature.history:
-        continue
-      name, dim = feature.name, widths[feature.name] - linear
-      if feature.history not in own:
+    lengths = {f.name: f.valency for f in features if f.history and not f.beside}
+    # Of a history: the candidates by sequence, of which the history itself is the first.
+    self.candidates: dict[str, dict[str, str | None]] = {name: {name: None} for name in lengths}
+    for feature in (f for f in features if f.history):
+      self.candidates[feature.beside or feature.name][feature.name] = own.get(feature.history)
+    model, options, models = config.history.model, {"dtype": dtype, "rngs": rngs}, {}
+    for name, candidates in self.candidates.items():
+      if candidates[name] is None:
         raise UserError(
-          f"the sequence {name!r} shares its table with no single value of the row, "
-          "which config.history.model attends for: set `of`, or declare it as a bag"
+          f"the sequence {name!r} shares its table with no single value of the row, which "
+          "config.history.model attends for: name its `table`, or declare it as a bag"
         )
-      self.candidates[name] = own[feature.history]
+      dim = sum(self.widths[part] for part in candidates)
       models[name] = (
         DIN(dim, **options)
         if model == "din"
-        else Encoder(model, dim, feature.valency, dropout=config.dropout, **options)
+        else Encoder(model, dim, lengths[name], dropout=config.dropout, **options)
       )
     self.models = nnx.Dict(models)
 
   def __call__(
     self, activations: Mapping[str, jax.Array], inputs: Mapping[str, Any]
   ) -> dict[str, jax.Array]:
-    """Returns activations with `[B, width]` for each history.
+    """Returns activations with `[B, width]` for each sequence.
 
     Args:
-      activations: of all features; of histories `[B, L, width]`.
+      activations: of all features; of sequences `[B, L, width]`.
       inputs: their ids, `embed.Padded` for those of several.
     """
     pooled = dict(activations)
-    for name in self.candidates:
+    for name, candidates in self.candidates.items():
       keys_BxLxD, query_BxD, mask_BxL = self.arguments(name, activations, inputs)
-      vector = self.models[name](keys_BxLxD, query_BxD, mask_BxL)
-      if self.linear:
-        weights = activations[name].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
-        count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
-        mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
-        vector = jnp.concatenate([vector, mean.astype(vector.dtype)], axis=1)
-      pooled[name] = vector
+      vectors_BxD, start = self.models[name](keys_BxLxD, query_BxD, mask_BxL), 0
+      for part in candidates:
+        vector = vectors_BxD[:, start : (start := start + self.widths[part])]
+        if self.linear:
+          weights = activations[part].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
+          count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
+          mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
+          vector = jnp.concatenate([vector, mean.astype(vector.dtype)], axis=1)
+        pooled[part] = vector
     return pooled
 
   def arguments(
@@ -155,10 +161,15 @@ class Histories(nnx.Module):
     """Returns positions `[B, L, D]`, the candidate `[B, D]` and the mask `[B, L]`."""
     ids = getattr(inputs[name], "values", inputs[name])
     mask_BxL = (ids if ids.ndim == 2 else ids[:, None]) >= 0
-    keys_BxLxW = activations[name].reshape(*mask_BxL.shape, -1).astype(self.dtype)
-    query_BxW, width = activations[self.candidates[name]].astype(self.dtype), keys_BxLxW.shape[-1]
-    dim = width - self.linear
-    return keys_BxLxW[..., :dim], query_BxW[:, :dim], mask_BxL
+    keys, queries = [], []
+    for part, candidate in self.candidates[name].items():
+      width = self.widths[part]
+      key_BxLxW = activations[part].reshape(*mask_BxL.shape, -1)[..., :width]
+      none = jnp.zeros_like(key_BxLxW[:, 0])
+      keys.append(key_BxLxW)
+      queries.append(none if candidate is None else activations[candidate][:, :width])
+    join = lambda parts: jnp.concatenate(parts, axis=-1).astype(self.dtype)
+    return join(keys), join(queries), mask_BxL
 
 
 def attends(config, features: Sequence[Feature]) -> bool:

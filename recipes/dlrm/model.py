@@ -184,12 +184,11 @@ def build_model(
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   options: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
-  vectors: Any = {"dim": config.dim, "vectors": data.vectors, "linear": linear}
   sizes = {**config[config.model]} | ({"dim": config.dim} if config.model == "dlrm" else {})
   expert = [config.dim, *sizes["top" if config.model == "dlrm" else "deep"]][-1]
   model: Ranker = MODELS[config.model](
     tables,
-    layers.Inputs(tables, data.numbers, **vectors, **options),
+    layers.Inputs(tables, data.num_dense, linear=linear, **options),
     **sizes,
     head=tasks.head(config, data.labels, expert=expert, dtype=options["dtype"]),
     dropout=config.dropout,

@@ -90,9 +90,9 @@ class Users:
     if serve is None:
       return cls()
     from ..tables import spec  # imports what reads tables
-    from ..tables.transforms import Encoder
+    from ..tables.transforms import Transforms
 
-    transforms = Encoder.load(serve).transforms
+    transforms = Transforms.load(serve)
     name = spec.only(transforms.kinds, spec.User)
     return cls() if name is None else cls(name, len(transforms.vocabulary(name)))
 

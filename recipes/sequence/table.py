@@ -54,10 +54,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   by = table.split["by"]
-  if by not in ("", "last") or set(table.rows.files) != {""} or table.refit:
+  if by not in ("", "last") or set(table.rows.files) != {""}:
     raise UserError(
-      "sequences hold out the last two items of each user: give all rows as config.files, "
-      "--config.split.by=last, and no config.refit"
+      "sequences hold out the last two items of each user: give all rows as config.files, and "
+      "--config.split.by=last"
     )
   log = interactions.read(table, "last", folder)
   if not (log.split == 2).any():

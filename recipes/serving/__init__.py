@@ -10,8 +10,7 @@ with files.
 
 **Clicks.** Every declared feature needs its column. A category outside the vocabulary has one of
 the `oov` rows of its table, or no vector with `oov=0`. A missing category has no vector, a missing
-number is the mean of training. A history that training has built of its log is a list column of its
-name.
+number is the mean of training.
 
 **Recommendations.** A row needs one of: the user, a feature of the user, or a `history`, raw ids of
 items in the order of time, as a list or separated by `|`. A value in the row takes the place of the

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from .. import files, packing
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import spec
-from ..tables.transforms import Encoder, Entities, lengths_of, stacked
+from ..tables.transforms import Entities, Transforms, lengths_of
 from ..training.features import cut_ids
 from . import rows as rows_lib
 
@@ -97,7 +96,7 @@ class ClickModel:
 
   def __init__(self, served: Served):
     self.served, kinds = served, served.kinds
-    self.encoder = Encoder.load(served.transforms)
+    self.transforms = Transforms.load(served.transforms)
     features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
     self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
@@ -119,18 +118,11 @@ class ClickModel:
     """
     table = rows_lib.as_table(rows)
     values = self._reader.read(table, source, first_row)
-    encoded = self.encoder.encode(values, len(table))
-    ids_of_lists = self.encoder.transforms.ids_of_lists
-    past = [
-      ids_of_lists(values[history.name], history.of, history.width, last=True)
-      for history in self.encoder.histories
-    ]
-    flat = [ids.reshape(len(table), math.prod(ids.shape[1:])) for ids in past]
-    return self.scores(encoded["dense"], np.concatenate([encoded["ids"], *flat], axis=1))
+    return self.scores(**self.transforms.encode(values, len(table)))
 
   def scores(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns as `predict`, for N rows as `tables.clicks.encoded` yields them."""
-    inputs = {"dense": dense, "features": cut_ids(ids, self.encoder.features)}
+    """Returns as `predict`, for N rows as `Transforms.encode` returns them."""
+    inputs = {"dense": dense, "features": cut_ids(ids, self.transforms.features)}
     outputs = np.empty((len(dense), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
@@ -253,16 +245,13 @@ class Recommender:
     return own
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
-    """Returns a feature's ids, or a vector: of the row where it has one, else of the user."""
-    transforms = self._users.transforms
-    kind = transforms.kinds[name]
-    is_vector = isinstance(kind, spec.Vector)
-    stored = (self._users.vectors if is_vector else self._users.ids)[name]
+    """Returns a feature's ids: of the row where it has one, else of the user."""
+    stored = self._users.ids[name]
     as_mask = lambda rows: rows.reshape(-1, *[1] * (stored.ndim - 1))
-    ids = np.where(as_mask(users >= 0), stored[users], _none(stored)).astype(stored.dtype)
+    ids = np.where(as_mask(users >= 0), stored[users], -1)
     if name not in values:
       return ids
-    row = stacked(values[name], stored.shape[1]) if is_vector else transforms.ids(values, name)
+    row = self._users.transforms.ids(values, name)
     return np.where(as_mask(_is_given(row)), row, ids)
 
   def _inputs(
@@ -289,14 +278,9 @@ class Recommender:
     return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
 
 
-def _none(values: np.ndarray) -> int:
-  """Returns what is no value: 0 of vectors, -1 of ids."""
-  return 0 if values.dtype == np.float32 else -1
-
-
-def _is_given(values: np.ndarray) -> np.ndarray:
-  """Returns which rows of vectors or ids, `[N, ...]`, have a value, bool `[N]`."""
-  return (values != _none(values)).reshape(len(values), -1).any(axis=1)
+def _is_given(ids: np.ndarray) -> np.ndarray:
+  """Returns which rows of ids, `[N, ...]`, have one, bool `[N]`."""
+  return (ids != -1).reshape(len(ids), -1).any(axis=1)
 
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:

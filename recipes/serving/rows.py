@@ -77,22 +77,25 @@ class Reader:
         names row, column and value.
     """
     places = {name: f"f{place}" for place, name in enumerate(table.column_names)}
-    values, columns = dict[str, Value](), dict[str, str]()
+    values = dict[str, Value]()
+    columns = {
+      name: f"c{place}"
+      for place, (name, kind) in enumerate(self.kinds.items())
+      if self._required or all(column in places for column in kind.sources(name))
+    }
     with self._con.cursor() as con:
       con.register("given", table.rename_columns(list(places.values())))
       described = con.execute("DESCRIBE SELECT * FROM given").fetchall()
       stored = {name: "VARCHAR" if kind == '"NULL"' else kind for name, kind, *_ in described}
-      for place, (name, kind) in enumerate(self.kinds.items()):
-        lacking = [column for column in kind.sources(name) if column not in places]
-        if lacking and self._required:
-          hint = spec.nearest(lacking[0], table.column_names)
-          raise UserError(f"{source} has no column {lacking[0]!r}, which training has read: {hint}")
-        if lacking:
-          continue
+      for place, (name, own) in enumerate(columns.items()):
+        kind = self.kinds[name]
+        for lacking in (column for column in kind.sources(name) if column not in places):
+          hint = spec.nearest(lacking, table.column_names)
+          raise UserError(f"{source} has no column {lacking!r}, which training has read: {hint}")
         read = [Column(c, places[c], stored[places[c]]) for c in kind.sources(name)]
-        columns[name] = f"c{place}"
+        beside = columns.get(getattr(kind, "beside", ""), "")
         try:
-          values[columns[name]] = value_of(kind, read, self._missing, place=place)
+          values[own] = value_of(kind, read, self._missing, place=place, beside=beside)
         except DamagedFileError as error:
           raise UserError(f"{source}: {error}") from error
       answer = con.execute(typed("given", values)).to_arrow_table()

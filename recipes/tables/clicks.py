@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import pyarrow as pa
 
 from .. import cache
 from ..errors import UserError
-from . import histories, source, spec
+from . import source, spec
 from .fit import fit
 from .settings import Table, parsed, serve_folder
 from .source import Rows
-from .splitting import write_splits
-from .transforms import Encoder, numbers_of
+from .transforms import Transforms, numbers_of
 from .values import SPLITS
 
 
@@ -31,7 +30,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     DamagedFileError: a row cannot be read; names file, row and column.
   """
   table = parsed(settings)
-  by, declared = check(table), histories.declared(table)
+  by = _check(table)
   with (
     source.connect() as con,
     futures.ThreadPoolExecutor(1) as background,
@@ -40,26 +39,23 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     digests = background.submit(table.digests)
     rows = source.read(con, table.rows, Path(stage), table.on_bad_row, **hashing(table, by))
     rows.split(by, table.split)
-    write_splits(rows, folder, table.names)
-    base = base_of(table)
-    encoder, notes, sizes = fitted(table, rows, base)
-    log = None
-    if declared:
-      widths = {each.name: each.width for each in base.histories} if base else {}
-      log = histories.Rows(table, declared, rows, widths)
-      encoder = Encoder(encoder.transforms, log.histories)
-      notes += log.notes
-    notes.append(summary(encoder))
-    encoder.save(serve_folder(settings, folder))
-    write_columns(rows, table, encoder, folder, sizes)
-    about: dict[str, Any] = {"sha256": digests.result()}
-    if log is not None:
-      about["histories"] = log.write(folder, encoder.own_features)
+    transforms, notes, sizes = _fitted(table, rows)
+    transforms.save(serve_folder(settings, folder))
+    _write_columns(rows, table, transforms, folder, sizes)
+    sha256 = digests.result()
   table.check_unchanged()
-  return meta(table, encoder, notes, sizes) | about
+  ends = np.cumsum(sizes).tolist()
+  return {
+    "splits": {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)},
+    "features": [dataclasses.asdict(feature) for feature in transforms.features],
+    "dense": list(transforms.dense_names),
+    "labels": spec.as_dicts(table.labels),
+    "notes": notes,
+    "sha256": sha256,
+  }
 
 
-def check(table: Table) -> str:
+def _check(table: Table) -> str:
   """Returns how the rows are split; raises UserError for declarations that clicks cannot have."""
   table.require(spec.Label, "and clicks need one")
   if not any(map(spec.has_table, table.kinds.values())):
@@ -83,40 +79,17 @@ def hashing(table: Table, by: str) -> dict[str, Any]:
   return {"seed": seed, "on": table.split["on"] if seed is not None else ""}
 
 
-def base_of(table: Table) -> Encoder | None:
-  """Returns the encoder that grows; a run of another recipe has none."""
-  has_base = table.base is not None and (table.base / "encoder.json").exists()
-  return Encoder.load(table.base) if table.base is not None and has_base else None
-
-
-def fitted(table: Table, rows: Rows, base: Encoder | None) -> tuple[Encoder, list[str], np.ndarray]:
-  """Returns the encoder of split rows, lines about them, and their number by split, `[3]`.
-
-  `base` is an encoder that grows.
-  """
+def _fitted(table: Table, rows: Rows) -> tuple[Transforms, list[str], np.ndarray]:
+  """Returns the transforms of split rows, lines about them, and their number by split, `[3]`."""
   sizes, rates = _counted(table, rows)
-  transforms, lines = fit(rows, table.kinds, base.transforms if base else None)
+  base = None
+  if table.base is not None and (table.base / "columns.json").exists():  # not of another recipe
+    base = Transforms.load(table.base)
+  transforms, lines = fit(rows.con, rows.view, rows.columns, table.kinds, base)
   weight = table.name_of(spec.Weight)
   weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
-  notes = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]
-  return Encoder(transforms), notes, sizes
-
-
-def meta(table: Table, encoder: Encoder, notes: Sequence[str], sizes: np.ndarray) -> dict[str, Any]:
-  """Returns what `cache.prepared` keeps beside the columns."""
-  ends = np.cumsum(sizes).tolist()
-  splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
-  if table.refit:
-    end = splits["valid"][1]
-    splits |= {"train": (0, end), "valid": (end, end)}
-  return {
-    "splits": splits,
-    "features": [dataclasses.asdict(feature) for feature in encoder.features],
-    "dense": list(encoder.transforms.dense_names),
-    "vectors": encoder.transforms.vectors,
-    "labels": spec.as_dicts(table.labels),
-    "notes": list(notes),
-  }
+  about = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]
+  return transforms, [*about, _summary(transforms)], sizes
 
 
 def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
@@ -157,12 +130,12 @@ def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndar
   return counts, weights
 
 
-def write_columns(
-  rows: Rows, table: Table, encoder: Encoder, folder: Path, sizes: np.ndarray
+def _write_columns(
+  rows: Rows, table: Table, transforms: Transforms, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
-  total, num_dense = int(sizes.sum()), len(encoder.transforms.dense_names)
-  width = sum(feature.columns for feature in encoder.own_features)
+  total, num_dense = int(sizes.sum()), len(transforms.dense_names)
+  width = sum(feature.columns for feature in transforms.features)
   weight = table.name_of(spec.Weight)
   one, labels = ((), np.uint8), len(table.labels)
   shape, dtype = one if labels == 1 else ((labels,), np.float32)
@@ -175,7 +148,7 @@ def write_columns(
     columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
   ends = np.cumsum(sizes) - sizes
   for values, _, split in rows.batches():
-    blocks = {"label": labels_of(table, values), **encoder.encode(values, len(split))}
+    blocks = {"label": labels_of(table, values), **transforms.encode(values, len(split))}
     if weight:
       blocks["weight"] = numbers_of(values[weight])
     for part in range(3):
@@ -193,26 +166,11 @@ def labels_of(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
   return np.stack(columns, axis=1).astype(np.float32)
 
 
-def encoded(table: Table, rows: Rows, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-  """Yields `dense` and `ids` of each batch of rows, with histories that are built of all rows."""
-  batches = (encoder.encode(values, len(place)) for values, place, _ in rows.batches())
-  if not encoder.histories:
-    yield from batches
-    return
-  held, start = [*batches], 0
-  log = histories.Rows(table, encoder.histories, rows, {})
-  logs = [*log.logs(encoder.own_features, np.concatenate([batch["ids"] for batch in held]))]
-  for batch in held:
-    part = slice(start, start := start + len(batch["ids"]))
-    ids = [batch["ids"], *(each.positions(part) for each in logs)]
-    yield batch | {"ids": np.concatenate(ids, axis=1)}
-
-
-def summary(encoder: Encoder) -> str:
+def _summary(transforms: Transforms) -> str:
   """Returns a line about the features, and the rows of their tables."""
-  rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}
+  rows = {feature.table or feature.name: feature.vocabulary_size for feature in transforms.features}
   sizes = ", ".join(f"{name} {size:,}" for name, size in rows.items())
   features = (
-    f"{len(encoder.transforms.dense_names)} numbers, {len(encoder.features)} features with vectors"
+    f"{len(transforms.dense_names)} numbers, {len(transforms.features)} features with vectors"
   )
   return f"{features}; rows of their tables: {sizes}"

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..errors import UserError
 from . import spec
-from .source import Relation, Rows
 from .transforms import Transforms, vocabulary_of
 from .values import literal
 
@@ -20,13 +19,17 @@ _DRAWN = "19"  # the values of one row whose MD5 is below it, a tenth, count as 
 
 
 def fit(
-  rows: Relation | Rows,
+  con: Any,
+  view: str,
+  columns: Mapping[str, str],
   kinds: Mapping[str, spec.Kind],
   base: Transforms | None = None,
 ) -> tuple[Transforms, list[str]]:
   """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
   Args:
+    con, view: DuckDB's, with the columns `place` and `split`.
+    columns: of the view by declared name.
     kinds: the declared columns; features alone are fitted.
     base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
       values come after them, so that a model of that run can resume.
@@ -34,23 +37,17 @@ def fit(
   Raises:
     UserError: a column has no value in the training rows; names it.
   """
-  is_fitted = lambda kind: isinstance(kind, spec.Side) and not spec.is_history(kind)
-  kinds = {name: kind for name, kind in kinds.items() if is_fitted(kind)}
-  work = _Fit(rows, kinds, base or Transforms({}, {}, {}, {}))
+  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
+  work = _Fit(con, view, columns, kinds, base or Transforms({}, {}, {}, {}))
   return work.transforms(), work.notes
 
 
 class _Fit:
   """Queries the statistics of training rows, and makes the transforms of them."""
 
-  def __init__(
-    self,
-    rows: Relation | Rows,
-    kinds: Mapping[str, spec.Kind],
-    base: Transforms,
-  ):
-    self._columns, self._relation = rows.columns, f"{rows.view} WHERE split = 0"
-    self._query = rows.query
+  def __init__(self, con: Any, view: str, columns: Any, kinds: Any, base: Transforms):
+    self._query = lambda sql: con.execute(sql).to_arrow_table()
+    self._columns, self._relation = columns, f"{view} WHERE split = 0"
     self._kinds, self._base = kinds, base
     self._growing = {name for name, kind in kinds.items() if base.kinds.get(name) == kind}
     self.notes: list[str] = []
@@ -63,6 +60,8 @@ class _Fit:
     made = {name: self._number(name, numbers[name], answers) for name in new}
     made = {name: made.get(name) or self._base.numbers[name] for name in numbers}
     widths = {name: self._width(name, bag, next(answers)) for name, bag in bags.items()}
+    beside = {n: k.beside for n, k in bags.items() if isinstance(k, spec.Ordered) and k.beside}
+    widths |= {name: widths[main] for name, main in beside.items() if main in widths}
     tables: dict[str, list[str]] = {}
     for name, kind in self._kinds.items():
       if isinstance(kind, spec.Category):

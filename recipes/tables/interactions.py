@@ -14,7 +14,6 @@ from . import source, spec, splitting
 from .clicks import hashing
 from .fit import fit
 from .settings import Table
-from .source import Relation
 from .transforms import Entities, Transforms
 from .values import SPLITS
 
@@ -56,20 +55,14 @@ class Interactions:
 
 
 def read(table: Table, by: str, folder: Path) -> Interactions:
-  """Returns the interactions of a table, and writes their splits to `split.parquet`.
+  """Returns the interactions of a table.
 
   Args:
     by: how they are split: "user", "last", "time", "order", "hash", "column" or "files".
 
   Raises:
-    UserError: no item is declared, a row has no user or item, or nothing is left; or the engine is
-      another one.
+    UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  if table.engine != "duckdb":
-    raise UserError(
-      f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
-      "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
-    )
   if len(table.labels) > 1:
     raise UserError(
       f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
@@ -77,7 +70,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     )
   with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
     log = _Log(con, table, by, Path(stage))
-    user, item, split, row = _cleaned(table, by, log)
+    user, item, split = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
     items, item = np.unique(item, return_inverse=True)
@@ -86,8 +79,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "user": log.entities("user", users, users[np.unique(user[training])]),
       "item": log.entities("item", items, items[np.unique(item[training])]),
     }
-    order = np.argsort(row, kind="stable")
-    splitting.write_splits(log.rows, folder, table.names, row[order], split[order])
   table.check_unchanged()
   notes = log.notes + _about_splits(user, item, split)
   return Interactions(
@@ -96,7 +87,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
 
 
 def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
-  """Returns user, item, split and row of the interactions left, in the order of time."""
+  """Returns user, item and split of the interactions left, in the order of time."""
   rows = log.numbered()
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
@@ -108,7 +99,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
     rows, of = [each[kept] for each in rows], f"users and items with {table.core} or more"
     log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
-  user, item, split, row = rows
+  user, item, split = rows
   if not len(user):
     also = "".join(f"; {note}" for note in log.notes)
     raise UserError(
@@ -123,7 +114,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     train = np.flatnonzero(split == 0)
     held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
-  rows = [user, item, split, row]
+  rows = [user, item, split]
   if not table.exclude_seen:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     rows = [each[once] for each in rows]
@@ -160,7 +151,7 @@ class _Log:
     self.notes = list(self.rows.notes)
 
   def numbered(self) -> list[np.ndarray]:
-    """Returns user, item, split and row of each interaction, in the order of time.
+    """Returns user, item and split of each interaction, in the order of time.
 
     Users and items are numbered in the order of their first rows.
     """
@@ -170,42 +161,33 @@ class _Log:
       liked = self.rows.query(f"SELECT count(*) FROM {self.rows.view}{positive}")[0][0].as_py()
       what = "rows are positive by the label, and are the interactions"
       self.notes.append(f"{liked:,} of {len(self.rows):,} {what}")
-    # A row is a user where none is declared.
+    # A row is a user where none is declared. Rows of one time stay in the order of the files.
     who, what = (columns[name] if name else "(place + 1)::VARCHAR" for name in self._names.values())
+    time = columns[self._time] if self._time else "0"
     con.execute(
-      f"CREATE OR REPLACE TEMP TABLE log AS SELECT {who} AS user, "
-      f"{f'unnest({what})' if self._is_list else what} AS item, split, place "
-      f"FROM {self.rows.view}{positive}"
+      "CREATE TEMP TABLE log AS SELECT * FROM ("
+      f"SELECT {who} AS user, split, place, {time} AS time, "
+      f"{f'unnest({what})' if self._is_list else what} AS item FROM {self.rows.view}{positive}"
+      ") WHERE item IS NOT NULL"
     )
     if self._is_list:
-      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE len({what}) = 0")
+      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE list_count({what}) = 0")
       if count := empty[0][0].as_py():
         listed = f"{count:,} of {len(self.rows):,} rows have no item"
         self.notes.append(f"{listed} in column {self._names['item']!r}")
     for side in _SIDES:
       first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
       con.execute(
-        f"CREATE OR REPLACE TEMP TABLE {side}s AS SELECT *, "
-        f"row_number() OVER (ORDER BY first) - 1 AS code FROM ({first})"
+        f"CREATE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY first) - 1 AS code "
+        f"FROM ({first})"
       )
-      self.texts[side] = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")[
-        0
-      ].combine_chunks()
-    clock, ordered = "", "log.rowid"
-    if self._time:  # rows of one time stay in the order of the files
-      times = f"SELECT place, {columns[self._time]} AS time FROM {self.rows.view}"
-      clock, ordered = f"JOIN ({times}) AS clock ON clock.place = log.place", "time, log.rowid"
-    (count,) = self.rows.query("SELECT count(*) FROM log")[0].to_pylist()
-    arrays = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64)]
-    at = 0
-    for batch in con.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place FROM log JOIN users USING "
-      f"(user) JOIN items USING (item) {clock} ORDER BY {ordered}"
-    ).to_arrow_reader(1 << 16):
-      for array, column in zip(arrays, batch.columns, strict=True):
-        array[at : at + len(batch)] = column.to_numpy()
-      at += len(batch)
-    return arrays
+      found = self.rows.query(f"SELECT {side} FROM {side}s ORDER BY code")
+      self.texts[side] = found[0].combine_chunks()
+    answer = self.rows.query(
+      "SELECT users.code::INTEGER, items.code::INTEGER, split FROM log JOIN users USING (user) "
+      "JOIN items USING (item) ORDER BY time, log.rowid"
+    )
+    return [np.array(column.to_numpy()) for column in answer.columns]
 
   def values(self, side: str) -> dict[str, Any]:
     """Returns the values of the features of users or items, from the first row of each."""
@@ -241,11 +223,11 @@ class _Log:
       split, place = (~np.isin(kept, trained)).astype(np.int8), np.arange(len(texts))
       names = [*columns.values(), "split", "place"]
       self._con.register("entities", pa.table([*values.values(), split, place], names))
-      transforms, _ = fit(Relation(self._con, "entities", columns), features, base)
+      transforms, _ = fit(self._con, "entities", columns, features, base)
     ids = {feature.name: transforms.ids(values, feature.name) for feature in transforms.features}
     title = spec.only(kinds, spec.Title)
     titles = values[title].to_pylist() if title else None
-    return Entities(texts, transforms, ids, transforms.dense(values, len(texts)), titles)
+    return Entities(texts, transforms, ids, titles)
 
 
 def _about_repeats(repeats: int, rows: int, exclude_seen: bool) -> str:

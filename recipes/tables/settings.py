@@ -8,7 +8,6 @@ recipe's default. It may be a plain dict:
 """
 
 import dataclasses
-import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -26,10 +25,9 @@ from .values import SPLITS
 
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_PLAIN = ("on_bad_row", "exclude_seen", "core", "refit", "engine")  # of a `Table`
+_PLAIN = ("on_bad_row", "exclude_seen", "core")  # of a `Table`
 _CHOICES = {
   "on_bad_row": ("raise", "skip"),
-  "engine": ("duckdb", "spark"),
   "split.by": SPLIT_BY,
 }
 
@@ -43,20 +41,13 @@ class Table:
   on_bad_row: str
   exclude_seen: bool
   core: int
-  refit: bool
-  engine: str
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
-  @functools.cached_property
-  def names(self) -> dict[str, str]:
-    """A name of each file: its path below the folder that all of them are in."""
-    folder = os.path.commonpath([os.path.dirname(path) for path in self.rows.stamps])
-    return {path: os.path.relpath(path, folder) for path in self.rows.stamps}
-
   def digests(self) -> dict[str, str]:
-    """Returns the SHA-256 of every file on this machine by its name."""
-    local = [path for path in self.names if os.path.exists(path)]
-    return {self.names[path]: files.digest(Path(path)) for path in local}
+    """Returns the SHA-256 of every file on this machine, by its path below the folder of all."""
+    folder = os.path.commonpath([os.path.dirname(path) for path in self.rows.stamps])
+    local = [path for path in self.rows.stamps if os.path.exists(path)]
+    return {os.path.relpath(path, folder): files.digest(Path(path)) for path in local}
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
@@ -146,8 +137,7 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*config_lib.TABLE, "init_from") if name in config}
-    defaults = {"select": config.select, "init_from": ""}
-    return settings(config_lib.of_table({**own, **table(config)}, defaults))
+    return settings(config_lib.of_table({**own, **table(config)}, {"init_from": ""}))
 
   return settings_of
 

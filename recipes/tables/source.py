@@ -14,7 +14,6 @@ import codecs
 import collections
 import contextlib
 import dataclasses
-import functools
 import glob
 import itertools
 import json
@@ -45,10 +44,7 @@ from .values import (
   Column,
   Value,
   among,
-  is_time,
   literal,
-  present,
-  trimmed,
   typed,
   value_of,
 )
@@ -330,52 +326,6 @@ class Source:
     """The files of all splits."""
     return [path for paths in self.files.values() for path in paths]
 
-  @functools.cached_property
-  def read_kinds(self) -> dict[str, spec.Kind]:
-    """The kinds that columns of the files have."""
-    return {name: kind for name, kind in self.kinds.items() if not spec.is_history(kind)}
-
-
-def clock_of(source: Source) -> str:
-  """Returns "date", "whole" or "fraction", as the first times of a table are; "" without a time."""
-  name, missing = spec.only(source.kinds, spec.Time), source.format.missing
-  if name is None:
-    return ""
-  kind: Any = source.kinds[name]
-  file = open_file(source.all_files[0], source.format)
-  column = file.column(kind.sources(name)[0])
-  if kind.format or kind.columns or is_time(column.stored):
-    return "date"
-  first = next(iter(file.batches([column])), file.schema.empty_table())
-  sample = f"(SELECT {trimmed(*column[1:])} AS t FROM raw LIMIT 1000)"
-  with connect(1) as con:
-    con.register("raw", first)
-    is_number, has_fractions = con.execute(
-      "SELECT first(TRY_CAST(t AS DOUBLE) IS NOT NULL), bool_or(contains(t, '.')) FROM "
-      f"(SELECT {present('t', missing)} AS t FROM {sample}) WHERE t IS NOT NULL"
-    ).fetchall()[0]
-  if is_number is False:
-    return "date"
-  return "fraction" if has_fractions else "whole"  # nanoseconds are beyond a double's integers
-
-
-class Relation(NamedTuple):
-  """Rows that can be asked, with the columns `place` and `split`.
-
-  Attributes:
-    con: the connection.
-    view: its name.
-    columns: names in the view by declared name.
-  """
-
-  con: duckdb.DuckDBPyConnection
-  view: str
-  columns: Mapping[str, str]
-
-  def query(self, sql: str) -> pa.Table:
-    """Answers a query."""
-    return self.con.execute(sql).to_arrow_table()
-
 
 class Batch(NamedTuple):
   """N rows: values by declared name, places in all files, and splits, int8."""
@@ -386,7 +336,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-  """Typed rows in the Parquet files of a folder, and a view of them: a `Relation`.
+  """Typed rows in the Parquet files of a folder, and a view of them.
 
   Attributes:
     con: the connection.
@@ -401,7 +351,7 @@ class Rows:
   def __init__(self, con: Any, source: Source, folder: Path):
     self.con, self.source = con, source
     self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
-    self.columns = {each: f"c{place}" for place, each in enumerate(source.read_kinds)}
+    self.columns = {each: f"c{place}" for place, each in enumerate(source.kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
     self.total, self.starts = 0, list[int]()
 
@@ -423,12 +373,9 @@ class Rows:
 
   def define(self, split: str = "0") -> None:
     """Makes the view; `split` is the SQL of the index in `SPLITS`."""
-    self.con.execute(f"CREATE OR REPLACE VIEW {self.view} AS {self.selected(split)}")
-
-  def selected(self, split: str) -> str:
-    """Returns the query of the view."""
     columns = ", ".join([*self.columns.values(), "place", f"CAST({split} AS TINYINT) AS split"])
-    return f"SELECT {columns} FROM {self.stored}"
+    query = f"SELECT {columns} FROM {self.stored}"
+    self.con.execute(f"CREATE OR REPLACE VIEW {self.view} AS {query}")
 
   def query(self, sql: str) -> pa.Table:
     """Answers a query."""
@@ -444,14 +391,6 @@ class Rows:
         *values, place, split = batch.columns
         yield Batch(dict(zip(names, values, strict=True)), place.to_numpy(), split.to_numpy())
 
-  def numbers_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the file of rows by their places, `[N]`, and their numbers in it, the first being 1.
-
-    Lines with another number of fields and empty ones do not count.
-    """
-    file = np.searchsorted(self.starts, place, side="right") - 1
-    return file, place - np.array(self.starts)[file] + 1
-
   def split(self, by: str, settings: Mapping[str, Any], *, holds_out: bool = True) -> None:
     """Splits the rows: by "hash", "time", "order", "column" or "files"; by "" none is held out.
 
@@ -459,7 +398,7 @@ class Rows:
       settings: `config.split`.
       holds_out: whether a part of the training files validates where no file does.
     """
-    valid, test, kinds = settings["valid"], settings["test"], self.source.read_kinds
+    valid, test, kinds = settings["valid"], settings["test"], self.source.kinds
     by_hash = lambda shares: " + ".join(
       f"CAST(hash < {round(share * 2**32)} AS INTEGER)" for share in (sum(shares), shares[1])
     )
@@ -512,8 +451,6 @@ def read(
   required: Sequence[str] = (),
   seed: int | None = None,
   on: str = "",
-  clock: str | None = None,
-  may_be_empty: bool = False,
 ) -> Rows:
   """Reads the declared columns of files, once.
 
@@ -524,16 +461,13 @@ def read(
     seed, on: of the hash of each row that a split goes by: over the seed and the declared columns
       of the files in the order of their names, joined by a unit separator; or over a declared name
       alone. It is the start of their MD5, the same in every version and process. None makes none.
-    clock: as of `clock_of`; None looks at the first file.
-    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Raises:
     DamagedFileError: a file lacks a column, or is damaged, or a row cannot be read; names file,
       row, column and value.
   """
-  kinds = source.read_kinds
+  kinds = source.kinds
   opened = [open_file(path, source.format) for path in source.all_files]
-  clock = clock_of(source) if clock is None else clock
   rows = Rows(con, source, folder)
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
@@ -541,11 +475,14 @@ def read(
   with files.progress("reading", len(opened), "file") as bar:
     for file in opened:
       rows.starts.append(rows.total)
-      query = _query(file, source, rows.columns, clock, required, seed, on)
+      query = _query(file, source, rows.columns, required, seed, on)
       _read_file(rows, file, query, parts, on_bad_row)
       bar.update()
   rows.define()
-  if not may_be_empty and not len(rows):
+  if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
+    first = source.all_files[0]
+    raise DamagedFileError(f"the times of {first} are dates and numbers: write all of them alike")
+  if not len(rows):
     first, why = source.all_files[0], "; ".join(rows.notes)
     raise DamagedFileError(
       f"{first}: every row was left out: {why}" if why else f"{first} has a header and no rows"
@@ -605,19 +542,19 @@ def _query(
   file: File,
   source: Source,
   columns: Mapping[str, str],
-  clock: str,
   required: Sequence[str],
   seed: int | None,
   on: str,
 ) -> _Query:
   checks = {0: ("", file.bad[1]), -1: ("", _DROPPED)}
   values, read = dict[str, Value](), dict[str, Column]()
-  cases = [f"WHEN {file.bad[0]} THEN 0"]
-  for number, (declared, kind) in enumerate(source.read_kinds.items(), start=1):
+  cases, is_date = [f"WHEN {file.bad[0]} THEN 0"], "true"
+  for number, (declared, kind) in enumerate(source.kinds.items(), start=1):
     own = [file.column(name) for name in kind.sources(declared)]
     read |= {column.name: column for column in own}
     try:
-      value = value_of(kind, own, source.format.missing, clock, place=number)
+      beside = columns.get(getattr(kind, "beside", ""), "")
+      value = value_of(kind, own, source.format.missing, place=number, beside=beside)
     except DamagedFileError as error:
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]
@@ -627,9 +564,11 @@ def _query(
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
       fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
       checks[code] = own[0].name, f"has no value{fits}"
+    if isinstance(kind, spec.Time) and not kind.format and own[0].stored == "VARCHAR":
+      is_date = f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL"
     if isinstance(kind, spec.Label) and kind.drop:
       cases.insert(1, f"WHEN {among(f'x{number}', kind.drop)} THEN -1")
-  more = ["place"]
+  more = ["place", f"{is_date} AS is_date"]
   if seed is not None:
     raws = (f"CAST({read[name].raw} AS VARCHAR)" for name in sorted(read))
     more.append(f"{hashed(seed, [columns[on]] if on else [*raws])} AS hash")

@@ -7,7 +7,7 @@
       "price": {"kind": "number", "log": True},
       "city": {"kind": "category", "min_count": 5},
       "tags": {"kind": "bag", "separator": "|"},
-      "seen": {"kind": "sequence", "of": "movie", "where": "clicked"},
+      "seen": {"kind": "sequence", "table": "movie"},
     }
 
 The classes below are the kinds; their attributes are the options.
@@ -18,7 +18,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 from ..errors import UserError
 
@@ -175,22 +175,13 @@ class Bag(Category):
 class Ordered(Bag):
   """A bag in the order of time: the last `max_length` values are used of a longer row.
 
-  With `of` it is no column of the files but the history of the row's user; see `histories`.
+  Sequences beside another one say more of each of its places: they have as many values in a row as
+  that one, and its `max_length`.
   """
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
-  of: str = ""  # a declared category, such as the item
-  where: str = ""  # the label: only rows where it is 1 are in the history; "" takes all
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Vector(Side):
-  """Numbers that another model has computed; a learned linear layer takes them to `config.dim`."""
-
-  kind: ClassVar[str] = "vector"
-  width: int = 0  # how many numbers
-  separator: str = "|"
+  beside: str = ""  # another sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,13 +237,12 @@ class Title(Kind):
 
 
 _SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
-_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, Vector, *_SINGLE)
+_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, *_SINGLE)
 KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = (  # options that columns of one table share
   "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
   "optimizer",
 )  # fmt: skip
-_OF_COLUMN = ("column", "side", "table", "pattern", "separator", *OF_TABLE)
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -275,12 +265,6 @@ def _faults(kind: Any) -> Iterator[str]:
       yield "pattern must be a regular expression with one group, which is the value"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
-  if isinstance(kind, Vector) and not kind.width:
-    yield "width is the number of values in each vector: give it"
-  if isinstance(kind, Ordered) and not kind.of and kind.where:
-    yield "where is for a history: name its column with of"
-  if is_history(kind) and any(getattr(kind, name) != getattr(Ordered, name) for name in _OF_COLUMN):
-    yield "of names values of earlier rows, in the table of their column: leave out its options"
 
 
 def parse(columns: Mapping[str, Any]) -> dict[str, Kind]:
@@ -373,11 +357,6 @@ def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
   return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
 
 
-def is_history(kind: Kind) -> TypeGuard[Ordered]:
-  """Whether a column is a sequence that is built of earlier rows."""
-  return isinstance(kind, Ordered) and bool(kind.of)
-
-
 def nearest(name: str, known: Sequence[str]) -> str:
   """Returns a hint at the known name that is most like one that is not known."""
   close = difflib.get_close_matches(name, known, 1)
@@ -400,7 +379,15 @@ def table_of(name: str, kind: Kind) -> str:
 
 
 def check_tables(kinds: Mapping[str, Kind]) -> None:
-  """Raises UserError where columns of one table differ."""
+  """Raises UserError where columns of one table differ, or one goes beside what is no sequence."""
+  for name, kind in kinds.items():
+    if isinstance(kind, Ordered) and kind.beside:
+      main = kinds.get(kind.beside)
+      if not isinstance(main, Ordered) or main.beside:
+        raise UserError(
+          f"config.columns[{name!r}].beside is {kind.beside!r}: name a declared sequence that is "
+          "beside none"
+        )
   first: dict[tuple[str, str], str] = {}  # column of each table that has an option
   for name, kind in kinds.items():
     table = table_of(name, kind)

@@ -1,47 +1,6 @@
-"""The splits of rows as a file, and the protocols that split users' items."""
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+"""The protocols that split users' items."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from .source import Batch, Rows
-from .values import SPLITS
-
-
-def write_splits(
-  rows: Rows,
-  folder: Path,
-  names: Mapping[str, str],
-  place: np.ndarray | None = None,
-  split: np.ndarray | None = None,
-) -> None:
-  """Writes the split of every row to `split.parquet`, so that other models can be fitted to them.
-
-  The columns are `file`, its name, `row`, the number of the row in its file, and `part`, "train",
-  "valid" or "test"; rows that were left out are not there.
-
-  Args:
-    names: of the files.
-    place, split: of rows, both `[N]`; None takes all rows as they are split.
-  """
-  files = [names[path] for path in rows.source.all_files]
-  schema = pa.schema(
-    {"file": pa.dictionary(pa.int32(), pa.string()), "row": pa.int64(),
-     "part": pa.dictionary(pa.int8(), pa.string())}
-  )  # fmt: skip
-  columns = [next(iter(rows.columns))]
-  given: Any = Batch({}, place, split)  # type: ignore[arg-type]
-  batches = rows.batches(columns) if place is None else [given]
-  with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
-    for batch in batches:
-      file, number = rows.numbers_of(batch.place)
-      of_file = pa.DictionaryArray.from_arrays(file.astype(np.int32), files)
-      part = pa.DictionaryArray.from_arrays(batch.split.astype(np.int8), [*SPLITS])
-      writer.write_table(pa.table([of_file, number, part], schema=schema))
 
 
 def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from embed import transforms
 from .. import files
 from ..training.features import Feature
 from . import spec
-from .histories import History, taken
 
 Values = Mapping[str, Any]  # by declared name: Arrow arrays of texts, lists and numbers, `[N]`
 _VALUES = pa.large_list(pa.large_string())  # of a vocabulary in its file
@@ -36,12 +35,13 @@ def lengths_of(lists: pa.Array) -> np.ndarray:
   return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
 
 
-def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
-  """Returns lists as float32 `[N, width]`, zeros for missing ones."""
-  rows = np.zeros((len(vectors), width), np.float32)
-  numbers = vectors.flatten().to_numpy(zero_copy_only=False)
-  rows[lengths_of(vectors) > 0] = numbers.reshape(-1, width)
-  return rows
+def _taken(flat: np.ndarray, first: np.ndarray, kept: np.ndarray, width: int) -> np.ndarray:
+  """Returns `kept` values of a flat array from `first` on, `[B, width, ...]`, -1 after."""
+  places = np.arange(width)
+  index, inside = np.minimum(first[:, None] + places, max(len(flat) - 1, 0)), places < kept[:, None]
+  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
+  inside = inside.reshape(*inside.shape, *[1] * (flat.ndim - 1))
+  return np.where(inside, flat[index], none) if len(flat) else none
 
 
 def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
@@ -90,7 +90,6 @@ class Transforms:
   Attributes:
     features: the categorical features, in the order of the declaration.
     dense_names: the names of the columns of `dense`.
-    vectors: the columns of `dense` of each vector, from the first to past the last.
   """
 
   def __init__(
@@ -112,12 +111,7 @@ class Transforms:
       for name, kind in self.kinds.items()
       if isinstance(kind, spec.Embedded) and name not in self._dense
     )
-    names, self.vectors = list(self._dense), dict[str, tuple[int, int]]()
-    for name, kind in self.kinds.items():
-      if isinstance(kind, spec.Vector):
-        self.vectors[name] = len(names), len(names) + kind.width
-        names += [f"{name} {place}" for place in range(kind.width)]
-    self.dense_names = tuple(names)
+    self.dense_names = tuple(self._dense)
 
   def _feature(self, name: str, kind: Any) -> Feature:
     about = {"dim": kind.dim, "optimizer": kind.optimizer}
@@ -127,7 +121,7 @@ class Transforms:
     if isinstance(kind, spec.Bag):
       about |= {"combiner": kind.combiner}
     if isinstance(kind, spec.Ordered):
-      about |= {"history": kind.table or name}
+      about |= {"history": kind.table or name, "beside": kind.beside}
     if kind.is_dynamic:
       about |= {"eviction": kind.eviction, "half_life": kind.half_life}
     counted = len(self.vocabulary(name)) + kind.oov
@@ -152,16 +146,21 @@ class Transforms:
       found[feature.table or name] = RowIds(self.vocabulary(name), rest)
     return found
 
+  def encode(self, values: Values, rows: int) -> dict[str, np.ndarray]:
+    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, of each feature in turn."""
+    ids = [self.ids(values, feature.name) for feature in self.features]
+    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
+    none = np.empty((rows, 0), np.int32)
+    return {"dense": self.dense(values, rows), "ids": np.concatenate([none, *wide], axis=1)}
+
   def dense(self, values: Values, rows: int) -> np.ndarray:
-    """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
+    """Returns numbers, standardized as declared, float32 `[rows, K]`."""
     dense = np.empty((rows, len(self.dense_names)), np.float32)
     for place, (name, kind) in enumerate(self._dense.items()):
       numbers, about = numbers_of(values[name]), self.numbers[name]
       numbers = np.sign(numbers) * np.log1p(np.abs(numbers)) if kind.log else numbers
       filled = np.where(np.isnan(numbers), about["fill"], numbers)
       dense[:, place] = (filled - about["mean"]) / about["deviation"]
-    for name, (start, stop) in self.vectors.items():
-      dense[:, start:stop] = stacked(values[name], stop - start)
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
@@ -176,14 +175,11 @@ class Transforms:
       return np.where(np.isnan(numbers), -1, buckets).astype(np.int32)
     if not isinstance(kind, spec.Bag):
       return _by_distinct(functools.partial(self._of_distinct, name), values[name])
-    return self.ids_of_lists(values[name], name, self.widths[name], last=kind.last)
-
-  def ids_of_lists(self, lists: pa.Array, name: str, width: int, *, last: bool) -> np.ndarray:
-    """Returns the ids of the first or last values of lists as of a feature, int32 `[N, width]`."""
+    lists, width = values[name], self.widths[name]
     ids = _by_distinct(functools.partial(self._of_distinct, name), lists.flatten())
     lengths = lengths_of(lists)
     stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, width)
-    return taken(ids, stops - (kept if last else lengths), kept, width)
+    return _taken(ids, stops - (kept if kind.last else lengths), kept, width)
 
   def _of_distinct(self, name: str, texts: Sequence[str]) -> np.ndarray:
     """Returns the ids of texts, int32 `[N]`, or halves of raw ids `[N, 2]`."""
@@ -208,7 +204,7 @@ class Transforms:
   def _codes(self) -> dict[str, Codes]:
     return {table: Codes(values) for table, values in self.vocabularies.items()}
 
-  def save(self, folder: Path, name: str) -> None:
+  def save(self, folder: Path, name: str = "columns") -> None:
     """Writes `<name>.json`, and the vocabularies to `<name>.parquet`."""
     columns = {table: pa.array([each], _VALUES) for table, each in self.vocabularies.items()}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
@@ -216,7 +212,7 @@ class Transforms:
     files.write_json(folder / f"{name}.json", about)
 
   @classmethod
-  def load(cls, folder: Path, name: str) -> "Transforms":
+  def load(cls, folder: Path, name: str = "columns") -> "Transforms":
     """Returns what `save` has written."""
     about = files.read_json(folder / f"{name}.json")
     table = pq.read_table(folder / f"{name}.parquet")
@@ -232,20 +228,13 @@ class Entities:
     texts: raw ids.
     transforms: the transforms of the features.
     ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
-    dense: the numbers, float32 `[entities, K]`.
     titles: texts to show, None where no title is declared.
   """
 
   texts: list[str]
   transforms: Transforms
   ids: Mapping[str, np.ndarray]
-  dense: np.ndarray
   titles: list[str | None] | None = None
-
-  @property
-  def vectors(self) -> dict[str, np.ndarray]:
-    """The vectors by name, float32 `[entities, width]`."""
-    return {name: self.dense[:, a:b] for name, (a, b) in self.transforms.vectors.items()}
 
   @functools.cached_property
   def codes(self) -> Codes:
@@ -258,7 +247,7 @@ class Entities:
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
     ids = (self.ids[feature.name] for feature in self.transforms.features)
-    np.savez(folder / f"{name}_features.npz", self.dense, *ids)
+    np.savez(folder / f"{name}_features.npz", *ids)
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Entities":
@@ -266,49 +255,9 @@ class Entities:
     columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
     transforms = Transforms.load(folder, f"{name}_features")
     with np.load(folder / f"{name}_features.npz") as stored:
-      dense, *ids = stored.values()
-    by_name = dict(zip((feature.name for feature in transforms.features), ids, strict=True))
-    return cls(columns["id"], transforms, by_name, dense, columns.get("title"))
-
-
-class Encoder:
-  """Turns rows into `dense` and `ids`, and knows the features of histories that follow.
-
-  Args:
-    transforms: the transforms of the rows' columns.
-    histories: that are built of earlier rows.
-
-  Attributes:
-    own_features: the features of the row itself, in the order of their columns.
-    features: those, and the ones of histories.
-  """
-
-  def __init__(self, transforms: Transforms, histories: Sequence[History] = ()):
-    self.transforms, self.histories = transforms, tuple(histories)
-    self.own_features = transforms.features
-    own = {feature.name: feature for feature in self.own_features}
-    self.features = (*self.own_features, *(history.feature(own) for history in self.histories))
-
-  def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
-    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
-    ids = [self.transforms.ids(values, feature.name) for feature in self.own_features]
-    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
-    empty = np.empty((rows, 0), np.int32)
-    return {
-      "dense": self.transforms.dense(values, rows),
-      "ids": np.concatenate([empty, *wide], axis=1),
-    }
-
-  def save(self, folder: Path) -> None:
-    """Writes the transforms and histories, for `load`."""
-    self.transforms.save(folder, "columns")
-    files.write_json(folder / "encoder.json", [*map(dataclasses.asdict, self.histories)])
-
-  @classmethod
-  def load(cls, folder: Path) -> "Encoder":
-    """Returns what `save` has written."""
-    histories = [History(**history) for history in files.read_json(folder / "encoder.json")]
-    return cls(Transforms.load(folder, "columns"), histories)
+      ids = stored.values()
+      by_name = dict(zip((feature.name for feature in transforms.features), ids, strict=True))
+    return cls(columns["id"], transforms, by_name, columns.get("title"))
 
 
 class RowIds(NamedTuple):
@@ -325,9 +274,9 @@ class RowIds(NamedTuple):
 def stored_rows(serve: Path) -> tuple[dict[str, RowIds], list[str]]:
   """Returns the raw ids by table, and what a model reads besides ids, of a run's folder `serve`."""
   if not (serve / "users.parquet").exists():  # dlrm
-    encoder = Encoder.load(serve)
-    names = (feature.name for feature in encoder.features)
-    return encoder.transforms.row_ids(), [*names, *encoder.transforms.dense_names]
+    transforms = Transforms.load(serve)
+    names = (feature.name for feature in transforms.features)
+    return transforms.row_ids(), [*names, *transforms.dense_names]
   tables, inputs = dict[str, RowIds](), list[str]()
   for side in ("user", "item"):
     entities = Entities.load(serve, f"{side}s")

@@ -1,4 +1,4 @@
-"""What a raw value of a file means, as SQL: texts, numbers, times, lists, vectors and labels."""
+"""What a raw value of a file means, as SQL: texts, numbers, times, lists and labels."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -114,27 +114,26 @@ def value_of(
   kind: spec.Kind,
   columns: Sequence[Column],
   missing: Sequence[str],
-  clock: str = "",
   *,
   place: int = 0,
+  beside: str = "",
 ) -> Value:
   """Returns how a declared column is read.
 
   Args:
     columns: of the files, that it reads.
     missing: texts that mean no value.
-    clock: of times: "date", "whole" or "fraction"; see `source.clock_of`.
     place: a number for the names of the steps.
+    beside: the column of the query with the sequence that this one goes beside; "" is none.
 
   Raises:
     DamagedFileError: the column is stored in a way that cannot be read so.
   """
   (name, raw, stored), *_ = columns
-  takes_lists = kind.is_list or isinstance(kind, spec.Vector)
   is_list = stored.endswith("]")
   if re.match("STRUCT|MAP|UNION", stored) or stored.endswith("[][]"):
     raise DamagedFileError(f"column {name!r} holds {stored}: store its fields as columns")
-  if is_list and not takes_lists:
+  if is_list and not kind.is_list:
     raise DamagedFileError(f"column {name!r} holds lists: declare it as a bag or a sequence")
   if is_time(stored) and isinstance(kind, spec.Number | spec.Weight):
     raise DamagedFileError(f"column {name!r} holds times: declare it as time")
@@ -150,7 +149,7 @@ def value_of(
     )
 
   if isinstance(kind, spec.Time):
-    time, problem = _time(kind, columns, [*filled], clock)
+    time, problem = _time(kind, columns, [*filled])
     return value(time, bad=f"{typed} IS NULL", problem=problem)
   if isinstance(kind, spec.Number | spec.Weight):
     number = f"n{place}"
@@ -164,17 +163,14 @@ def value_of(
     elif kind.decimal != ",":
       problem += " within float32. With decimal commas, declare decimal=','"
     return value(converted, within, bad, problem)
-  if takes_lists:
+  if kind.is_list:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
-    if isinstance(kind, spec.Vector):
-      finite = f"CASE WHEN abs(TRY_CAST(x AS DOUBLE)) <= {_LARGEST} THEN TRY_CAST(x AS FLOAT) END"
-      floats, width = _each(typed, finite), kind.width
-      is_whole = f"list_count({floats}) = {width} AND len({typed}) = {width}"
-      bad = f"list_count({typed}) > 0 AND NOT ({is_whole})"
-      vector = f"CASE WHEN {is_whole} THEN {floats} END"
-      return value(items, vector, bad, f"is not {width} numbers")
     spelled = _each(typed, _matched(_spelled("x"), pattern))
+    if isinstance(kind, spec.Ordered):  # places without a value stay, for what goes beside it
+      bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
+      problem = f"has another number of values than {kind.beside!r}"
+      return value(items, f"coalesce({spelled}, [])", bad, problem)
     return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
   if isinstance(kind, spec.Label):
     return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))
@@ -229,9 +225,7 @@ def _items(column: Column, text: str, separator: str) -> str:
   return _each(items, trimmed("x", "VARCHAR"))
 
 
-def _time(
-  kind: spec.Time, columns: Sequence[Column], texts: Sequence[str], clock: str
-) -> tuple[str, str]:
+def _time(kind: spec.Time, columns: Sequence[Column], texts: Sequence[str]) -> tuple[str, str]:
   """Returns the SQL of times, and what is wrong with one that is null.
 
   Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
@@ -247,14 +241,11 @@ def _time(
   if kind.format:
     time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
     return time, f"is no time of the format {kind.format!r}"
-  if clock == "date":
-    return f"epoch_us(TRY_CAST({texts[0]} AS TIMESTAMPTZ))", (
-      "is no date, as the first time is. Write 2024-12-31 or 2024-12-31T23:59:59, or declare the "
-      f"format of {name!r}, as format='%d.%m.%Y'"
-    )
-  number = f"TRY_CAST({texts[0]} AS {'BIGINT' if clock == 'whole' else 'DOUBLE'})"
-  finite = f"CASE WHEN isfinite({number}) THEN {number} END"
-  return number if clock == "whole" else finite, "is no number, as the first time is"
+  number, date = (f"TRY_CAST({texts[0]} AS {kind})" for kind in ("DOUBLE", "TIMESTAMPTZ"))
+  return f"coalesce(CASE WHEN isfinite({number}) THEN {number} END, epoch_us({date}))", (
+    "is no time: write a number, 2024-12-31 or 2024-12-31T23:59:59, or declare the format of "
+    f"{name!r}, as format='%d.%m.%Y'"
+  )
 
 
 def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:

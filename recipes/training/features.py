@@ -26,6 +26,7 @@ class Feature:
     half_life: of the counts of "lfu", in batches; 0 never forgets.
     history: of ids in the order of time: the row's own feature that they are attended for, or the
       table of one; "" is a bag.
+    beside: the sequence whose positions these ids say more of; "" is none.
   """
 
   name: str
@@ -38,6 +39,7 @@ class Feature:
   eviction: str = ""
   half_life: int = 0
   history: str = ""
+  beside: str = ""
 
   @property
   def is_dynamic(self) -> bool:

@@ -26,9 +26,7 @@ class Inputs(nnx.Module):
 
   Args:
     tables: of single ids and bags.
-    numbers: the columns of `dense` that are numbers.
-    dim: the width that vectors in `dense` are projected to.
-    vectors: by name, the first and past the last of their columns in `dense`.
+    num_dense: N, how many numbers there are.
     linear: O, the outputs of the linear model; 0 leaves it out. The first-order weights of an id
       are the last O columns of its row.
 
@@ -39,49 +37,36 @@ class Inputs(nnx.Module):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    numbers: Sequence[int],
+    num_dense: int,
     *,
-    dim: int = 0,
-    vectors: Mapping[str, tuple[int, int]] | None = None,
     linear: int = 0,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self._vectors, self._numbers = dict(vectors or {}), tuple(numbers)
-    self.num_dense, self.linear, self.dtype = len(numbers), linear, dtype
-    widths = {name: feature.table.dim - linear for name, feature in tables.spec.features.items()}
-    self.widths = widths | dict.fromkeys(self._vectors, dim)
-    # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
-    layer = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-    self.projections = nnx.Dict(
-      {
-        name: layer(stop - start, dim + linear, dtype=dtype)
-        for name, (start, stop) in self._vectors.items()
-      }
-    )
-    self.wide = layer(len(numbers), linear) if linear and len(numbers) else None
+    self.num_dense, self.linear, self.dtype = num_dense, linear, dtype
+    features = tables.spec.features
+    self.widths = {name: feature.table.dim - linear for name, feature in features.items()}
+    has_wide = linear and num_dense
+    self.wide = nnx.Linear(num_dense, linear, use_bias=False, rngs=rngs) if has_wide else None
 
   def __call__(
-    self, activations: Mapping[str, jax.Array], dense_BxK: jax.Array
+    self, activations: Mapping[str, jax.Array], dense_BxN: jax.Array
   ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
-    """Returns vectors `[B, width]` by name, numbers `[B, num_dense]` and logits `[B, O]`.
+    """Returns vectors `[B, width]` by name, numbers `[B, N]` and logits `[B, O]`.
 
     Vectors and numbers are of `dtype`, logits of float32.
 
     Args:
       activations: the outputs of the tables by feature.
-      dense_BxK: numbers and vectors side by side.
+      dense_BxN: the numbers.
     """
-    vectors = {name: activations[name] for name in self.widths if name in activations}
-    for name, (start, stop) in self._vectors.items():
-      vectors[name] = self.projections[name](dense_BxK[:, start:stop])
-    numbers_BxN = dense_BxK[:, np.array(self._numbers, int)] if self._vectors else dense_BxK
-    logits_BxO: Any = 0 if self.wide is None else self.wide(numbers_BxN)
+    vectors = {name: activations[name] for name in self.widths}
+    logits_BxO: Any = 0 if self.wide is None else self.wide(dense_BxN)
     if self.linear:
       logits_BxO += sum(x[:, -self.linear :].astype(jnp.float32) for x in vectors.values())
       vectors = {name: x[:, : -self.linear] for name, x in vectors.items()}
     vectors = {name: x.astype(self.dtype) for name, x in vectors.items()}
-    return vectors, numbers_BxN.astype(self.dtype), logits_BxO
+    return vectors, dense_BxN.astype(self.dtype), logits_BxO
 
 
 def inverse_length(x: jax.Array) -> jax.Array:

@@ -26,16 +26,15 @@ EARLIER = {"valid": ("train",), "test": ("train", "valid")}  # the splits that a
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
 
 
-def log_popularity(item: np.ndarray, num_items: int) -> np.ndarray:
-  """Returns the log of each item's share of N interactions, int `[N]`, as float32 `[num_items]`.
+def log_popularity(counts: np.ndarray) -> np.ndarray:
+  """Returns the log of each item's share of all interactions, float32 like its counts, `[items]`.
 
-  Half an interaction is added to each item, so that new ones are rare, not impossible.
+  An item without any has the share of half of one, so that it is rare, not impossible.
 
-  >>> np.exp(log_popularity(np.array([0, 0, 1]), 2))  # 2.5 and 1.5 of 4
-  array([0.625, 0.375], dtype=float32)
+  >>> np.exp(log_popularity(np.array([3, 1, 0])))
+  array([0.75 , 0.25 , 0.125], dtype=float32)
   """
-  counts = np.bincount(item, minlength=num_items) + 0.5
-  return np.log(counts / counts.sum()).astype(np.float32)
+  return np.log(np.maximum(counts, 0.5) / max(counts.sum(), 1)).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,6 @@ class RetrievalData:
     columns: memory-mapped.
     splits: `train`, `valid` and `test` as ranges of rows.
     features: of each "user" and "item" in addition to the id.
-    vectors: their widths by name, of each "user" and "item".
     ordered: whether the rows of a user are in the order of time, train before valid before test.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
@@ -58,7 +56,6 @@ class RetrievalData:
   num_users: int
   num_items: int
   features: Mapping[str, tuple[Feature, ...]]
-  vectors: Mapping[str, Mapping[str, int]]
   ordered: bool = False
   sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
   best: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -87,9 +84,13 @@ class RetrievalData:
     user, item = self.columns["user"][rows], self.columns["item"][rows]
     return baselines.ones(user, item, (self.num_users, self.num_items))
 
+  def counts(self, *splits: str) -> np.ndarray:
+    """Returns how often each item is in the named splits, int64 `[items]`."""
+    return np.bincount(self.columns["item"][self.rows(*splits)], minlength=self.num_items)
+
   def popularity(self, *splits: str) -> np.ndarray:
     """Returns `log_popularity` in the named splits, float32 `[items]`."""
-    return log_popularity(self.columns["item"][self.rows(*splits)], self.num_items)
+    return log_popularity(self.counts(*splits))
 
   def baseline_tasks(self, config) -> Mapping[str, baselines.Task]:
     """Returns, by name, functions that fit a baseline and return its metrics."""
@@ -104,10 +105,9 @@ class RetrievalData:
 
   def inputs(self, side: str, ids: np.ndarray) -> dict[str, Any]:
     """Returns a tower's features of "user" or "item" ids, but for histories."""
-    column = lambda name: self.columns[column_name(side, name)][ids]
-    inputs = {side: ids} | {name: column(name) for name in self.vectors[side]}
+    inputs: dict[str, Any] = {side: ids}
     for feature in self.features[side]:
-      found = feature.ids(column(feature.name))
+      found = feature.ids(self.columns[column_name(side, feature.name)][ids])
       inputs[feature.name] = embed.Padded(found) if feature.valency > 1 else found
     return inputs
 
@@ -135,7 +135,6 @@ def load(config) -> RetrievalData:
     meta["users"],
     meta["items"],
     {side: tuple(Feature(**each) for each in own) for side, own in meta["features"].items()},
-    meta["vectors"],
     meta["ordered"],
     prepared.sha256,
     prepared.best,
@@ -156,8 +155,8 @@ class TrainBatches:
     `query`: `user` `[B]`, `history` `Padded` `[B, H]` (the user's other training items, in data
       that are `ordered` those before this one; a new random choice every time if there are more
       than H) and the user's features;
-    `positive`, `negative` int32 `[B]`, `[M]`: the items;
-    `positive_candidate`, `negative_candidate`: the items' features.
+    `positive`, `negative`: `candidate`, which is `item` int32 `[B]`, `[M]` and the items' features,
+      and `popularity`, float32 like the items, their `log_popularity` in training.
 
   Args:
     config: `batch_size`, `seed`, `steps`, `history` and `negatives.number`.
@@ -167,7 +166,7 @@ class TrainBatches:
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
-    self._extra = config.negatives.number
+    self._extra, self._popularity = config.negatives.number, data.popularity("train")
     self._rows = pipeline.ShuffledBatches(
       {name: data.columns[name] for name in ("user", "item", "place")},
       data.splits["train"],
@@ -195,7 +194,8 @@ class TrainBatches:
     }
     for name, items in (("positive", positive), ("negative", negative[self._extra_part])):
       if name == "positive" or self._extra:
-        batch |= {name: items, f"{name}_candidate": self._data.inputs("item", items)}
+        candidate = self._data.inputs("item", items)
+        batch[name] = {"candidate": candidate, "popularity": self._popularity[items]}
     return batch
 
   def _history_without(self, user, place, turn, stride) -> np.ndarray:

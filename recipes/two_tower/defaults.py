@@ -56,6 +56,6 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   "movielens100k": _PUBLISHED,
   "gowalla": {
     **_PUBLISHED,
-    "refit": False,  # True trains on the validation pairs as well; then `select` must be ""
+    "valid": 0.1,  # of a user's rows without valid.txt; 0 trains on those of valid.txt as well
   },
 }

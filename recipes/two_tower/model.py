@@ -1,4 +1,4 @@
-"""Two towers over one `SparseEmbed`, their features, and how often items are in a batch.
+"""Two towers over one `SparseEmbed`, and their features.
 
 B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
@@ -21,19 +21,16 @@ from ..training import features as features_lib
 from .data import RetrievalData
 
 SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
-_RATE = 0.02  # of the moving averages of `Frequency`
 
 
 class Tower(nnx.Module):
   """Turns the vectors of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
 
-  Vectors of a data set, `[B, width]`, are projected to width D first, without a bias. Without
-  hidden layers the result is the sum, each feature times a learned number; with them, an MLP of the
-  concatenation and a linear layer.
+  Without hidden layers the result is the sum, each feature times a learned number; with them, an
+  MLP of the concatenation and a linear layer.
 
   Args:
     dim: D.
-    vectors: the widths of a data set's vectors by name.
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
     dtype: of the computation; the result is float32.
@@ -44,7 +41,6 @@ class Tower(nnx.Module):
     names: Sequence[str],
     dim: int,
     *,
-    vectors: Mapping[str, int],
     hidden: Sequence[int],
     dropout: float,
     dtype: Any = jnp.float32,
@@ -52,15 +48,11 @@ class Tower(nnx.Module):
   ):
     self.names, self.dtype = tuple(names), dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
-    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-    self.projections = nnx.Dict({name: linear(width, dim) for name, width in vectors.items()})
     self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
     self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
-    projected = {name: self.projections[name](activations[name]) for name in self.projections}
-    activations = {**activations, **projected}
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:
       x_BxD = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
@@ -69,6 +61,10 @@ class Tower(nnx.Module):
       x_BxD = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
     x_BxD = x_BxD.astype(jnp.float32)
     return x_BxD * layers.inverse_length(x_BxD)
+
+
+class Trained(nnx.Variable):
+  """Which items have training interactions, bool `[items]`; exports know it of the checkpoint."""
 
 
 class TwoTower(nnx.Module):
@@ -80,122 +76,43 @@ class TwoTower(nnx.Module):
 
   def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
     self.embed = tables
-    self._vectors = {side: tuple(data.vectors[of]) for side, of in SIDES.items()}
-
-    def tower(side: str, hidden: Sequence[int], dropout: float) -> Tower:
-      own = {n: width for n, width in data.vectors[SIDES[side]].items() if n in config[side]}
-      options: dict[str, Any] = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
-      names = config[side]
-      return Tower(names, config.dim, vectors=own, hidden=hidden, dropout=dropout, **options)
-
-    self.query_tower = tower("query", config.query_hidden, config.dropout)
-    self.candidate_tower = tower("candidate", config.candidate_hidden, 0.0)
-    self.frequency = Frequency(data.num_items)
-    # A score is a cosine, divided by the temperature in training alone. With popularity, an item
-    # that no batch has had counts by its popularity and features: its own row is noise.
+    tower = functools.partial(Tower, dim=config.dim, dtype=build.dtype(config, "dtype"), rngs=rngs)
+    self.query_tower = tower(config.query, hidden=config.query_hidden, dropout=config.dropout)
+    self.candidate_tower = tower(config.candidate, hidden=config.candidate_hidden, dropout=0.0)
+    # A score is a cosine, divided by the temperature in training alone.
     self.popularity = config.popularity * config.temperature
-    # The counts tell which items this run has trained, not an earlier one.
-    self._knows_items = bool(self.popularity) and not config.init_from
+    # With popularity, an item without training interactions counts by its popularity and features:
+    # its own row is noise, unless an earlier run has trained it.
+    reads_all = not self.popularity or bool(config.init_from)
+    self.trained = Trained(jnp.asarray(data.counts("train") > 0) | reads_all)
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
-    inputs = {"query": query, "candidate": candidate}
-    activations = self.embed(self._of_tables(inputs))
-    queries_BxD = self.query_tower({**query, **activations["query"]})
-    return queries_BxD, self.candidate_tower({**candidate, **activations["candidate"]})
-
-  def _of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the inputs, by tower and name, without vectors."""
-    return {
-      side: {name: x for name, x in features.items() if name not in self._vectors[side]}
-      for side, features in inputs.items()
-    }
+    activations = self.embed({"query": query, "candidate": candidate})
+    return self.query_tower(activations["query"]), self.candidate_tower(activations["candidate"])
 
   def queries(self, query: Any) -> jax.Array:
     """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`."""
-    if self._knows_items and "history" in query:
-      items = query["history"].values
-      query = dict(query) | {"history": embed.Padded(self.frequency.known(items))}
-    vectors_BxD = self.query_tower(self._activations("query", query))
+    if "history" in query:
+      items = embed.Padded(self._known(query["history"].values))
+      query = {**query, "history": items}
+    vectors_BxD = self.query_tower(self.embed({"query": query})["query"])
     if not self.popularity:
       return vectors_BxD
     return jnp.pad(vectors_BxD, ((0, 0), (0, 1)), constant_values=self.popularity)
 
   def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
     """Returns `[C, D]`, or with log popularity `[C, D + 1]`."""
-    if self._knows_items and "item" in candidate:
-      candidate = dict(candidate) | {"item": self.frequency.known(candidate["item"])}
-    vectors_CxD = self.candidate_tower(self._activations("candidate", candidate))
+    if "item" in candidate:
+      candidate = {**candidate, "item": self._known(candidate["item"])}
+    vectors_CxD = self.candidate_tower(self.embed({"candidate": candidate})["candidate"])
     if not self.popularity:
       return vectors_CxD
     return jnp.concatenate([vectors_CxD, popularity[:, None]], axis=1)
 
-  def _activations(self, side: str, features: Mapping[str, Any]) -> dict[str, jax.Array]:
-    return {**features, **self.embed(self._of_tables({side: features}))[side]}
-
-
-class Estimate(nnx.Variable):
-  """The arrays of a `Frequency`, by name."""
-
-
-class Frequency(nnx.Module):
-  """The streaming estimator of Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling".
-
-  It keeps the batch that had an item last, and a moving average of the intervals between the
-  batches that have the item; the item's rate is one over that. A large batch may have an item
-  several times, for which the paper has no room: a second moving average keeps how often, and the
-  expected number of an item in a batch is this count over the interval. Both averages weigh all
-  observations equally until there are `1 / _RATE` of them, so that the first interval does not
-  linger.
-
-  Args:
-    num_items: the size of the catalogue.
-  """
-
-  def __init__(self, num_items: int):
-    self.num_items = num_items
-    self.estimate = Estimate(
-      {
-        "batch": jnp.int32(0),
-        "seen": jnp.zeros(num_items, jnp.int32),  # batches that had the item
-        "last": jnp.full(num_items, -1, jnp.int32),  # the batch before the first one
-        "interval": jnp.ones(num_items, jnp.float32),
-        "count": jnp.zeros(num_items, jnp.float32),
-      }
-    )
-
-  def update(self, ids_B: jax.Array) -> None:
-    """Counts a batch's items in place."""
-    state = dict(self.estimate.get_value())
-    batch, seen_B = state["batch"], state["seen"][ids_B] + 1
-    counts_B = jnp.zeros_like(state["count"]).at[ids_B].add(1.0)[ids_B]
-    rate_B = jnp.maximum(1.0 / seen_B.astype(jnp.float32), _RATE)
-    interval_B = (batch - state["last"][ids_B]).astype(jnp.float32)
-    # Several of one item write the same values, so their order does not matter.
-    average = lambda old, new: old.at[ids_B].set((1 - rate_B) * old[ids_B] + rate_B * new)
-    self.estimate.set_value(
-      {
-        "batch": batch + 1,
-        "seen": state["seen"].at[ids_B].set(seen_B),
-        "last": state["last"].at[ids_B].set(batch),
-        "interval": average(state["interval"], interval_B),
-        "count": average(state["count"], counts_B),
-      }
-    )
-
-  def known(self, ids: jax.Array) -> jax.Array:
-    """Returns the ids `[...]`, -1 in place of items that no batch has had."""
-    return jnp.where(self.estimate.get_value()["seen"][jnp.maximum(ids, 0)] > 0, ids, -1)
-
-  def expected(self, ids: jax.Array) -> jax.Array:
-    """Returns how often each item `[...]` is expected in a batch, float32.
-
-    An item that was never seen is taken to come in the next batch, once.
-    """
-    state = self.estimate.get_value()
-    waited = (state["batch"] + 1).astype(jnp.float32)
-    rates = state["count"][ids] / state["interval"][ids]
-    return jnp.where(state["seen"][ids] > 0, rates, 1.0 / waited)
+  def _known(self, items: jax.Array) -> jax.Array:
+    """Returns the items `[...]`, -1 in place of those without a trained row."""
+    return jnp.where(self.trained[jnp.maximum(items, 0)], items, -1)
 
 
 def build_model(
@@ -219,7 +136,7 @@ def with_all_features(config, data: RetrievalData) -> ConfigDict:
 
   Leaves out the user's own vector, which training learns by heart where users have few rows.
   """
-  names = lambda side: (*(feature.name for feature in data.features[side]), *data.vectors[side])
+  names = lambda side: (feature.name for feature in data.features[side])
   query = config.query or ("history", *names("user"))
   candidate = config.candidate or ("item", *names("item"))
   return config_lib.copied(config, query=query, candidate=candidate)
@@ -255,11 +172,10 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
       prefix=f"{of}_",
       **options,
     )
-    known, names, vectors = own[side] | declared, set(config[side]), set(data.vectors[of])
-    if names - set(known) - vectors or not names - vectors:
+    known = own[side] | declared
+    if set(config[side]) - set(known):
       raise UserError(
-        f"config.{side} is {tuple(config[side])}: choose some of {sorted(known)} of this data "
-        "set" + f", and vectors {sorted(vectors)}" * bool(vectors)
+        f"config.{side} is {tuple(config[side])}: choose some of {sorted(known)} of this data set"
       )
-    chosen[side] = {name: known[name] for name in config[side] if name in known}
+    chosen[side] = {name: known[name] for name in config[side]}
   return chosen

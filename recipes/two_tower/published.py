@@ -33,20 +33,20 @@ _TENS = tuple(range(10, 80, 10))  # a table needs several users of an age to lea
 def gowalla(config) -> dict[str, Any]:
   """Declares `train.txt`, `test.txt` and, if there is one, `valid.txt`.
 
-  Without `valid.txt` a tenth of each user's training items is held out for validation.
+  Without it `config.valid` of each user's training items validate; 0 trains on those of it as well.
   """
   hint = (
     f"Get train.txt and test.txt from {GOWALLA_URL}, and pass --config.data_dir=<their folder>."
   )
   find = lambda name: files.require(config.data_dir, f"{name}.txt", hint=hint)
-  sources = {name: find(name) for name in ("train", "test")}
+  sources: dict[str, Any] = {name: find(name) for name in ("train", "test")}
   if (valid := sources["train"].with_name("valid.txt")).is_file():
-    sources["valid"] = valid
+    sources |= {"valid": valid} if config.valid else {"train": [sources["train"], valid]}
   return {
     "files": sources,
     "format": {"delimiter": " ", "names": ("user", "items"), "rest": True},
     "columns": {"user": "user", "items": {"kind": "item", "separator": " "}},
-    "split": {"seed": config.split_seed},
+    "split": {"seed": config.split_seed, "valid": config.valid},
   }
 
 

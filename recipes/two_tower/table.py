@@ -30,13 +30,13 @@ def write(
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
   rows in random order, or in that of time if they are `ordered`. `<split>_offsets` int64
   `[users + 1]` say where each user's begin. `place` int32 counts a user's rows of a split from 0.
-  Features and vectors are `user_<name>` and `item_<name>`.
+  Features are `user_<name>` and `item_<name>`.
 
   Args:
     pairs: user, item and the index of the split in `SPLITS`, `[N]` each.
     sizes: numbers of users and items.
     features: of "user" and "item".
-    values: of the features, int32, and of vectors, float32, of all users or items by name.
+    values: ids of the features of all users or items, by name.
     seed: of the order of a user's rows.
     ordered: whether the pairs are in the order of time, and later splits come later.
   """
@@ -58,14 +58,9 @@ def write(
       columns[column][start:stop] = found
     cache.column(folder, f"{name}_offsets", offsets.shape, np.int64)[:] = start + offsets
     splits[name], start = (start, stop), stop
-  vectors: dict[str, dict[str, int]] = {"user": {}, "item": {}}
   for side, by_name in values.items():
-    ids = {feature.name for feature in features[side]}
-    for name, array in by_name.items():
-      dtype = np.int32 if name in ids else np.float32
-      cache.column(folder, column_name(side, name), array.shape, dtype)[:] = array
-      if name not in ids:
-        vectors[side][name] = array.shape[1]
+    for name, ids in by_name.items():
+      cache.column(folder, column_name(side, name), ids.shape, np.int32)[:] = ids
   return {
     "splits": splits,
     "users": sizes[0],
@@ -73,7 +68,6 @@ def write(
     "features": {
       side: [dataclasses.asdict(each) for each in own] for side, own in features.items()
     },
-    "vectors": vectors,
     "ordered": ordered,
   }
 
@@ -90,17 +84,15 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   by = table.split_by(timed="last", untimed="user")
   log = interactions.read(table, by, folder)
   split, sides = log.split, {"user": log.users, "item": log.items}
-  if table.refit:
-    split = np.where(split == SPLITS.index("valid"), SPLITS.index("train"), split)
   for index, name in enumerate(SPLITS):
-    if not (split == index).any() and not (table.refit and name == "valid"):
+    if not (split == index).any() and (name != "valid" or table.split["valid"]):
       raise UserError(f"the {name} split is empty: the data set is too small for it")
   meta = write(
     folder,
     (log.user, log.item, split),
     (len(log.users.texts), len(log.items.texts)),
     {side: entities.transforms.features for side, entities in sides.items()},
-    {side: {**entities.ids, **entities.vectors} for side, entities in sides.items()},
+    {side: entities.ids for side, entities in sides.items()},
     seed=table.split["seed"],
     # Where later items are held out, training asks with earlier ones as well.
     ordered=table.name_of(spec.Time) is not None and by in ("last", "time"),

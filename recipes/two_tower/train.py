@@ -76,8 +76,7 @@ def make_train_step(
 
   Every scalar that it returns is logged, as its mean since the last line.
   """
-  del data
-  loss_fn = loss_function(config, mesh)
+  loss_fn = loss_function(config, data.num_items, mesh)
 
   def train_step(model, optimizer, batch):
     with jax.named_scope("dense"):
@@ -89,19 +88,25 @@ def make_train_step(
   return train_step
 
 
+def candidates_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the items that the queries of a batch choose from, the drawn ones after the others."""
+  if "negative" not in batch:
+    return batch["positive"]
+  return jax.tree.map(lambda *x: jnp.concatenate(x), batch["positive"], batch["negative"])
+
+
 def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns the features of a batch's queries and candidates, the drawn ones after the others."""
-  candidate = batch["positive_candidate"]
-  if config.negatives.number:
-    join = lambda *parts: jnp.concatenate(parts)
-    candidate = jax.tree.map(join, candidate, batch["negative_candidate"])
+  """Returns the features of a batch's queries and candidates that the towers read."""
+  candidate = candidates_of(batch)["candidate"]
   return {
     "query": {name: batch["query"][name] for name in config.query},
     "candidate": {name: candidate[name] for name in config.candidate},
   }
 
 
-def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
+def loss_function(
+  config, num_items: int, mesh: Mesh | None = None
+) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> loss`: the mean sampled softmax over the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
@@ -109,17 +114,15 @@ def loss_function(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.
   dtype = build.dtype(config, "dtype")
 
   def loss_fn(model: TwoTower, batch) -> jax.Array:
-    ids = batch["positive"]
-    if config.negatives.number:
-      ids = jnp.concatenate([ids, batch["negative"]])
     queries, candidates = model(**inputs(config, batch))
-    model.frequency.update(batch["positive"])
-    ids, candidates = (_placed(x, mesh, PartitionSpec()) for x in (ids, candidates))
-    log_expected, weight = None, config.popularity
-    if config.logq or weight:
-      own = model.frequency.expected(ids)
-      drawn = config.negatives.number / model.frequency.num_items  # of each item, uniformly
-      log_expected = config.logq * jnp.log(own + drawn) - weight * jnp.log(own)
+    items = candidates_of(batch)
+    ids, log_share, candidates = (
+      _placed(x, mesh, PartitionSpec())
+      for x in (items["candidate"]["item"], items["popularity"], candidates)
+    )
+    # How often a batch has an item: as the positive of its queries, and drawn.
+    expected = config.batch_size * jnp.exp(log_share) + config.negatives.number / num_items
+    log_expected = config.logq * jnp.log(expected) - config.popularity * log_share
     vectors = queries.astype(dtype), candidates.astype(dtype)
     scores_BxC = jnp.einsum("bd,cd->bc", *vectors, preferred_element_type=jnp.float32)
     logits_BxC = scores_BxC / config.temperature

@@ -70,7 +70,8 @@ def test_clicks(mesh):
 @pytest.mark.ci
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
-  data = pairs.RetrievalData({}, {}, ROWS, ROWS, {"user": (), "item": ()}, {"user": {}, "item": {}})
+  empty = {"item": np.zeros(0, np.int32)}, {"train": (0, 0)}
+  data = pairs.RetrievalData(*empty, ROWS, ROWS, {"user": (), "item": ()})
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
   encode = two_tower.make_encode(mesh)

@@ -1,4 +1,4 @@
-"""Histories of a log: positions by hand, no look ahead anywhere, and models that attend to them."""
+"""Histories in list columns: lists beside each other by hand, and models that attend to them."""
 
 import functools
 
@@ -15,31 +15,26 @@ from small_tables import completed, write_csv
 import embed
 from recipes import evaluate, export, serving
 from recipes.dlrm import data, histories
-from recipes.errors import UserError
+from recipes.errors import DamagedFileError, UserError
 from recipes.training.features import Feature, cut_ids
 
-HEADER = ("who", "what", "where", "clicked", "when", "part")
+HEADER = ("movie", "genre", "clicked", "part", "seen", "seen_liked", "genres")
 ROWS = [
-  ("ann", "a", "x", 1, 10, "train"),
-  ("bob", "a", "x", 1, 20, "train"),
-  ("ann", "b", "y", 0, 20, "train"),
-  ("ann", "c", "x", 1, 20, "valid"),  # at the time of the row before
-  ("ann", "a", "", 0, 31, "test"),
-  ("cid", "b", "y", 0, 25, "valid"),
-  ("bob", "c", "y", 1, 40, "test"),
+  ("a", "x", 1, "train", "", "", ""),
+  ("b", "y", 0, "train", "a|b|a|b", "1|0|1|1", "x|y|x|y"),
+  ("b", "x", 1, "valid", "b|", "|1", "y|NA"),
+  ("a", "x", 0, "valid", "c", "0", "x"),
+  ("a", "y", 0, "test", "[null, 'a']", "[1, 0]", "|z"),
+  ("b", "x", 1, "test", "", "", ""),
 ]
-SEEN = {"kind": "sequence", "of": "what", "max_length": 2}
-PLACES = {"kind": "sequence", "of": "where", "max_length": 2}
-LIKED = {"kind": "sequence", "of": "what", "where": "clicked", "max_length": 3}
 COLUMNS = {
-  "who": "user",
-  "what": "item",
-  "where": {"kind": "category", "min_count": 1},
+  "movie": "item",
+  "genre": {"kind": "category", "min_count": 1},
   "clicked": "label",
-  "when": "time",
   "part": "split",
-  "seen": SEEN,
-  "places": PLACES,
+  "seen": {"kind": "sequence", "table": "movie", "min_count": 1, "max_length": 3},
+  "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
+  "genres": {"kind": "sequence", "beside": "seen", "table": "genre", "min_count": 1},
 }
 
 
@@ -48,94 +43,41 @@ def load(tmp_path, rows=ROWS, columns=COLUMNS, **given):
   return data.load(completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given))
 
 
-def ids_of(loaded, rows=slice(None)):
-  return cut_ids(loaded.columns["ids"][rows], loaded.features)
-
-
-def test_histories_by_hand(tmp_path):
-  loaded = load(tmp_path, columns=COLUMNS | {"liked": LIKED})
-  ids, none = ids_of(loaded), [-1, -1]
-  # Training has a and b, and x and y; 2 is the row of unknown ones. Splits: 3, 2 and 2 rows.
-  assert ids["what"].tolist() == [0, 0, 1, 2, 1, 0, 2]
-  assert ids["seen"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 2], [0, -1]]
-  assert ids["places"].tolist() == [none, none, [0, -1], [0, -1], none, [1, 0], [0, -1]]
-  assert ids["liked"].tolist()[5:] == [[0, 2, -1], [0, -1, -1]]
+def test_lists_beside_each_other_by_hand(tmp_path):
+  loaded = load(tmp_path)
+  ids, none = cut_ids(loaded.columns["ids"], loaded.features), [-1, -1, -1]
+  # Training has 3 a and 3 b, 3 likes and 1 other, 3 x and 3 y; 2 is the row of unknown ones.
+  assert ids["seen"].tolist() == [
+    none, [1, 0, 1], [1, -1, -1], [2, -1, -1], [-1, 0, -1], none,
+  ]  # fmt: skip
+  assert ids["seen_liked"].tolist() == [
+    none, [1, 0, 0], [-1, 0, -1], [1, -1, -1], [0, 1, -1], none,
+  ]  # fmt: skip
+  assert ids["genres"].tolist() == [
+    none, [1, 0, 1], [1, -1, -1], [0, -1, -1], [-1, 2, -1], none,
+  ]  # fmt: skip
   by_name = {feature.name: feature for feature in loaded.features}
-  assert by_name["seen"].table == by_name["liked"].table == "what"
-  assert by_name["places"].table == "where"
-  some = np.array([5, 0])
-  np.testing.assert_array_equal(loaded.columns["ids"][some], loaded.columns["ids"][:][some])
-  assert sorted(loaded.columns) == ["dense", "ids", "label"]
+  assert (by_name["seen"].history, by_name["genres"].history) == ("movie", "genre")
+  assert [by_name[name].beside for name in ("seen", "seen_liked")] == ["", "seen"]
 
 
-def test_declarations_that_make_no_sense(tmp_path):
+def test_lists_of_other_lengths_are_bad_rows(tmp_path):
+  short = [*ROWS, ("a", "x", 1, "test", "a|b", "1|0", "x"), ("a", "x", 1, "test", "", "1", "")]
+  said = r"log.csv, row 7, column 'genres': 'x' has another number of values than 'seen'"
+  with pytest.raises(DamagedFileError, match=said):
+    load(tmp_path, short)
+  loaded = load(tmp_path, short, on_bad_row="skip")
+  np.testing.assert_array_equal(loaded.columns["ids"], load(tmp_path).columns["ids"])
+
+
+def test_a_sequence_goes_beside_a_declared_one(tmp_path):
+  beside = lambda name: {"seen_liked": {"kind": "sequence", "beside": name}}
   cases = [
-    ({"who": "category"}, "no column is declared as 'user', whose earlier rows 'seen' holds"),
-    ({"when": "category"}, "no column is declared as 'time', which says what rows 'seen' holds"),
-    ({"seen": SEEN | {"of": "shop"}}, r"columns\['seen'\]\.of is 'shop': name a declared item"),
-    ({"seen": SEEN | {"of": "part"}}, "name a declared item, or a category of one value"),
-    ({"seen": LIKED | {"where": "where"}}, r"\.where is 'where': name a declared label"),
-    ({"seen": SEEN | {"table": "what"}}, "of names values of earlier rows"),
-    (
-      {"seen": SEEN, "more": SEEN | {"combiner": "sum"}},
-      "'seen' and 'more' share the table 'what', and differ in combiner",
-    ),
-    ({"seen": LIKED | {"of": ""}}, "where is for a history: name its column with of"),
+    (beside("sean"), r"columns\['seen_liked'\]\.beside is 'sean': name a declared sequence"),
+    (beside("genre"), "beside is 'genre': name a declared sequence"),
+    (beside("genres"), "beside is 'genres': name a declared sequence that is beside none"),
   ]
-
   refused(cases, lambda changes: load(tmp_path, columns=COLUMNS | changes), UserError)
-
-
-# --- no look ahead --------------------------------------------------------------------------------
-
-# Ids are whole numbers with a row each, so that no vocabulary depends on the later rows.
-FREE = COLUMNS | {
-  "what": {"kind": "item", "size": 50},
-  "where": {"kind": "category", "size": 9},
-  "who": {"kind": "user", "size": 12},
-  "seen": SEEN | {"max_length": 4},
-  "places": PLACES | {"max_length": 4},
-  "liked": LIKED,
-}
-NOW = 55  # of times from 0 to 99
-
-
-def log(changed: bool):
-  """Returns rows in no order; if changed, all of what is later than `NOW` is another.
-
-  Rows of that time itself, which are not in each other's histories, keep their users.
-  """
-  draw = np.random.default_rng(0)
-  rows, later = [], np.random.default_rng(1)
-  for i in range(300):
-    when = int(draw.integers(100))
-    row = [*map(int, (draw.integers(10), draw.integers(50), draw.integers(9), draw.integers(2)))]
-    if changed and when >= NOW:
-      row[1:3] = int(later.integers(50)), int(later.integers(9))
-    if changed and when > NOW:
-      row[0], when = int(later.integers(12)), int(later.integers(NOW + 1, 200))
-    rows.append((*row, when, ("train", "valid", "test")[i % 3]))
-  return rows
-
-
-def test_no_later_row_changes_an_earlier_history(tmp_path):
-  rows, before = log(False), []
-  for folder, changed in (("one", False), ("other", True)):
-    (tmp_path / folder).mkdir()
-    loaded = load(tmp_path / folder, log(changed), columns=FREE)
-    order = [row for part in ("train", "valid", "test") for row in rows if row[5] == part]
-    early = np.array([row[4] <= NOW for row in order])  # those of the time itself as well
-    trained = next(iter(data.eval_batches(loaded, "train", 100)))["features"]["seen"].values
-    tested = next(iter(data.eval_batches(loaded, "test", 100)))["features"]["seen"].values
-    parts = ids_of(loaded)
-    history = [parts[name][early] for name in ("seen", "places", "liked")]
-    is_early = early[:100], early[-100:]
-    before.append([*history, trained[is_early[0]], tested[is_early[1]]])
-    assert any((np.asarray(part) >= 0).any() for part in history)
-    assert loaded.columns["ids"][:][~early].any()
-  assert sum(row[4] < NOW for row in order) < early.sum() < len(rows)
-  for one, other in zip(*before, strict=True):
-    np.testing.assert_array_equal(one, other)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -185,6 +127,7 @@ FEATURES = (
   Feature("item", 9),
   Feature("city", 3),
   Feature("bought", 9, valency=3, table="item", history="item"),
+  Feature("paid", 4, valency=3, history="paid", beside="bought"),
   Feature("cities", 3, valency=1, table="city", history="city"),
 )
 
@@ -194,18 +137,20 @@ def call(module, activations, inputs):
   return module.arguments("bought", activations, inputs), module(activations, inputs)
 
 
-def test_a_history_meets_its_candidate_and_has_a_vector_of_its_width():
-  widths = {"item": 3, "city": 5, "bought": 3, "cities": 5}
+def test_positions_meet_the_candidate_and_have_vectors_of_their_widths():
+  widths = {"item": 3, "city": 5, "bought": 3, "paid": 2, "cities": 5}
   module = attending("din", FEATURES, widths, linear=1)
-  shapes = {"item": (1, 3), "city": (1, 5), "bought": (1, 3, 3), "cities": (1, 1, 5)}
+  shapes = {"item": (1, 3), "city": (1, 5), "bought": (1, 3, 3), "paid": (1, 3, 2)}
+  shapes |= {"cities": (1, 1, 5)}
   activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"bought": embed.Padded(np.array([[4, 2, -1]])), "cities": np.array([1])}
   (keys, query, mask), made = call(module, activations, inputs)
-  assert keys[0].tolist() == [[0, 1], [3, 4], [6, 7]]
-  assert query.tolist() == [[0, 1]]
+  assert keys[0].tolist() == [[0, 1, 0], [3, 4, 2], [6, 7, 4]]
+  assert query.tolist() == [[0, 1, 0]]  # nothing of the row is in the table of `paid`
   assert mask.tolist() == [[True, True, False]]
   assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
-  assert (made["bought"][0, 2], made["cities"][0, 4]) == ((2 + 5) / 2, 4)  # of the linear model
+  means = made["bought"][0, 2], made["paid"][0, 1], made["cities"][0, 4]  # of the linear model
+  assert means == ((2 + 5) / 2, (1 + 3) / 2, 4)
   with pytest.raises(UserError, match="'bought' shares its table with no single value"):
     attending("din", FEATURES[1:], widths)
 
@@ -213,10 +158,17 @@ def test_a_history_meets_its_candidate_and_has_a_vector_of_its_width():
 # --- serving --------------------------------------------------------------------------------------
 
 
-def as_rows(rows):
-  """Returns rows of `log` as dicts, with texts as ids."""
-  texts = [(f"u{who}", f"i{what}", f"s{where}", *rest) for who, what, where, *rest in rows]
-  return [dict(zip(HEADER, row, strict=True)) for row in texts]
+def log():
+  """Returns drawn rows, of which one in six has no history."""
+  draw, rows = np.random.default_rng(0), []
+  for i in range(300):
+    count = int(draw.integers(6))
+    seen, liked, genres = (draw.integers(n, size=count).tolist() for n in (50, 2, 9))
+    movie, genre, clicked = (int(draw.integers(n)) for n in (50, 9, 2))
+    row = (f"i{movie}", f"s{genre}", clicked, ("train", "valid", "test")[i % 3])
+    lists = ([f"i{x}" for x in seen], [*map(str, liked)], [f"s{x}" for x in genres])
+    rows.append(dict(zip(HEADER, (*row, *lists), strict=True)))
+  return rows
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +177,10 @@ def run(tmp_path_factory):
 
   @functools.cache
   def of(model):
-    folder, rows = tmp_path_factory.mktemp(model), as_rows(log(False))
-    path = write_csv(folder / "log.csv", HEADER, [row.values() for row in rows])
-    columns = COLUMNS | {"seen": SEEN | {"max_length": 4}, "liked": LIKED}
-    table = {"files": str(path), "columns": columns, "batch_size": 64, "dim": 4}
+    folder, rows = tmp_path_factory.mktemp(model), log()
+    written = [["|".join(x) if isinstance(x, list) else x for x in row.values()] for row in rows]
+    path = write_csv(folder / "log.csv", HEADER, written)
+    table = {"files": str(path), "columns": COLUMNS, "batch_size": 64, "dim": 4}
     training = run_of("dlrm", table | {"history": {"model": model}}, folder / "run")
     return training, export.export(folder / "run", folder / "served", platforms=("cpu",)), rows
 
@@ -240,30 +192,17 @@ def in_order(rows):
   return [row for part in ("train", "valid", "test") for row in rows if row["part"] == part]
 
 
-def with_lists(rows):
-  """Returns rows with the lists of what their users did before, found one by one."""
-  asked = []
-  for row in rows:
-    mine = [each for each in rows if each["who"] == row["who"] and each["when"] < row["when"]]
-    mine.sort(key=lambda each: each["when"])
-    seen, places = ([each[name] for each in mine] for name in ("what", "where"))
-    liked = [each["what"] for each in mine if each["clicked"]]
-    asked.append(row | {"seen": seen, "places": places, "liked": liked})
-  return asked
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("model", ["din", *ways.weekly("transformer", "hstu")])
-def test_an_export_answers_as_the_run_by_lists(model, run):
+def test_an_export_answers_as_the_run(model, run):
   training, folder, rows = run(model)
   expected, served = own_probabilities(training), serving.load(folder)
   assert np.ptp(expected) > 0.05
-  found = served.predict(in_order(with_lists(rows)))
-  np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+  np.testing.assert_allclose(served.predict(in_order(rows)), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.ci
-def test_other_files_are_measured_by_their_own_log(run):
+def test_other_files_are_measured(run):
   training, folder, rows = run("din")
   expected = own_probabilities(training)
   label = np.array([row["clicked"] for row in in_order(rows)])
@@ -275,13 +214,16 @@ def test_other_files_are_measured_by_their_own_log(run):
 @pytest.mark.ci
 def test_requests_with_little_or_wrong_in_them(run):
   _, folder, rows = run("din")
-  served, lists = serving.load(folder), ("seen", "places", "liked")
+  served, lists = serving.load(folder), ("seen", "seen_liked", "genres")
   row = rows[0] | dict.fromkeys(lists)
   assert set(lists) <= set(served.columns)
   ask = lambda **given: served.predict([row | given])[0]
   none = ask()
-  assert ask(seen=[], liked="") == none
-  assert 0 < ask(who="nobody", what="nothing") < 1
-  assert ask(seen="i3|new") == ask(seen=["i3", None, "new"]) != none
-  with pytest.raises(UserError, match="rows has no column 'places'"):
-    served.predict([{name: row[name] for name in row if name != "places"}])
+  assert ask(seen=[], seen_liked="") == none
+  assert 0 < ask(movie="nothing") < 1
+  given = {"seen_liked": [None, "1", "0"], "genres": [None] * 3}
+  assert ask(seen="i3||new", **given) == ask(seen=["i3", None, "new"], **given) != none
+  with pytest.raises(UserError, match=r"column 'seen_liked': .* than 'seen'"):
+    ask(seen=["i3"])
+  with pytest.raises(UserError, match="rows has no column 'genres'"):
+    served.predict([{name: row[name] for name in row if name != "genres"}])

@@ -28,7 +28,7 @@ def build(kind, settings, num_dense=2):
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
-  inputs = layers.Inputs(tables, range(num_dense), linear=1, rngs=rngs)
+  inputs = layers.Inputs(tables, num_dense, linear=1, rngs=rngs)
   return kind(tables, inputs, **settings, dropout=0.0, rngs=rngs)
 
 
@@ -51,6 +51,20 @@ def loss_fn(model, batch):
 @nnx.jit
 def call(model, x):
   return model(x)
+
+
+@pytest.mark.ci
+def test_a_linear_model_is_the_last_column_of_everything():
+  config = lambda name: embed.FeatureConfig(embed.TableConfig(4, 2, name=name))
+  tables = embed.SparseEmbed({n: config(n) for n in ("movie", "city")}, rngs=nnx.Rngs(0))
+  made = layers.Inputs(tables, 2, linear=1, rngs=nnx.Rngs(0))
+  assert made.widths == {"movie": 1, "city": 1}
+  made.wide.kernel[...] = jnp.array([[100.0], [1000.0]])
+  rows = {"movie": np.float32([[1, 2]]), "city": np.float32([[5, 6]])}
+  vectors, numbers, linear = nnx.jit(lambda made: made(rows, np.float32([[7, 11]])))(made)
+  assert jax.tree.map(lambda x: x.tolist(), vectors) == {"movie": [[1]], "city": [[5]]}
+  assert numbers.tolist() == [[7, 11]]
+  assert linear.tolist() == [[2 + 6 + 700 + 11_000]]
 
 
 @pytest.mark.programs(25, "layers are initialized")

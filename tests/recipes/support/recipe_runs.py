@@ -157,5 +157,5 @@ def lists_of(train, valid, test, *, num_items=1000, ordered=True):
     splits[name], start = (start, start + sum(lengths)), start + sum(lengths)
   joined = lambda x: np.concatenate(x).astype(np.int32) if isinstance(x, list) else x
   columns = {name: joined(parts) for name, parts in columns.items()}
-  none: tuple = {"user": (), "item": ()}, {"user": {}, "item": {}}
-  return RetrievalData(columns, splits, len(train), num_items, *none, ordered)
+  none: dict = {"user": (), "item": ()}
+  return RetrievalData(columns, splits, len(train), num_items, none, ordered)

@@ -1,7 +1,5 @@
 """A table as clicks: what lands in the columns, by hand, and refusals that name the row."""
 
-import hashlib
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +9,7 @@ from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
-from recipes.tables.transforms import Encoder
+from recipes.tables.transforms import Transforms
 
 HEADER = ("clicked", "city", "price", "tags", "part")
 ROWS = [
@@ -118,13 +116,6 @@ def test_labels(tmp_path):
   assert loaded.columns["label"].tolist() == [0, 0, 1] * 3
 
 
-def test_refit_trains_on_the_validation_rows(tmp_path):
-  loaded, refit = load(tmp_path), load(tmp_path, refit=True, select="")
-  assert refit.splits == {"train": (0, 6), "valid": (6, 6), "test": (6, 8)}
-  for name in ("label", "ids", "dense"):
-    np.testing.assert_array_equal(refit.columns[name], loaded.columns[name])
-
-
 def test_weights(tmp_path):
   columns = COLUMNS | {"price": "weight"}
   rows = [(*row[:2], i, *row[3:]) for i, row in enumerate(ROWS)]
@@ -161,9 +152,9 @@ def test_a_split_needs_weight_on_both_outcomes(tmp_path):
 
 def test_what_serving_needs_makes_the_same_ids(tmp_path):
   loaded = load(tmp_path)
-  encoder = Encoder.load(loaded.serve)
-  assert encoder.features == loaded.features
-  assert encoder.transforms.dense_names == ("price",)
+  transforms = Transforms.load(loaded.serve)
+  assert transforms.features == loaded.features
+  assert transforms.dense_names == ("price",)
 
 
 def problem(tmp_path, row, **columns):
@@ -214,29 +205,6 @@ def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
   assert load(tmp_path, columns=columns).columns["dense"][3, 0] == 20.0
 
 
-@pytest.mark.ci
-def test_files_are_added_and_renamed_without_moving_a_row(tmp_path):
-  columns = {"clicked": "label", "city": "category", "price": "number"}
-
-  def parts(*files):
-    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
-    for name, rows in files:
-      write_csv(folder / name, HEADER, rows)
-    loaded = data.load(completed("dlrm", tmp_path / "c", files=str(folder), columns=columns))
-    split = pq.read_table(loaded.serve.parent / "split.parquet").to_pylist()
-    rows_of = dict(files)
-    return [(rows_of[each["file"]][each["row"] - 1], each["part"]) for each in split]
-
-  one = parts(("a.csv", MANY[:1000]))
-  assert sorted({part for _, part in one}) == ["test", "train", "valid"]
-  assert parts(("z.csv", MANY[:1000])) == one
-  more = parts(("0.csv", MANY[1000:]), ("a.csv", MANY[:1000]))
-  assert more[1000:] == one
-  again = parts(("a.csv", MANY[:1000]), ("b.csv", MANY[:1000][::-1]))
-  assert sorted(again[:1000]) == sorted(again[1000:])  # equal rows are on one side
-
-
 CITIES = {"clicked": "label", "city": {"kind": "category", "min_count": 1}, "part": "split"}
 
 
@@ -252,7 +220,7 @@ def test_names_of_files_and_folders_mean_nothing(tmp_path):
     write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
   path = str(tmp_path / "city=L" / "g[12]*.csv")
   loaded = data.load(completed("dlrm", tmp_path / "cache", files=path, columns=CITIES))
-  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("a0", "a1", "a2")
+  assert Transforms.load(loaded.serve).vocabularies["city"] == ("a0", "a1", "a2")
 
 
 @pytest.mark.ci
@@ -276,25 +244,13 @@ def test_nothing_is_left_of_a_preparation_that_fails(tmp_path):
   assert not list((tmp_path / "cache").rglob("stage"))
 
 
-def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
-  columns = {"clicked": "label", "city": "category"}
-  rows = [(i % 2, f"c{i}", i, "", "") for i in range(300)]
-  loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "hash", "seed": 5})
-  split = pq.read_table(loaded.serve.parent / "split.parquet")["part"].to_pylist()
-  for (label, city, _, _, _), part in zip(rows, split, strict=True):
-    # The declared columns in the order of their names; missing values are left out.
-    content = "\x1f".join(["5", city, str(label)])
-    share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
-    assert part == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
-
-
 @pytest.mark.ci
 def test_a_value_has_one_spelling(tmp_path):
   given = {"columns": {"clicked": "label", "city": "item"}, "split": {"by": "order"}}
   names = ["1", "1.0", "1.00", "-7.0", "TRUE", "true", "x.0", "1.5", "01", "Truest"]
   rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
-  encoder = Encoder.load(load(tmp_path, rows=rows, **given).serve)
-  vocabulary = encoder.transforms.vocabularies["city"]
+  transforms = Transforms.load(load(tmp_path, rows=rows, **given).serve)
+  vocabulary = transforms.vocabularies["city"]
   assert vocabulary == ("1", "true", "-7", "01", "1.5", "Truest", "x.0")
 
 
@@ -328,18 +284,18 @@ def test_categories_of_parquet_may_be_stored_as_dictionaries(tmp_path):
   columns = {"clicked": "label", "city": "category"}
   given = {"files": str(tmp_path), "columns": columns, "split": {"by": "order"}}
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  assert Encoder.load(loaded.serve).transforms.vocabularies["city"] == ("Oslo", "Rome")
+  assert Transforms.load(loaded.serve).vocabularies["city"] == ("Oslo", "Rome")
   assert np.bincount(loaded.columns["ids"][:, 0] + 1).tolist() == [60, 120, 60]
 
 
 def several(tmp_path, files, columns=CITIES, **given):
-  """Returns the data of files by name, of rows (clicked, city, part), and their encoder."""
+  """Returns the data of files by name, of rows (clicked, city, part), and their transforms."""
   for name, rows in files.items():
     (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
     write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
   given = {"files": [str(tmp_path / name) for name in files], "columns": columns} | given
   loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
-  return loaded, Encoder.load(loaded.serve)
+  return loaded, Transforms.load(loaded.serve)
 
 
 def test_values_are_counted_on_the_rows_that_train(tmp_path):
@@ -357,8 +313,8 @@ def test_values_are_counted_on_the_rows_that_train(tmp_path):
     files = {"1.csv": first, "2.csv": [("bad", "y", "train")] * 2, "3.csv": [], "4.csv": second}
     if "columns" in given:
       files["2.csv"] = [("none", "y", "train")]
-    loaded, encoder = several(tmp_path, files, **given)
-    assert sorted(encoder.transforms.vocabularies["city"]) == ["a", "b", "c"]
+    loaded, transforms = several(tmp_path, files, **given)
+    assert sorted(transforms.vocabularies["city"]) == ["a", "b", "c"]
     assert loaded.splits["train"] == (0, 4)
 
   each(cases, check)

@@ -20,7 +20,7 @@ def fitted(columns, values, base=None, split=None):
   names = {name: f"c{number}" for number, name in enumerate(values)}
   with source.connect() as con:
     con.register("rows", pa.table([*arrays, place, split], [*names.values(), "place", "split"]))
-    return fit(source.Relation(con, "rows", names), spec.parse(columns), base)[0]
+    return fit(con, "rows", names, spec.parse(columns), base)[0]
 
 
 CITIES = pa.array(["Oslo", "Rome", None, "Oslo", "Bonn", "Rome", "Oslo"])

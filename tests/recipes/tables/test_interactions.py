@@ -67,16 +67,6 @@ def test_an_item_that_nobody_chose_is_not_numbered(tmp_path):
   assert dict(zip(items.texts, items.titles, strict=True))["tron"] == "Tron"
 
 
-def test_the_split_is_a_file_of_rows(tmp_path):
-  loaded = load("two_tower", tmp_path)
-  split = pq.read_table(loaded.serve.parent / "split.parquet").to_pylist()
-  # The fourth row, Ann's second visit of cube, is merged with an earlier one.
-  parts = ["valid", "train", "train", "train", "test", "test", "valid"]
-  assert [each["row"] for each in split] == [1, 2, 3, 5, 6, 7, 8]
-  assert [each["part"] for each in split] == parts
-  assert {each["file"] for each in split} == {"log.csv"}
-
-
 def test_repeats_are_kept_where_they_can_be_recommended(tmp_path, capsys):
   loaded = load("two_tower", tmp_path, exclude_seen=False)
   assert pairs(loaded, "test") == {("ann", "cube"), ("bob", "heat")}
@@ -160,7 +150,8 @@ def test_files_for_the_splits(tmp_path):
   }
   loaded = load("two_tower", tmp_path, files=given)
   assert pairs(loaded, "test") == {("bob", "heat"), ("bob", "tron")}
-  refit = load("two_tower", tmp_path, files=given, refit=True, select="")
+  both = {"train": [given["train"], given["valid"]], "test": given["test"]}
+  refit = load("two_tower", tmp_path, files=both, split={"valid": 0.0}, select="")
   assert pairs(refit, "train") == pairs(loaded, "train") | pairs(loaded, "valid")
   assert refit.splits["valid"][0] == refit.splits["valid"][1]
 
@@ -228,7 +219,7 @@ def test_rows_of_a_user_are_in_the_order_of_time_where_later_ones_are_held_out(t
   days = np.random.default_rng(0).permutation(400)
   rows = [(f"u{day % 7}", f"i{day}", f"{day}") for day in days.tolist()]
   columns = {"u": "user", "i": "item", "t": "time"}
-  for given in ({}, {"refit": True, "select": ""}, {"split": {"by": "time"}}):
+  for given in ({}, {"split": {"by": "time"}}):
     loaded = load("two_tower", tmp_path, rows, columns, ("u", "i", "t"), **given)
     items = [int(text[1:]) for text in Entities.load(loaded.serve, "items").texts]
     when = np.array(items)[loaded.columns["item"]]

@@ -1,18 +1,46 @@
-"""The page about tables of one's own names every kind, option and protocol of splits."""
+"""The page about tables of one's own names every kind, option and protocol of splits, and its code
+makes histories.
+"""
 
 import dataclasses
-import pathlib
 import re
 
+import duckdb
 import pytest
+from pages import DOCS, blocks
+from small_tables import write_csv
 
+from recipes.dlrm import train
 from recipes.tables import settings, spec
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs/how_to/own_table.md"
+PAGE = "how_to/own_table.md"
 
 
 @pytest.mark.ci
 def test_every_kind_and_option_is_on_the_page():
-  named = set(re.findall(r"`(\w+)(?:=[^`]*)?`", PAGE.read_text()))
+  named = set(re.findall(r"`(\w+)(?:=[^`]*)?`", (DOCS / PAGE).read_text()))
   options = {field.name for kind in spec.KINDS.values() for field in dataclasses.fields(kind)}
   assert not {*spec.KINDS, *options, *filter(None, settings.SPLIT_BY)} - named
+
+
+@pytest.mark.ci
+def test_the_statement_makes_histories_that_a_run_reads(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  rows = [
+    ("1", "ann", "heat", 5, 10),
+    ("2", "ann", "tron", 2, 20),
+    ("3", "ann", "ran", 4, 20),  # at the time of the row before
+    ("4", "bob", "heat", 1, 5),
+    ("5", "ann", "cube", 5, 30),
+  ]
+  more = [(f"{n}", f"u{n % 9}", f"m{n % 7}", 1 + n % 5, 40 + n) for n in range(6, 300)]
+  write_csv(tmp_path / "log.csv", ("id", "user", "movie", "rating", "when"), rows + more)
+  (code,) = (code for _, code in blocks(PAGE, "py") if "with_past" in code)
+  exec(code, scope := {})
+  made = duckdb.sql("SELECT seen, seen_liked FROM 'with_past.parquet' ORDER BY id::INTEGER")
+  *first, (seen, liked) = made.fetchmany(5)
+  assert first == [(None, None), (["heat"], [True]), (["heat"], [True]), (None, None)]
+  assert sorted(zip(seen, liked, strict=True)) == [("heat", True), ("ran", True), ("tron", False)]
+  small = {"batch_size": 32, "steps": 2, "cache_dir": "cache", "baseline": {"max_rows": 0}}
+  small |= {"dim": 4, "dcnv2": {"cross_layers": 1, "deep": (8,)}}
+  assert 0 < train.run(scope["config"] | small, "run")["metrics"]["test_auc"] < 1

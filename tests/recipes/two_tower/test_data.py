@@ -82,7 +82,7 @@ def test_gowalla_without_a_validation_file(tmp_path):
 def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
   folder = write_gowalla(tmp_path / "raw")
   held = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
-  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder), refit=True))
+  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder), valid=0.0))
   assert (found.matrix("train") != held.matrix("train", "valid")).nnz == 0
   assert (found.matrix("test") != held.matrix("test")).nnz == 0
   assert found.splits["valid"][0] == found.splits["valid"][1]
@@ -124,7 +124,7 @@ def test_training_batches(loaded):
   assert len(source) == config.steps
   for number in range(len(source)):
     batch = source[number]
-    user, positive = batch["query"]["user"], batch["positive"]
+    user, positive = batch["query"]["user"], batch["positive"]["candidate"]["item"]
     history = batch["query"]["history"].values
     assert history.shape == (config.batch_size, config.history)
     assert (train[user, positive] == 1).all()
@@ -133,8 +133,7 @@ def test_training_batches(loaded):
       others = set(train[user[row]].indices.tolist()) - {positive[row]}
       assert len(items) == len(set(items)) == min(config.history, len(others))
       assert set(items) <= others
-    np.testing.assert_array_equal(batch["positive_candidate"]["item"], positive)
-    assert batch["negative"].shape == (config.negatives.number,)
+    assert batch["negative"]["candidate"]["item"].shape == (config.negatives.number,)
 
 
 @pytest.mark.ci
@@ -207,7 +206,8 @@ def test_what_comes_later_trains_no_query(tmp_path):
     of_item = {}
     for number in range(8):
       batch = data.TrainBatches(found, config)[number]
-      for item, history in zip(batch["positive"], batch["query"]["history"].values, strict=True):
+      items, histories = batch["positive"]["candidate"]["item"], batch["query"]["history"].values
+      for item, history in zip(items, histories, strict=True):
         of_item.setdefault(int(item), set()).add(tuple(sorted(history.tolist())))
     if ordered:
       assert of_item == {
@@ -220,7 +220,7 @@ def test_what_comes_later_trains_no_query(tmp_path):
     config.history, many = 2, set()
     for number in range(8):
       batch = data.TrainBatches(found, config)[number]
-      rows = batch["query"]["history"].values[batch["positive"] == 13]
+      rows = batch["query"]["history"].values[batch["positive"]["candidate"]["item"] == 13]
       many |= {tuple(sorted(row.tolist())) for row in rows}
     assert len(many) > 1  # another choice every time
     assert all(len(set(row)) == 2 and set(row) <= {10, 11, 12} for row in many)
@@ -270,7 +270,7 @@ def test_negatives_are_drawn_from_the_whole_catalogue(tmp_path):
   found = data.load(config)
   source, counts = data.TrainBatches(found, config), np.zeros(found.num_items)
   for number in range(40):
-    np.add.at(counts, source[number]["negative"], 1)
+    np.add.at(counts, source[number]["negative"]["candidate"]["item"], 1)
   assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
 

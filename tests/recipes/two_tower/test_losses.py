@@ -1,4 +1,4 @@
-"""The sampled softmax by hand, and the frequency estimate against known rates."""
+"""The sampled softmax by hand."""
 
 import math
 
@@ -6,19 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from recipes.two_tower import train
-from recipes.two_tower.model import Frequency
 
 LOGITS = np.array([[2.0, 1.0, 0.0, 3.0], [0.5, 1.5, -1.0, 0.0]], np.float32)  # two extra ones
 OPTIONS = ("remove_accidental_hits",)
 sampled_softmax = jax.jit(train.sampled_softmax, static_argnames=OPTIONS)
-
-
-@nnx.jit
-def update(frequency, ids):
-  frequency.update(ids)
 
 
 def entropy(positive, *negatives):
@@ -67,15 +60,3 @@ def test_with_logq_the_samples_estimate_the_whole_softmax():
   mean = lambda corrected: jax.lax.map(lambda key: estimate(key, corrected), keys).mean(axis=0)
   assert np.abs(mean(True) - wanted).max() < 0.004
   assert np.abs(mean(False) - wanted).max() > 0.02
-
-
-def test_the_estimate_by_hand():
-  frequency = Frequency(4)
-  expected = nnx.jit(lambda frequency: frequency.expected(np.arange(4)))
-  update(frequency, np.array([0, 0, 2]))
-  np.testing.assert_allclose(expected(frequency)[:3], [2, 1 / 2, 1])
-  update(frequency, np.array([1, 1, 1]))
-  update(frequency, np.array([0, 1, 1]))
-  # 0: intervals 1 and 2, counts 2 and 1. 1: intervals 2 and 1, counts 3 and 2. Never seen: 1 / 4.
-  wanted = [1.5 / 1.5, 2.5 / 1.5, 1.0, 1 / 4]
-  np.testing.assert_allclose(expected(frequency), wanted, rtol=1e-6)

@@ -96,14 +96,17 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, logq=0.5, temperature=0.3, dropout=0.0)
   found = data.load(config)
   model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
+  counts = jnp.maximum(found.counts("train"), 0.5)
 
   @nnx.jit
   def both(model, batch):
-    value = train.loss_function(config)(model, batch)
-    query, positive = model(batch["query"], batch["positive_candidate"])
-    _, negative = model(batch["query"], batch["negative_candidate"])
-    ids = jnp.concatenate([batch["positive"], batch["negative"]])
-    rates = model.frequency.expected(ids) + config.negatives.number / found.num_items
+    value = train.loss_function(config, found.num_items)(model, batch)
+    candidates = batch["positive"]["candidate"], batch["negative"]["candidate"]
+    query, positive = model(batch["query"], candidates[0])
+    _, negative = model(batch["query"], candidates[1])
+    ids = jnp.concatenate([candidate["item"] for candidate in candidates])
+    rates = counts[ids] * config.batch_size / counts.sum()
+    rates += config.negatives.number / found.num_items
     return value, query @ jnp.concatenate([positive, negative]).T / 0.3, ids, rates
 
   value, logits, ids, expected = both(model, batch)
@@ -118,9 +121,10 @@ def test_the_towers_learn_what_popularity_leaves(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, **changes)
   found = data.load(config)
   model, batch = train.build_model(config, found), data.TrainBatches(found, config)[0]
-  value = nnx.jit(train.loss_function(config))(model, batch)
-  query, item = nnx.jit(lambda m, b: m(b["query"], b["positive_candidate"]))(model, batch)
-  wanted = train.sampled_softmax(query @ item.T / config.temperature, batch["positive"])
+  value = nnx.jit(train.loss_function(config, found.num_items))(model, batch)
+  candidate = batch["positive"]["candidate"]
+  query, item = nnx.jit(lambda m, b: m(b["query"], candidate))(model, batch)
+  wanted = train.sampled_softmax(query @ item.T / config.temperature, candidate["item"])
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
@@ -158,11 +162,10 @@ def test_scores_without_towers_are_popularity(tmp_path):
 
 
 @pytest.mark.ci
-def test_an_item_that_no_batch_has_had_scores_by_popularity_alone(tmp_path):
+def test_an_item_that_training_has_not_had_scores_by_popularity_alone(tmp_path):
   changes = {"query": ("history",), "candidate": ("item",), "popularity": 1.0}
   config = two_tower_smoke("synthetic", tmp_path, **changes)
-  model = train.build_model(config, data.load(config))
-  model.frequency.update(jnp.array([1, 2]))
+  model = train.build_model(config, lists_of([[1, 2]], [[0]], [[]], num_items=3))
   vectors = model.candidates({"item": jnp.arange(3)}, jnp.array([-1.0, -2.0, -3.0]))
   np.testing.assert_allclose(jnp.linalg.norm(vectors[:, :-1], axis=1), [0, 1, 1], atol=1e-5)
   assert vectors[:, -1].tolist() == [-1, -2, -3]
