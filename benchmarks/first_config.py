@@ -76,8 +76,8 @@ def draw(name: str) -> pa.Table:
 def tables(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
   """Yields names, and arguments of `describe`."""
   data = args.data_dir
-  names = "--names=" + ",".join(f"c{place}" for place in range(1, 41))
-  yield "criteo", [str(data / "criteo/first10k.txt"), "--label=c1", names]
+  names = ",".join(f"c{place}" for place in range(1, 41))
+  yield "criteo", [str(data / "criteo/first10k.txt"), "--label=c1", f"--names={names}"]
   names = "--names=user,item,rating,time"
   yield "ml100k", [str(data / "ml-100k/u.data"), "--label=rating", names]
   args.folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,7 @@ def described(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
   out = folder / f"{name}.py"
   out.unlink(missing_ok=True)
   describe.main([*arguments, f"--out={out}"])
-  config = runpy.run_path(str(out))["get_config"]()
-  return config | {"cache_dir": str(folder / "cache")}
+  return runpy.run_path(str(out))["get_config"]() | {"cache_dir": str(folder / "cache")}
 
 
 def lightgbm(data: data_lib.ClickData) -> dict[str, float]:
@@ -140,15 +139,13 @@ def main() -> None:
     if name in found:
       continue
     config = described(name, arguments, args.folder)
-    folders = [args.folder / name / str(seed) for seed in range(3)]
-    results = [
-      train.run(config | {"seed": seed}, str(folder)) for seed, folder in enumerate(folders)
-    ]
+    folder = args.folder / name
+    results = [train.run(config | {"seed": seed}, f"{folder}/{seed}") for seed in range(3)]
     data = data_lib.load(config_lib.complete("dlrm", config))
     found[name] = {
       "rows": len(data.columns["label"]),
       "runs": [{key: of[key] for key in ("seed", "seconds", "metrics")} for of in results],
-      "baselines": baselines.fit(folders[0])["baselines"] | {"LightGBM": lightgbm(data)},
+      "baselines": baselines.fit(folder / "0")["baselines"] | {"LightGBM": lightgbm(data)},
     }
     print(name, json.dumps(found[name]), flush=True)
     common.write(args.json, {"tables": found})

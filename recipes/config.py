@@ -43,13 +43,11 @@ RUN: dict[str, Any] = {
   "writers": ("tensorboard",),  # where metrics go besides metrics.jsonl: also "wandb"
 }
 
-_FORMAT = dataclasses.asdict(spec.Format())
-
 # Settings of your own table, shared by all recipes.
 TABLE: dict[str, Any] = {
   "dataset": "table",
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
-  "format": _FORMAT,
+  "format": dataclasses.asdict(spec.Format()),
   "columns": {},
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
@@ -61,9 +59,7 @@ TABLE: dict[str, Any] = {
   },
   "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
   "core": 0,  # users and items with fewer interactions are dropped, repeatedly
-  "cache_dir": "~/.cache/sparse_embed",
 }
-
 
 # A run that has ended resumes if one of these has changed.
 LENGTH = ("steps", "epochs", "patience", "test", "files")

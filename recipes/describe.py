@@ -14,10 +14,9 @@ import dataclasses
 import re
 import shlex
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from embed.planning import aligned
 
@@ -64,9 +63,9 @@ def _sql(query: str | Mapping[str, str], default: Any = "") -> Any:
   return dataclasses.field(default=default, metadata={"sql": query})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Column:
-  """What a column holds in the rows of a sample."""
+  """What a column holds in the rows of a sample, and what it is proposed to be."""
 
   name: str
   number: int  # in the order of the columns
@@ -88,6 +87,13 @@ class Column:
   )
   top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
   counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
+  kind: str = ""  # of `spec.KINDS`; "" leaves it out
+  why: str = ""  # in a few words
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)  # that are not the defaults
+
+  def become(self, kind: str, why: str = "", **options: Any) -> None:
+    """Proposes what the column is."""
+    self.kind, self.why, self.options = kind, why, options
 
   @property
   def type(self) -> str:
@@ -102,14 +108,17 @@ class Column:
     return f"TRY_CAST({self.text} AS {'DOUBLE' if self.type == 'number' else 'TIMESTAMPTZ'})"
 
 
-class Sample(NamedTuple):
-  """The first rows of a table."""
+@dataclasses.dataclass
+class Sample:
+  """The first rows of a table, and what is proposed for it."""
 
   con: Any  # with `sample`, and `counts`: a column's number `n`, a value `text` and its `rows`
   columns: dict[str, Column]
   rows: int
   is_all: bool  # whether the table has no other rows
-  skipped: list[str]  # what is wrong with rows that cannot be read
+  notes: list[str]  # sentences for the user, of which the first are about rows that cannot be read
+  settings: dict[str, Any]  # of the config besides files, format and columns
+  recipes: Sequence[str] = ()  # that the config trains, the first being the one to try first
 
   def ask(self, query: str) -> list[tuple]:
     """Answers a query of the relations."""
@@ -118,7 +127,7 @@ class Sample(NamedTuple):
 
 def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
   """Reads the first rows of files; raises DamagedFileError where there is none."""
-  con, rows, names, skipped = source.connect(), 0, list[str](), list[str]()
+  con, rows, names, notes = source.connect(), 0, list[str](), list[str]()
   for path in data_files:
     file, values, problems = source.open_file(path, format), {}, collections.Counter[str]()
     names = names or list(file.columns)
@@ -136,11 +145,11 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
       if rows == num_rows:
         break
     problems.update(problem for _, problem, _ in file.unreadable)
-    skipped += [f"{count:,} rows: {what}." for what, count in problems.items() if count]
+    notes += [f"{count:,} rows: {what}." for what, count in problems.items() if count]
     if rows == num_rows:
       break
   if not rows:
-    why = " ".join(skipped) or "it has a header alone."
+    why = " ".join(notes) or "it has a header alone."
     raise DamagedFileError(f"{data_files[0]} has no rows: {why}")
   con.execute(
     f"CREATE TABLE counts AS SELECT n, text, count(*) AS rows, any_value({_FINITE}) AS number FROM "
@@ -158,56 +167,39 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
     known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
     known["missing"] = 1 - known["rows"] / rows
     columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
-  return Sample(con, columns, rows, rows < num_rows, skipped)
+  settings = {"on_bad_row": "skip"} if notes else {}
+  return Sample(con, columns, rows, rows < num_rows, notes, settings)
 
 
 # --- what columns are -----------------------------------------------------------------------------
 
 
-class Proposal(NamedTuple):
-  """A column's role: a kind of `spec.KINDS`, "" to leave it out, and why in a few words."""
-
-  kind: str
-  why: str = ""
-  options: Mapping[str, Any] = types.MappingProxyType({})  # where they differ from the defaults
-
-
-class Plan(NamedTuple):
-  """What is proposed for a table; without a recipe, the last note says what to give."""
-
-  columns: dict[str, Proposal]
-  settings: dict[str, Any]  # of the config besides files, format and columns
-  recipes: list[str]  # that the config trains, the first being the one to try first
-  notes: list[str]  # sentences for the user
-
-
-def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Plan:
-  """Returns what each column is, given names of columns by "label", "user", "item" or "time"."""
-  plan, columns, y = Plan({}, {}, [], []), sample.columns, ""
+def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> None:
+  """Proposes what each column is, given names of columns by "label", "user", "item" or "time"."""
+  columns, y = sample.columns, ""
   for role, name in given.items():
     if name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
   roles = {role: columns[name] for role, name in given.items()}
-  roles |= _guessed(sample, roles, plan)
-  for name, column in columns.items():
-    plan.columns[name] = _feature(sample, column, roles.get("time"))
-  plan.columns.update({column.name: Proposal(role) for role, column in roles.items()})
+  roles |= _guessed(sample, roles)
+  for column in columns.values():
+    _propose_feature(sample, column, roles.get("time"))
+  for role, column in roles.items():
+    column.become(role)
   if "label" in roles:
-    plan.columns[roles["label"].name], y = _label(sample, roles["label"], positive, plan)
-    _leave_out_leaks(sample, y, plan)
+    y = _propose_label(sample, roles["label"], positive)
+    _leave_out_leaks(sample, y)
   if absent := [column.name for column in roles.values() if column.missing]:
-    plan.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
-  if absent or sample.skipped:
-    plan.settings["on_bad_row"] = "skip"
+    sample.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
+    sample.settings["on_bad_row"] = "skip"
   if {*_SIDES} <= {*roles}:
-    plan.recipes.extend(["sequence", "two_tower"] if "time" in roles else ["two_tower"])
-    _complete_rankings(sample, roles, y, plan)
+    sample.recipes = ("sequence", "two_tower") if "time" in roles else ("two_tower",)
+    _complete_rankings(sample, roles, y)
   if y:
-    plan.recipes[:] = ["dlrm", *reversed(plan.recipes)]
-    _give_vectors(sample, plan)
-  elif not plan.recipes:
-    plan.notes.append("For a config, give --label, the column to predict, or --user and --item.")
-  return plan
+    sample.recipes = ("dlrm", *reversed(sample.recipes))
+    _give_vectors(sample)
+  elif not sample.recipes:
+    sample.notes.append("For a config, give --label, the column to predict, or --user and --item.")
 
 
 def _words(name: str) -> set[str]:
@@ -228,7 +220,7 @@ def _is_moment(column: Column) -> bool:
   return column.type == "time" or (column.type == "number" and is_within)
 
 
-def _guessed(sample: Sample, roles: dict[str, Column], plan: Plan) -> dict[str, Column]:
+def _guessed(sample: Sample, roles: dict[str, Column]) -> dict[str, Column]:
   """Returns the user and the item, by their names, and the finest time of a row."""
   columns = [each for each in sample.columns.values() if each not in roles.values()]
   found: dict[str, Column] = {}
@@ -244,7 +236,7 @@ def _guessed(sample: Sample, roles: dict[str, Column], plan: Plan) -> dict[str, 
     found["time"] = max([first, *finer], key=lambda column: column.distinct)
   found = {role: column for role, column in found.items() if role not in roles}
   guessed = [f"--{side}={found[side].name}" for side in _SIDES if side in found]
-  plan.notes.extend(f"Guessed by name and values: {option}." for option in guessed)
+  sample.notes.extend(f"Guessed by name and values: {option}." for option in guessed)
   return found
 
 
@@ -258,44 +250,45 @@ def _follows(sample: Sample, order: str, column: Column) -> bool:
   return any(sample.ask(query)[0])
 
 
-def _feature(sample: Sample, column: Column, time: Column | None) -> Proposal:
-  """Returns what a column without a role of its own is."""
+def _propose_feature(sample: Sample, column: Column, time: Column | None) -> None:
+  """Proposes what a column without a role of its own is."""
   name, distinct, rows = column.name, column.distinct, column.rows
   if not rows or (distinct == 1 and not column.missing):
-    return Proposal("", "constant" if rows else "no values")
+    return column.become("", "constant" if rows else "no values")
   if column.type == "time" or (_is_called(column, "time") and _is_moment(column)):
-    return Proposal("", "another time")
+    return column.become("", "another time")
   if column.type == "number" and time and distinct > 2 and _follows(sample, time.value, column):
-    return Proposal("", "follows the time")
+    return column.become("", "follows the time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
-    return Proposal("", column.shape or "numbers and texts: name those in format.missing")
+    return column.become("", column.shape or "numbers and texts: name those in format.missing")
   if name in (*_SIDES, "history"):
-    return Proposal("", "its name has another meaning")
+    return column.become("", "its name has another meaning")
   if column.type == "list":
-    return Proposal("bag")
+    return column.become("bag")
   if column.separator:
     parts = f"SELECT unnest(string_split(text, '{column.separator}')) AS part FROM counts"
     query = f"SELECT count(DISTINCT trim(part)), count(*) FROM ({parts} WHERE n = {column.number})"
     of_values, total = sample.ask(query)[0]
     if 2 <= of_values < distinct and total >= 2 * of_values:
-      return Proposal("bag", "", {"separator": column.separator})
+      return column.become("bag", separator=column.separator)
   is_number = column.type == "number" and not column.has_zeros
   is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
   is_id |= max(abs(column.low), abs(column.high)) >= 1e10
   is_row = not is_number or (column.is_whole and (is_id or _follows(sample, "rowid", column)))
   if is_row and distinct >= _ROW_ID * rows and rows >= _FEW_ROWS:
-    return Proposal("", "unique per row")
+    return column.become("", "unique per row")
   is_few = distinct <= 2 or (distinct <= 32 and 5 * distinct <= rows)
   if is_number and distinct > 2 and not (column.is_whole and (is_few or is_id)):
     is_positive = column.low >= -column.high / 100 and column.high >= 20
     if is_positive and column.tail > 5 * max(column.median, 1.0):
-      return Proposal("number", "heavy tail", {"log": True})
-    return Proposal("number")
-  return Proposal("category", "", {"min_count": 5} if distinct > 20_000 else {})
+      return column.become("number", "heavy tail", log=True)
+    return column.become("number")
+  options: dict[str, Any] = {"min_count": 5} if distinct > 20_000 else {}
+  return column.become("category", **options)
 
 
-def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[Proposal, str]:
-  """Returns a label, and SQL of its outcome, 1 for a click and 0 for none."""
+def _propose_label(sample: Sample, column: Column, positive: str) -> str:
+  """Proposes the label; returns SQL of its outcome, 1 for a click and 0 for none."""
   texts, options, why = column.top, dict[str, Any](), ""
   are_flags = {text.lower() for text in texts} <= {*spec.CLICKS, *spec.NO_CLICKS}
   if positive:
@@ -317,13 +310,14 @@ def _label(sample: Sample, column: Column, positive: str, plan: Plan) -> tuple[P
       f"--label={column.name} has {column.distinct:,} values ({listed}), and needs clicks and "
       "others: say which is a click, as --positive=VALUE"
     )
-  plan.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
-  return Proposal("label", "", options), y
+  sample.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
+  column.become("label", **options)
+  return y
 
 
-def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
+def _leave_out_leaks(sample: Sample, y: str) -> None:
   """Leaves out columns that alone tell the outcome, with the values of few rows taken together."""
-  columns, leaks = [*sample.columns.values()], []
+  columns, leaks = [*sample.columns.values()], list[str]()
   texts = ", ".join(each.text for each in columns)
   groups = (
     "SELECT n, sum(rows) AS rows, sum(clicks) AS clicks FROM (SELECT n, text, count(*) AS rows, "
@@ -338,64 +332,64 @@ def _leave_out_leaks(sample: Sample, y: str, plan: Plan) -> None:
   ):
     # Where all rows with a value have one outcome, the other one must be no chance.
     absent = rows * (1 - rate if clicks else rate)
-    if plan.columns[columns[n].name].kind in _FEATURES:
-      leaks += [columns[n].name] * (wrong <= 0.01 * rare if rare else absent >= _FEW_ROWS)
-  plan.columns.update(dict.fromkeys(leaks, Proposal("", "leak of the label")))
+    is_leak = wrong <= 0.01 * rare if rare else absent >= _FEW_ROWS
+    if is_leak and columns[n].kind in _FEATURES:
+      columns[n].become("", "leak of the label")
+      leaks.append(columns[n].name)
   if leaks:
     known = "Declare one only if its value is known before the outcome is."
-    plan.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
+    sample.notes.append(f"Left out, as they tell the outcome: {', '.join(leaks)}. {known}")
 
 
-def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str, plan: Plan) -> None:
+def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str) -> None:
   """Gives features their side, leaves out others without a label, and keeps many repeats."""
   for side, ids in ((side, roles[side]) for side in _SIDES):
     counts = [f"count(DISTINCT hash({ids.text}, {c.text}))" for c in sample.columns.values()]
     query = f"SELECT {', '.join(counts)} FROM sample WHERE {ids.text} IS NOT NULL"
     for column, count in zip(sample.columns.values(), sample.ask(query)[0], strict=True):
-      name, (kind, _, options) = column.name, plan.columns[column.name]
       if count <= _SAME * ids.distinct and ids.rows - ids.distinct >= _FEW_ROWS:
-        is_own = kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
-        if side == "item" and is_own and _words(name) & {"title", "name"}:
-          plan.columns[name] = Proposal("title")
-        elif kind in _FEATURES:
-          plan.columns[name] = Proposal(kind, "", {**options, "side": side})
-  for name, (kind, _, options) in plan.columns.items():
-    if kind in _FEATURES and "side" not in options and not y:
-      plan.columns[name] = Proposal("", "varies by row")
+        is_own = column.kind not in _SIDES and column.distinct >= _ROW_ID * ids.distinct
+        if side == "item" and is_own and _words(column.name) & {"title", "name"}:
+          column.become("title")
+        elif column.kind in _FEATURES:
+          column.options["side"] = side
+  for column in sample.columns.values():
+    if column.kind in _FEATURES and "side" not in column.options and not y:
+      column.become("", "varies by row")
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
   rows, distinct = sample.ask(pairs)[0]
   if rows - distinct > _REPEATS * rows:
-    plan.settings["exclude_seen"] = False
+    sample.settings["exclude_seen"] = False
     share = f"{1 - distinct / rows:.0%} of the rows repeat a user and an item"
-    plan.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
+    sample.notes.append(f"{share}, so exclude_seen is False: they can be recommended again.")
 
 
-def _give_vectors(sample: Sample, plan: Plan) -> None:
+def _give_vectors(sample: Sample) -> None:
   """Gives one of the numbers vectors where no other feature has any, which dlrm needs."""
-  kinds = {each.kind for each in plan.columns.values()}
-  numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
-  if numbers and not kinds & {"category", "bag", *_SIDES}:
-    name = max(numbers, key=lambda name: sample.columns[name].distinct)
-    plan.columns[name] = Proposal("number", "", {**plan.columns[name].options, "buckets": 16})
-    plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+  columns = sample.columns.values()
+  numbers = [column for column in columns if column.kind == "number"]
+  if numbers and not {column.kind for column in columns} & {"category", "bag", *_SIDES}:
+    column = max(numbers, key=lambda column: column.distinct)
+    column.options["buckets"] = 16
+    sample.notes.append(f"All features are numbers: the intervals of {column.name} get vectors.")
 
 
 # --- what is shown and written --------------------------------------------------------------------
 
 
-def report(sample: Sample, plan: Plan) -> str:
+def report(sample: Sample) -> str:
   """Returns the columns as a table, and the notes below it."""
   rows = [["column", "type", "distinct", "missing", "proposed", "values"]]
   for name, column in sample.columns.items():
-    kind, why, options = plan.columns[name]
-    said = ", ".join([kind or "left out", *(f"{key}={value}" for key, value in options.items())])
+    options = [f"{key}={value}" for key, value in column.options.items()]
+    said = ", ".join([column.kind or "left out", *options]) + f": {column.why}" * bool(column.why)
     missing = f"{column.missing:.0%}" if column.missing else "-"
-    cells = [name, column.type, f"{column.distinct:,}", missing, said + f": {why}" * bool(why)]
+    cells = [name, column.type, f"{column.distinct:,}", missing, said]
     rows.append([_cut(cell, 36) for cell in cells] + [_values(column)])
   lines = [_cut(line, 100) for line in aligned(rows, left=range(6)).splitlines()]
-  return "\n".join([*lines, "", *sample.skipped, *plan.notes]).rstrip()
+  return "\n".join([*lines, "", *sample.notes]).rstrip()
 
 
 def _values(column: Column) -> str:
@@ -411,15 +405,15 @@ def _cut(text: str, length: int) -> str:
   return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def config(plan: Plan, settings: Mapping[str, Any], command: str) -> str:
+def config(sample: Sample, settings: Mapping[str, Any], command: str) -> str:
   """Returns a Python file whose `get_config()` declares the table."""
   columns = []
-  for name, (kind, why, options) in plan.columns.items():
-    value = {"kind": kind, **options} if options else kind
-    columns.append(f"      {name!r}: {value!r}," if kind else f"      # {name!r}: left out, {why}")
-  before, after = (
-    [f"    {name!r}: {value!r}," for name, value in of.items()] for of in (settings, plan.settings)
-  )
+  for name, column in sample.columns.items():
+    value = {"kind": column.kind, **column.options} if column.options else column.kind
+    left = f"      # {name!r}: left out, {column.why}"
+    columns.append(f"      {name!r}: {value!r}," if column.kind else left)
+  groups = (settings, sample.settings)
+  before, after = ([f"    {name!r}: {x!r}," for name, x in each.items()] for each in groups)
   lines = ['"""The table as first proposed; written by the command below."""', ""]
   lines += [f"# {repr(command)[1:-1]}", "", "", "def get_config():", "  return {", *before]
   return "\n".join([*lines, "    'columns': {", *columns, "    },", *after, "  }", ""])
@@ -441,22 +435,22 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     called = ",".join(f"c{place}" for place in range(1, len(names) + 1))
     raise UserError(f"{data_files[0]}: the first line seems a row: name them, as --names={called}")
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
-  plan = propose(sample, roles, arguments.positive)
+  propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
   rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
   yield f"{', '.join(files)}: {len(names)} columns, {rows}"
-  yield report(sample, plan)
-  if out and plan.recipes:
+  yield report(sample)
+  if out and sample.recipes:
     settings = {"files": table} | ({"format": format} if format else {})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with open(out, "x", encoding="utf-8") as file:  # a config that has been edited is kept
-      file.write(config(plan, settings, command))
+      file.write(config(sample, settings, command))
   lines = [f"{out} is written. Train on it:" if out else "--out=my.py writes a config, for", ""]
-  for recipe in plan.recipes:
-    workdir = f"runs/{Path(out).stem or 'my'}" + f"_{recipe}" * (recipe != plan.recipes[0])
+  for recipe in sample.recipes:
+    workdir = f"runs/{Path(out).stem or 'my'}" + f"_{recipe}" * (recipe != sample.recipes[0])
     quoted = map(shlex.quote, (out or "my.py", workdir))
     lines.append("python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted))
-  yield "\n".join(lines) if plan.recipes else "Nothing is written."
+  yield "\n".join(lines) if sample.recipes else "Nothing is written."
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ import grain
 import numpy as np
 
 from . import packing
-from .errors import UserError
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -37,7 +36,6 @@ class ShuffledBatches:
     num_batches: the length of the source.
     shard: `(index, count)`; this host's part of every global batch. The parts of all hosts
       concatenated are the batch that a single host would read.
-    names: of the columns to read; None reads all.
 
   >>> columns = {"x": np.arange(10)}
   >>> source = ShuffledBatches(columns, (5, 10), batch_size=5, seed=0, num_batches=2)
@@ -54,13 +52,9 @@ class ShuffledBatches:
     seed: int,
     num_batches: int,
     shard: tuple[int, int] = (0, 1),
-    names: tuple[str, ...] | None = None,
   ):
     self._batch_size, self._part = batch_size, part(batch_size, shard)
-    if rows[1] <= rows[0]:
-      raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._num_batches = columns, rows, num_batches
-    self._names = tuple(columns) if names is None else names
     self._order = ShuffledRows(rows[1] - rows[0], seed)
 
   def __len__(self) -> int:
@@ -70,7 +64,7 @@ class ShuffledBatches:
     base = number * self._batch_size
     start, stop = self._part
     rows = self._rows[0] + self._order.rows(base + start, base + stop)
-    return {name: self._columns[name][rows] for name in self._names}
+    return {name: column[rows] for name, column in self._columns.items()}
 
 
 class ShuffledRows:

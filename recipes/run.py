@@ -52,23 +52,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 # --- before training ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def begun(
-  config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module, optimizer: embed.Optimizer
-) -> Iterator[tuple[log.Log, ocp.CheckpointManager, Callable[[int], bool]]]:
-  """Begins a run or restores its last checkpoint; yields its log, its checkpoints, and `stops`.
-
-  The log's `step` is the number of steps taken. `stops` is of `stop_signal`.
-  """
-  begin(config, workdir, data, model)
-  with stop_signal() as stops, checkpoints.opened(workdir, config.select) as manager:
-    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
-    if start == 0:
-      warm_start.take(config, model, data.serve)
-    with log.Log(workdir, config, start, memory) as writer:
-      yield writer, manager, stops
-
-
 def resumed(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
   """Checks the config of a run that may be resumed; returns it with its first batch size."""
   if not (workdir / _RESULT).exists() and not checkpoints.steps(workdir):
@@ -103,6 +86,23 @@ def finished(config: ConfigDict, workdir: epath.Path) -> dict[str, Any] | None:
     return None
   mesh_lib.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
   return result
+
+
+@contextlib.contextmanager
+def begun(
+  config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module, optimizer: embed.Optimizer
+) -> Iterator[tuple[log.Log, ocp.CheckpointManager, Callable[[int], bool]]]:
+  """Begins a run or restores its last checkpoint; yields its log, its checkpoints, and `stops`.
+
+  The log's `step` is the number of steps taken. `stops` is of `stop_signal`.
+  """
+  begin(config, workdir, data, model)
+  with stop_signal() as stops, checkpoints.opened(workdir, config.select) as manager:
+    start, memory = checkpoints.restore(manager, model=model, optimizer=optimizer)
+    if start == 0:
+      warm_start.take(config, model, data.serve)
+    with log.Log(workdir, config, start, memory) as writer:
+      yield writer, manager, stops
 
 
 def begin(config: ConfigDict, workdir: epath.Path, data: Any, model: nnx.Module) -> None:

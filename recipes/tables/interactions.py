@@ -142,7 +142,6 @@ class _Log:
         "rows with several items cannot hold features of an item: write a row for each item"
       )
     by = by if by in ("time", "order", "hash", "column", "files") else ""
-    table.check_split(by)
     required = [name for name in (user, None if self._is_list else item) if name]
     self.rows = source.read(
       con, table.rows, stage, table.on_bad_row, required=required, **hashing(table, by)

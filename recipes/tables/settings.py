@@ -8,7 +8,6 @@ recipe's default. It may be a plain dict:
 """
 
 import dataclasses
-import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ from typing import Any
 from .. import config as config_lib
 from .. import files
 from ..errors import DamagedFileError, UserError
-from . import source as source_lib
 from . import spec
 from .formats import paths
 from .source import Source
@@ -45,18 +43,11 @@ class Table:
   core: int
   base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
 
-  @functools.cached_property
-  def names(self) -> dict[str, str]:
-    """A name of each file: its path below the folder that all of them are in."""
-    local = [path for path in self.rows.stamps if os.path.exists(path)]
-    folder = os.path.commonpath([os.path.dirname(path) for path in local]) if local else ""
-    name = lambda path: os.path.relpath(path, folder) if path in local else path
-    return {path: name(path) for path in self.rows.stamps}
-
   def digests(self) -> dict[str, str]:
-    """Returns the SHA-256 of every file on this machine by its name."""
-    local = {path: name for path, name in self.names.items() if os.path.exists(path)}
-    return {name: files.digest(Path(path)) for path, name in local.items()}
+    """Returns the SHA-256 of every file on this machine, by its path below the folder of all."""
+    folder = os.path.commonpath([os.path.dirname(path) for path in self.rows.stamps])
+    local = [path for path in self.rows.stamps if os.path.exists(path)]
+    return {os.path.relpath(path, folder): files.digest(Path(path)) for path in local}
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
@@ -74,17 +65,14 @@ class Table:
 
     Args:
       timed, untimed: how, if neither files nor a column say it, with a time column and without.
-    """
-    if self.split["by"]:
-      return self.split["by"]
-    if set(self.rows.files) != {""}:
-      return "files"
-    if self.name_of(spec.Split):
-      return "column"
-    return timed if self.name_of(spec.Time) else untimed
 
-  def check_split(self, by: str) -> None:
-    """Raises UserError where the rows cannot be split so."""
+    Raises:
+      UserError: the rows cannot be split so.
+    """
+    by = timed if self.name_of(spec.Time) else untimed
+    by = "column" if self.name_of(spec.Split) else by
+    by = "files" if set(self.rows.files) != {""} else by
+    by = self.split["by"] or by
     needed: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
     if by in needed:
       self.require(needed[by], "which the split goes by")
@@ -92,6 +80,7 @@ class Table:
       raise UserError("config.split.on has no effect: remove it, or set config.split.by to 'hash'")
     if on and (not isinstance(kind := self.kinds.get(on), spec.Category) or kind.is_list):
       raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
+    return by
 
   @property
   def labels(self) -> dict[str, spec.Label]:
@@ -104,14 +93,9 @@ class Table:
 
   def require(self, cls: type[spec.Kind], why: str) -> str:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
-    if (name := self.name_of(cls)) is not None:
-      return name
-    file = source_lib.open_file(self.rows.all_files[0], self.rows.format)
-    columns = ", ".join(file.columns)
-    raise UserError(
-      f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
-      f"{columns}"
-    )
+    if (name := self.name_of(cls)) is None:
+      raise UserError(f"no column is declared as {cls.kind!r}, {why}: add it to config.columns")
+    return name
 
 
 def settings(config) -> dict[str, Any]:
@@ -153,8 +137,7 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*config_lib.TABLE, "init_from") if name in config}
-    defaults = {"select": config.select, "init_from": ""}
-    return settings(config_lib.of_table({**own, **table(config)}, defaults))
+    return settings(config_lib.of_table({**own, **table(config)}, {"init_from": ""}))
 
   return settings_of
 

@@ -149,13 +149,12 @@ class TrainBatches:
     self._ordered = data.meta["ordered"]
     self._extra, self._popularity = config.negatives.number, data.popularity("train")
     self._rows = pipeline.ShuffledBatches(
-      data.columns,
+      {name: data.columns[name] for name in ("user", "item", "place")},
       data.splits["train"],
       batch_size=config.batch_size,
       seed=config.seed,
       num_batches=config.steps,
       shard=shard,
-      names=("user", "item", "place"),
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
     self._extra_part = slice(*pipeline.part(config.negatives.number, shard))

@@ -30,10 +30,12 @@ def write(path, columns):
   return path
 
 
-def plan_of(path, columns, **roles):
-  """What is proposed for a Parquet file of these columns."""
+def proposed(path, columns, **roles):
+  """The columns of a Parquet file with what they are proposed to be."""
   pq.write_table(pa.table(columns), path)
-  return describe.propose(describe.read([str(path)], Format(), 10_000), roles)
+  sample = describe.read([str(path)], Format(), 10_000)
+  describe.propose(sample, roles)
+  return sample.columns
 
 
 def click_columns(rows=ROWS):
@@ -127,8 +129,8 @@ KINDS = [
 
 def test_values_decide_the_kind(tmp_path):
   def check(values, expected):
-    proposal = plan_of(tmp_path / "x.parquet", {"x": values}).columns["x"]
-    assert (proposal.kind, proposal.options) == expected, proposal.why
+    column = proposed(tmp_path / "x.parquet", {"x": values})["x"]
+    assert (column.kind, column.options) == expected, column.why
 
   each({f"{values[:4]}": (values, expected) for values, expected in KINDS}, check)
 
@@ -180,8 +182,8 @@ def test_the_time_is_the_finest_moment_of_a_row(tmp_path):
   born = ["2001-02-03", "1980-04-05"] * (ROWS // 2)
   copies = {"week": seconds // 604_800, "days_left": -(seconds // 86_400), "x": RNG.random(ROWS)}
   columns = {"date_of_birth": born, "date": days, "unix": seconds, "y": [0, 1] * (ROWS // 2)}
-  plan = plan_of(tmp_path / "log.parquet", columns | copies, label="y")
-  assert {name: proposal.kind for name, proposal in plan.columns.items()} == {
+  found = proposed(tmp_path / "log.parquet", columns | copies, label="y")
+  assert {name: column.kind for name, column in found.items()} == {
     "date_of_birth": "", "date": "", "unix": "time", "y": "label", "week": "", "days_left": "",
     "x": "number",
   }  # fmt: skip

@@ -121,8 +121,3 @@ def test_a_batch_reads_the_chunks_of_one_window_only():
     chunks = len(np.unique(np.concatenate(epoch[start : start + 8]) // 2**13))
     assert 200 < chunks < 600  # of two or three windows, each cut by another grid; of 6104 in all
   assert len(np.unique(np.concatenate(epoch) // 2**13)) > 1000
-
-
-def test_an_empty_split_is_an_error(columns):
-  with pytest.raises(ValueError, match="training split is empty"):
-    pipeline.ShuffledBatches(columns, (3, 3), batch_size=4, seed=0, num_batches=1)

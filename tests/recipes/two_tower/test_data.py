@@ -83,8 +83,7 @@ def test_gowalla_without_a_validation_file(tmp_path):
 def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
   folder = write_gowalla(tmp_path / "raw")
   held = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
-  refit = two_tower_smoke("gowalla", tmp_path, data_dir=str(folder), valid=0.0)
-  found = data.load(refit)
+  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder), valid=0.0))
   assert (found.matrix("train") != held.matrix("train", "valid")).nnz == 0
   assert (found.matrix("test") != held.matrix("test")).nnz == 0
   assert found.splits["valid"][0] == found.splits["valid"][1]
