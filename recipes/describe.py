@@ -31,6 +31,7 @@ _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
+  "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
   "numbers of a vector, which no recipe reads": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
   "list": r"\[.*\]",
   "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
@@ -356,6 +357,9 @@ def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str) -> None
   for column in sample.columns.values():
     if column.kind in _FEATURES and "side" not in column.options and not y:
       column.become("", "varies by row")
+      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
+        how = f"--label={column.name} takes {column.median:g} or more"
+        sample.notes.append(f"Every row counts, whatever its {column.name}; {how}.")
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"

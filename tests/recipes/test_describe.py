@@ -160,6 +160,7 @@ def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):
   assert "--user=visitor" in printed
   assert "--item=product" in printed
   assert "exclude_seen is False" in printed
+  assert "Every row counts, whatever its stars; --label=stars takes 3 or more" in printed
   assert printed.index("recipes.sequence") < printed.index("recipes.two_tower")
   given = runpy.run_path(str(out))["get_config"]()
   assert given["exclude_seen"] is False
