@@ -9,7 +9,7 @@ DEFAULTS: dict[str, Any] = {
   "history": 32,  # items of a history in training
   "eval_history": 256,  # items of a history in evaluation and predictions
   "dim": 64,  # columns of the tables, and of what the towers return
-  "hidden": (),  # widths of the towers' MLPs; () makes them sums
+  "hidden": (),  # widths of the towers' MLPs; () makes them weighted sums
   "dropout": 0.0,  # rate in the query tower
   "temperature": 0.1,  # that scores are divided by in the softmax
   "logq": 1.0,  # how much of the logQ correction; 0 is none

@@ -1,6 +1,6 @@
 """Two towers over one `SparseEmbed`, and their features.
 
-B is the number of queries, C of candidates, D the width of tables and towers.
+B is the number of queries, C of candidates, F of features, D the width of tables and towers.
 """
 
 import functools
@@ -26,8 +26,8 @@ SIDES = {"query": "user", "candidate": "item"}  # the features of each tower
 class Tower(nnx.Module):
   """Turns the vectors of one side, `{name: [B, D]}`, into one vector `[B, D]` of length 1.
 
-  Without hidden layers the result is the sum; with them, an MLP of the concatenation and a linear
-  layer.
+  Without hidden layers the result is the sum, each feature times a learned number; with them, an
+  MLP of the concatenation and a linear layer.
 
   Args:
     dim: D.
@@ -48,14 +48,16 @@ class Tower(nnx.Module):
   ):
     self.names, self.dtype = tuple(names), dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
     self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
-    if self.out is None:
-      x_BxD = jnp.sum(jnp.stack(vectors), axis=0)
+    if self.gains is not None:
+      x_BxD = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
     else:
+      assert self.out is not None
       x_BxD = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
     x_BxD = x_BxD.astype(jnp.float32)
     return x_BxD * layers.inverse_length(x_BxD)
