@@ -251,8 +251,7 @@ class Entities:
     columns: dict[str, Any] = {"id": self.texts} | ({"title": self.titles} if self.titles else {})
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.transforms.save(folder, f"{name}_features")
-    ids = (self.ids[feature.name] for feature in self.transforms.features)
-    np.savez(folder / f"{name}_features.npz", *ids)
+    np.savez(folder / f"{name}_features.npz", *self.by_feature.values())
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Entities":
