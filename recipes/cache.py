@@ -16,7 +16,6 @@ import filelock
 import numpy as np
 
 from . import files
-from .errors import UserError
 
 FORMAT = 7  # raise it with a change of what the `build` of any data set writes
 META = "meta.json"
@@ -130,26 +129,19 @@ class DataSet:
     view: `(prepared, config) -> Prepared`, the columns as batches read them.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.
-    hint: what to do where a file of a published data set cannot be read, added to errors.
   """
 
   settings: Callable[[Any], dict[str, Any]]
   build: Callable[[dict[str, Any], Path], dict[str, Any]]
   view: Callable[[Prepared, Any], Prepared] = lambda prepared, config: prepared
   describe: Callable[[Any], Prepared] | None = None
-  hint: str = ""
 
 
 def load(data_set: DataSet, config, prefix: str = "") -> Prepared:
   """Prepares a data set in a folder `<prefix><dataset>-…`, or opens what an earlier run has."""
   settings = data_set.settings(config)
   build = functools.partial(data_set.build, settings)
-  try:
-    columns, meta = prepared(config.cache_dir, f"{prefix}{config.dataset}", settings, build)
-  except UserError as error:
-    if not data_set.hint:
-      raise
-    raise type(error)(f"{error} {data_set.hint}") from error
+  columns, meta = prepared(config.cache_dir, f"{prefix}{config.dataset}", settings, build)
   from . import mesh  # imports Grain, which predictions do without
 
   for note in meta.get("notes", ()):

@@ -14,7 +14,6 @@ from .errors import DamagedFileError
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
-HINT = f"The files of MovieLens 1M have a fixed format: get them again from {URL}"
 # The second one is RecBole's, without times.
 _RATINGS = ("ratings.dat", "ratings_no_timestamp.csv")
 
@@ -28,7 +27,7 @@ def rows(path: Path, names: str, delimiter: str) -> str:
   )
 
 
-def joined(query: str, cache_dir: str, sources: list[Path], hint: str) -> Path:
+def joined(query: str, cache_dir: str, sources: list[Path]) -> Path:
   """Returns a Parquet file with the answer to a query, which is asked once.
 
   Args:
@@ -36,7 +35,7 @@ def joined(query: str, cache_dir: str, sources: list[Path], hint: str) -> Path:
     sources: the files that the query reads.
 
   Raises:
-    DamagedFileError: a file does not hold what the query reads; the text ends in `hint`.
+    DamagedFileError: a file does not hold what the query reads.
   """
   import duckdb  # training does without it
 
@@ -49,7 +48,7 @@ def joined(query: str, cache_dir: str, sources: list[Path], hint: str) -> Path:
       try:
         duckdb.sql(f"COPY ({query}) TO '{partial / 'ratings.parquet'}'")
       except duckdb.Error as error:
-        raise DamagedFileError(f"{error}. {hint}") from error
+        raise DamagedFileError(f"{error}. Get the files again") from error
   return folder / "ratings.parquet"
 
 
@@ -80,7 +79,7 @@ def table(config, rating: Mapping[str, Any]) -> dict[str, Any]:
   )
   category = {"kind": "category", "side": "user"}
   return {
-    "files": joined(query, config.cache_dir, [ratings, users, movies], HINT),
+    "files": joined(query, config.cache_dir, [ratings, users, movies]),
     "columns": {
       "user": "user",
       "movie": "item",

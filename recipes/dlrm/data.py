@@ -41,7 +41,7 @@ def data_set(name: str) -> DataSet:
   settings = table_settings.declared(getattr(published, name))
   if name == "criteo_1tb":
     return DataSet(settings, clicks.build, published.with_bags, published.describe_bags)
-  return DataSet(settings, clicks.build, hint=published.HINTS[name])
+  return DataSet(settings, clicks.build)
 
 
 @dataclasses.dataclass(frozen=True)

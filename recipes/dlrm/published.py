@@ -37,7 +37,6 @@ _TERABYTE = (
   "The days are not downloaded because their licence has to be accepted: get Criteo's 1 TB Click "
   "Logs from Criteo's page and pass --config.data_dir=<folder of day_0 to day_23>, plain or .gz."
 )
-HINTS = {"criteo": _KAGGLE, "movielens1m": movielens.HINT}
 
 
 def movielens1m(config) -> dict[str, Any]:

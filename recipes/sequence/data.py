@@ -103,7 +103,7 @@ def data_set(name: str) -> DataSet:
     return DataSet(synthetic.settings, synthetic.build)
   if name == "table":
     return DataSet(table_settings.settings, table.build)
-  return DataSet(table_settings.declared(table.published), table.build, hint=table.HINT)
+  return DataSet(table_settings.declared(table.published), table.build)
 
 
 def load(config) -> SequenceData:

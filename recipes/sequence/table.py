@@ -8,7 +8,6 @@ from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import parsed, serve_folder
 
-HINT = "Is the file complete? Get it again."  # a published one
 _LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # format and columns
   "pairs": ({"names": ("user", "item")}, {"user": "user", "item": "item"}),
   "lines": (

@@ -114,7 +114,7 @@ def data_set(name: str) -> DataSet:
   if name == "table":
     return DataSet(table_settings.settings, table.build)
   settings = table_settings.declared(getattr(published, name))
-  return DataSet(settings, table.build, hint=published.HINTS[name])
+  return DataSet(settings, table.build)
 
 
 def load(config) -> RetrievalData:

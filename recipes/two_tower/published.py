@@ -16,12 +16,6 @@ from ..tables.values import literal
 GOWALLA_URL = "https://github.com/kuandeng/LightGCN, Data/gowalla"
 MOVIELENS100K_URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 MOVIELENS100K_SHA256 = "50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229"
-_FIXED = "have a fixed format: get them again from"
-HINTS = {
-  "gowalla": f"The files of Gowalla {_FIXED} {GOWALLA_URL}",
-  "movielens100k": f"The files of MovieLens 100K {_FIXED} {MOVIELENS100K_URL}",
-  "movielens1m": movielens.HINT,
-}
 _GENRES = (
   "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
   "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller",
@@ -75,7 +69,7 @@ def movielens100k(config) -> dict[str, Any]:
     "USING (movie) ORDER BY row"
   )
   return {
-    "files": movielens.joined(query, config.cache_dir, sources, HINTS["movielens100k"]),
+    "files": movielens.joined(query, config.cache_dir, sources),
     "columns": {
       "user": "user",
       "movie": "item",

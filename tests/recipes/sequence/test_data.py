@@ -59,7 +59,7 @@ def test_damage_is_named(tmp_path):
 
   def check(layout, content, message):
     write(tmp_path, layout).write_text(content)
-    with pytest.raises(ValueError, match=f"({message}).*Is the file complete"):
+    with pytest.raises(ValueError, match=message):
       data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
 
   each(cases, check)
