@@ -51,7 +51,7 @@ def padded(
 
 
 def inference_batch(
-  items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str, ask: int
+  items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str
 ) -> dict[str, np.ndarray]:
   """Returns rows of one sequence each, for the prediction of the next item.
 
@@ -59,18 +59,17 @@ def inference_batch(
     items: of all sequences, one after the other; `counts` int `[S]` of each.
     width: of a row.
     places, aligned: see `positions`.
-    ask: 1 predicts at one more column, which has no item (a mask), 0 at the last item.
 
   Returns:
     `items` int32 `[S, width]`, -1 after the sequence; `segments`, 0, or -1 for none;
-    `positions`; and `last` `[S]`, the column of the prediction.
+    `positions`; and `last` `[S]`, the column of the last item, 0 where there is none.
   """
-  lengths = np.maximum(counts + ask, 1)  # without any item the prediction is not used
+  rows = padded(items, counts, width)
   return {
-    "items": padded(items, counts, width),
-    "segments": np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32),
-    "positions": padded(positions(lengths, places, aligned), lengths, width, 0),
-    "last": (lengths - 1).astype(np.int32),
+    "items": rows,
+    "segments": np.minimum(rows, 0),
+    "positions": padded(positions(counts, places, aligned), counts, width, 0),
+    "last": np.maximum(counts - 1, 0).astype(np.int32),
   }
 
 

@@ -58,11 +58,9 @@ class FeedForward(nnx.Module):
     return self.dropout(self.out(self.dropout(self.activation(self.inner(x)))))
 
 
-class TransformerBlock(nnx.Module):
+class _Block(nnx.Module):
   """Attention and a feed-forward layer, each with a norm; `__call__` is the subclasses'."""
 
-  causal: bool
-  normed: bool  # whether an encoder ends with a norm
   widening: int  # inner width of the feed-forward layer, in D
   activation: Callable[[jax.Array], jax.Array]
 
@@ -83,35 +81,34 @@ class TransformerBlock(nnx.Module):
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
 
-class SASRecBlock(TransformerBlock):
+class SASRecBlock(_Block):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
 
   The residual "norm" is the authors' code (github.com/kang205/SASRec) and its ports: a layer is
   added to its normed input, and keys and values are made from the input before the norm.
   """
 
-  causal, normed, widening, activation = True, True, 1, staticmethod(nnx.relu)
+  widening, activation = 1, staticmethod(nnx.relu)
 
   def __init__(self, dim: int, heads: int, *, residual: str = "input", **options: Any):
     super().__init__(dim, heads, **options)
     self.adds_to_norm = residual == "norm"
 
-  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     if self.adds_to_norm:
       query = self.norms[0](x)
-      x = self.norms[1](query + self.attention(query, mask, x if memory is None else memory))
+      x = self.norms[1](query + self.attention(query, mask, x))
       return x + self.forward(x)
-    memory = None if memory is None else self.norms[0](memory)
-    x = x + self.dropout(self.attention(self.norms[0](x), mask, memory))
+    x = x + self.dropout(self.attention(self.norms[0](x), mask))
     return x + self.forward(self.norms[1](x))
 
 
-class BERT4RecBlock(TransformerBlock):
-  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
+class PostNormBlock(_Block):
+  """Vaswani et al. 2017: `norm(x + dropout(f(x)))`, with the GELU of BERT, of width 4 D."""
 
-  causal, normed, widening, activation = False, False, 4, staticmethod(nnx.gelu)
+  widening, activation = 4, staticmethod(nnx.gelu)
 
-  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))
     return self.norms[1](x + self.forward(x))
 
@@ -131,8 +128,6 @@ class HSTUBlock(nnx.Module):
     length: the divisor of the attention, and the number of distances.
     distances: whether there is a bias of distance.
   """
-
-  causal, normed = True, True  # the encoder ends with a norm
 
   def __init__(
     self,
