@@ -142,23 +142,21 @@ def pack(
     `items` and `targets`, which follow them, -1 where there is none; `segments`, the column where
     the sequence begins, -1 for none; and `positions`, the place in the sequence.
   """
-  starts = offsets[:-1] + 1
-  ends = offsets[:-1] + train_lengths(np.diff(offsets))
-  more = -(-np.maximum(ends - starts - width, 0) // width) if windows else np.zeros_like(ends)
-  counts = np.where(ends > starts, 1 + more, 0)
-  user, earlier = np.repeat(np.arange(len(counts)), counts), packing.ranges(0 * counts, counts)
-  ends = ends[user] - width * earlier
-  first = np.maximum(starts[user], ends - width)
-  lengths = ends - first
+  starts, ends = offsets[:-1] + 1, offsets[:-1] + train_lengths(np.diff(offsets))  # of targets
+  if not windows:
+    starts = np.maximum(starts, ends - width)
+  counts = np.maximum(-(-(ends - starts) // width), 0)
+  ends = np.repeat(ends, counts) - width * packing.ranges(0 * counts, counts)
+  starts = np.maximum(np.repeat(starts, counts), ends - width)
+  lengths = ends - starts
   row, column = packing.place(lengths, width)
-  where = packing.ranges(row * width + column, lengths)
+  where, targets = packing.ranges(row * width + column, lengths), packing.ranges(starts, lengths)
 
   def laid(values: np.ndarray, fill: int) -> np.ndarray:
     rows = np.full((int(row.max(initial=-1)) + 1, width), fill, np.int32)
     rows.reshape(-1)[where] = values
     return rows
 
-  targets = packing.ranges(first, lengths)
   return {
     "items": laid(items[targets - 1], -1),
     "targets": laid(items[targets], -1),
@@ -207,8 +205,7 @@ class TrainBatches:
     if self._negatives:
       draw = np.random.default_rng((self._seed, number, 1))
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
-      own = slice(*pipeline.part(self._negatives, self._shard))
-      batch |= {"negatives": negatives[own]}
+      batch["negatives"] = negatives[slice(*pipeline.part(self._negatives, self._shard))]
     return batch
 
 
@@ -234,8 +231,7 @@ class EvalBatches:
 
   def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     users, offsets = data.evaluated, data.columns["offsets"]
-    self._items, self._batch_size = data.columns["items"], config.eval_batch_size
-    self._max_length, self._positions = config.max_length, config.positions
+    self._items, self._config = data.columns["items"], config
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
     self._lengths, order = np.sort(stop - start), np.argsort(stop - start, kind="stable")
     examples = {"user": users[order], "start": start[order], "stop": stop[order]}
@@ -247,17 +243,17 @@ class EvalBatches:
     return len(self._examples)
 
   def __getitem__(self, number: int) -> Batch:
-    last = min((number + 1) * self._batch_size, len(self._lengths)) - 1
-    longest = int(self._lengths[last])  # of all hosts: one shape
-    batch = self._examples[number]
+    config, batch = self._config, self._examples[number]
+    # The longest of all hosts, the last one of the global batch: one shape.
+    width = retrieval.list_width(int(self._lengths[: (number + 1) * config.eval_batch_size][-1]))
     start, stop = batch["start"], batch["stop"]
     seen = self._items[packing.ranges(start, stop - start)]
-    kept = np.minimum(stop - start, self._max_length)
-    width = min(retrieval.list_width(longest), self._max_length)
+    places = config.max_length
+    kept = np.minimum(stop - start, places)
     items = self._items[packing.ranges(stop - kept, kept)]
-    how = {"places": self._max_length, "aligned": self._positions}
-    return packing.inference_batch(items, kept, width, **how) | {
-      "seen": packing.padded(seen, stop - start, retrieval.list_width(longest)),
+    how = {"places": places, "aligned": config.positions}
+    return packing.inference_batch(items, kept, min(width, places), **how) | {
+      "seen": packing.padded(seen, stop - start, width),
       "target": np.where(batch["mask"], self._items[stop], -1)[:, None].astype(np.int32),
       "user": batch["user"].astype(np.int32),
     }

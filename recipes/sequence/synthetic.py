@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import cache, files
-from ..evaluation.metrics import RankingMetrics, ranking_names
+from ..evaluation.metrics import RankingMetrics
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
 _CHUNK = 1_000
@@ -33,7 +33,6 @@ def settings(config) -> dict[str, Any]:
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; see `recipes.sequence.data`."""
-  ranking_names(settings["ks"], settings["items"])  # checks the cutoffs
   process = Process(settings["items"], settings["noise"], settings["seed"])
   sequences, best = [], RankingMetrics(settings["ks"])
   with files.progress("drawing sequences", settings["users"], "user") as bar:

@@ -21,7 +21,7 @@ class Attention(nnx.Module):
   """Softmax attention, `[B, L, D]` to `[B, L, D]`; keys and values may come from a memory."""
 
   def __init__(
-    self, dim: int, heads: int, *, dropout: float, init: str, dtype: Any, rngs: nnx.Rngs
+    self, dim: int, heads: int, *, dropout: float, init: str = "xavier", dtype: Any, rngs: nnx.Rngs
   ):
     self.heads = heads
     self.qkv = linear(dim, 3 * dim, dtype, rngs)  # PyTorch's attention too keeps Xavier here
@@ -47,7 +47,7 @@ class FeedForward(nnx.Module):
 
   def __init__(
     self, dim: int, inner: int, activation: Callable, *,
-    dropout: float, init: str, dtype: Any, rngs: nnx.Rngs,
+    dropout: float, init: str = "xavier", dtype: Any, rngs: nnx.Rngs,
   ):  # fmt: skip
     self.inner = linear(dim, inner, dtype, rngs, init)
     self.out = linear(inner, dim, dtype, rngs, init)
@@ -58,41 +58,21 @@ class FeedForward(nnx.Module):
     return self.dropout(self.out(self.dropout(self.activation(self.inner(x)))))
 
 
-class _Block(nnx.Module):
-  """Attention and a feed-forward layer, each with a norm; `__call__` is the subclasses'."""
-
-  widening: int  # inner width of the feed-forward layer, in D
-  activation: Callable[[jax.Array], jax.Array]
-
-  def __init__(
-    self,
-    dim: int,
-    heads: int,
-    *,
-    dropout: float,
-    init: str = "xavier",
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    options: dict[str, Any] = {"dropout": dropout, "init": init, "dtype": dtype, "rngs": rngs}
-    self.attention = Attention(dim, heads, **options)
-    self.forward = FeedForward(dim, self.widening * dim, type(self).activation, **options)
-    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
-
-
-class SASRecBlock(_Block):
+class SASRecBlock(nnx.Module):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
 
   The residual "norm" is the authors' code (github.com/kang205/SASRec) and its ports: a layer is
   added to its normed input, and keys and values are made from the input before the norm.
   """
 
-  widening, activation = 1, staticmethod(nnx.relu)
-
-  def __init__(self, dim: int, heads: int, *, residual: str = "input", **options: Any):
-    super().__init__(dim, heads, **options)
+  def __init__(
+    self, dim: int, heads: int, *, dropout: float, init: str, residual: str, **options: Any
+  ):
     self.adds_to_norm = residual == "norm"
+    self.attention = Attention(dim, heads, dropout=dropout, init=init, **options)
+    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, init=init, **options)
+    self.norms = nnx.List([nnx.LayerNorm(dim, **options) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=options["rngs"])
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     if self.adds_to_norm:
@@ -103,10 +83,14 @@ class SASRecBlock(_Block):
     return x + self.forward(self.norms[1](x))
 
 
-class PostNormBlock(_Block):
+class PostNormBlock(nnx.Module):
   """Vaswani et al. 2017: `norm(x + dropout(f(x)))`, with the GELU of BERT, of width 4 D."""
 
-  widening, activation = 4, staticmethod(nnx.gelu)
+  def __init__(self, dim: int, heads: int, *, dropout: float, **options: Any):
+    self.attention = Attention(dim, heads, dropout=dropout, **options)
+    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, **options)
+    self.norms = nnx.List([nnx.LayerNorm(dim, **options) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=options["rngs"])
 
   def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))

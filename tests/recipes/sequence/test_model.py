@@ -144,8 +144,8 @@ def _dense(rows):
 @pytest.mark.ci
 def test_sasrec_with_the_residual_of_the_authors_code():
   """Queries are normed, keys and values not; both layers add to what is normed."""
-  options = {"dropout": 0.0, "residual": "norm", "init": "normal", "rngs": nnx.Rngs(3)}
-  block = model_lib.SASRecBlock(64, 1, **options)
+  how = {"dropout": 0.0, "residual": "norm", "init": "normal"}
+  block = model_lib.SASRecBlock(64, 1, **how, dtype=jnp.float32, rngs=nnx.Rngs(3))
   x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
   wq, wk, wv = np.split(np.asarray(block.attention.qkv.kernel[...]), 3, axis=1)
   query = layer_norm(x)
