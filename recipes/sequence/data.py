@@ -248,11 +248,11 @@ class EvalBatches:
     width = retrieval.list_width(int(self._lengths[: (number + 1) * config.eval_batch_size][-1]))
     start, stop = batch["start"], batch["stop"]
     seen = self._items[packing.ranges(start, stop - start)]
-    places = config.max_length
+    places, aligned = config.max_length, config.positions
     kept = np.minimum(stop - start, places)
     items = self._items[packing.ranges(stop - kept, kept)]
-    how = {"places": places, "aligned": config.positions}
-    return packing.inference_batch(items, kept, min(width, places), **how) | {
+    rows = packing.padded(items, kept, min(width, places))
+    return packing.inference_batch(rows, places=places, aligned=aligned) | {
       "seen": packing.padded(seen, stop - start, width),
       "target": np.where(batch["mask"], self._items[stop], -1)[:, None].astype(np.int32),
       "user": batch["user"].astype(np.int32),

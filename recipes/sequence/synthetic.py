@@ -75,17 +75,14 @@ class Process:
     for step in range(1, int(lengths.max())):
       todo = np.flatnonzero(lengths > step)
       while todo.size:
-        following = self._step(generator, drawn[todo, step - 1])
+        which = np.searchsorted(self._cumulative, generator.random(len(todo)), side="right")
+        anything = generator.integers(0, self._size, len(todo))
+        successor = self.successors[drawn[todo, step - 1], np.minimum(which, _SUCCESSORS - 1)]
+        following = np.where(which < _SUCCESSORS, successor, anything)
         fresh = ~(drawn[todo, :step] == following[:, None]).any(axis=1)
         drawn[todo[fresh], step] = following[fresh]
         todo = todo[~fresh]
     return [row[:length] for row, length in zip(drawn, lengths, strict=True)]
-
-  def _step(self, generator: np.random.Generator, last: np.ndarray) -> np.ndarray:
-    which = np.searchsorted(self._cumulative, generator.random(len(last)), side="right")
-    anything = generator.integers(0, self._size, len(last))
-    successor = self.successors[last, np.minimum(which, _SUCCESSORS - 1)]
-    return np.where(which < _SUCCESSORS, successor, anything)
 
   def best(self, history: np.ndarray, k: int) -> np.ndarray:
     """Returns the k likeliest items after a history, none of them in it."""

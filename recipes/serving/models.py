@@ -261,11 +261,9 @@ class Recommender:
     about = self.served.about
     if about["recipe"] == "sequence":
       width = about["max_length"]
-      latest = [items[-width:] for items in own]
-      counts = np.array([*map(len, latest)], np.int64)
-      how = {"places": width, "aligned": about["positions"]}
-      items = np.concatenate([np.empty(0, np.int32), *latest])
-      return packing.inference_batch(items, counts, width, **how), counts > 0
+      rows = _padded([items[-width:] for items in own], width)
+      inputs = packing.inference_batch(rows, places=width, aligned=about["positions"])
+      return inputs, _is_given(rows)
     width, thinned = about["eval_history"], []
     for items in own:  # evenly
       count = min(len(items), width)
