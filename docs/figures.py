@@ -102,10 +102,6 @@ RANKINGS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
     "MovieLens 1M, SASRec's file", "HSTU", "sequence_movielens1m_hstu",
     (("HR@10", "hr@10", ".3037"), ("NDCG@10", "ndcg@10", ".1719")),
   ),
-  (
-    "MovieLens 1M, SASRec's file", "BERT4Rec", "sequence_movielens1m_bert4rec",
-    (("HR@10", "hr@10", ".2843"), ("NDCG@10", "ndcg@10", ".1537")),
-  ),
 )  # fmt: skip
 # The four of the README, by their runs and the first metric.
 CHOSEN = (

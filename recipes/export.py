@@ -151,11 +151,10 @@ def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .sequence import model as model_lib
 
   items = Entities.load(serve, "items")
-  model = model_lib.build_model(config, len(items.texts), mesh)
+  model = model_lib.SequenceModel(config, len(items.texts), mesh)
   row = np.zeros((2, config.max_length), np.int32)
   inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
   about = {name: config[name] for name in ("max_length", "positions")}
-  about |= {"ask": config.model == "bert4rec"}
 
   def candidates() -> np.ndarray:
     return np.asarray(model.embed.tables[model_lib.ITEM], np.float32)[: len(items.texts)]

@@ -50,27 +50,23 @@ def padded(
   return rows
 
 
-def inference_batch(
-  items: np.ndarray, counts: np.ndarray, width: int, *, places: int, aligned: str, ask: int
-) -> dict[str, np.ndarray]:
+def inference_batch(rows: np.ndarray, *, places: int, aligned: str) -> dict[str, np.ndarray]:
   """Returns rows of one sequence each, for the prediction of the next item.
 
   Args:
-    items: of all sequences, one after the other; `counts` int `[S]` of each.
-    width: of a row.
+    rows: items int32 `[S, width]`, -1 after the sequence.
     places, aligned: see `positions`.
-    ask: 1 predicts at one more column, which has no item (a mask), 0 at the last item.
 
   Returns:
-    `items` int32 `[S, width]`, -1 after the sequence; `segments`, 0, or -1 for none;
-    `positions`; and `last` `[S]`, the column of the prediction.
+    `items`, the rows; `segments`, 0, or -1 for none; `positions`; and `last` `[S]`, the column of
+    the last item, 0 where there is none.
   """
-  lengths = np.maximum(counts + ask, 1)  # without any item the prediction is not used
+  counts = (rows >= 0).sum(axis=1)
   return {
-    "items": padded(items, counts, width),
-    "segments": np.where(np.arange(width) < lengths[:, None], 0, -1).astype(np.int32),
-    "positions": padded(positions(lengths, places, aligned), lengths, width, 0),
-    "last": (lengths - 1).astype(np.int32),
+    "items": rows,
+    "segments": np.minimum(rows, 0),
+    "positions": padded(positions(counts, places, aligned), counts, rows.shape[1], 0),
+    "last": np.maximum(counts - 1, 0).astype(np.int32),
   }
 
 

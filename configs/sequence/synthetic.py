@@ -2,9 +2,9 @@
 
 Reproduces: nothing published; it shows how close a model comes to the best reachable ranking, which
   is known here because what follows an item is drawn from known probabilities.
-Cost: 40 s on 2 busy cores; mode bert4rec 3 minutes.
+Cost: 40 s on 2 busy cores.
 Number: test HR@10 / NDCG@10 .5713 / .4584 (SASRec, seed 0), EASE .4125 / .2184, popularity .2178 /
-  .1311, best possible .6695 / .5268. BERT4Rec (mode bert4rec, seed 0) .4460 / .3422.
+  .1311, best possible .6695 / .5268.
 Command: python -m recipes.sequence --config=configs/sequence/synthetic.py --workdir=runs/sequence
 """
 
@@ -29,9 +29,6 @@ def get_config(mode: str = "") -> dict:
     "ks": (5, 10),
     "baseline": {"ease_l2": 50.0},
   }
-  if mode == "bert4rec":
-    config |= {"model": "bert4rec", "heads": 2, "loss": "softmax", "steps": 3_000}
-    config |= {"table": {"learning_rate": 1e-3}, "learning_rate": 1e-3, "eval_every": 500}
   if mode == "smoke":
     config |= {"num_users": 200, "num_items": 100, "dim": 8, "negatives": {"number": 16}}
     config |= {"batch_size": 8, "eval_batch_size": 64, "steps": 6, "warmup_steps": 2}

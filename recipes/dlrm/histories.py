@@ -16,7 +16,7 @@ from flax import nnx
 from ..errors import UserError
 from ..training import layers
 from ..training.features import Feature
-from ..training.transformer import BERT4RecBlock, HSTUBlock
+from ..training.transformer import HSTUBlock, PostNormBlock
 
 MODELS = ("pooled", "din", "transformer", "hstu")
 
@@ -50,7 +50,7 @@ class DIN(nnx.Module):
 class Encoder(nnx.Module):
   """A block of attention over the positions and the candidate, whose output is the result.
 
-  With `BERT4RecBlock` it is Chen et al. 2019, "Behavior Sequence Transformer": the block is
+  With `PostNormBlock` it is Chen et al. 2019, "Behavior Sequence Transformer": the block is
   `norm(x + f(x))`, as in the paper, with the GELU of BERT, and all columns see all others. With
   `HSTUBlock` (Zhai et al. 2024) a column sees the ones before it, and the candidate all of them.
   Places are counted from the latest position back, and have learned vectors.
@@ -69,7 +69,7 @@ class Encoder(nnx.Module):
     self.block: Any = (
       HSTUBlock(dim, self.HEADS, length + 1, distances=False, dropout=dropout, **options)
       if model == "hstu"
-      else BERT4RecBlock(dim, self.HEADS, dropout=dropout, **options)
+      else PostNormBlock(dim, self.HEADS, dropout=dropout, **options)
     )
     self.norm = nnx.LayerNorm(dim, **options)
 

@@ -1,1 +1,1 @@
-"""Next-item recommendation with SASRec, BERT4Rec and HSTU."""
+"""Next-item recommendation with SASRec and HSTU."""

@@ -21,7 +21,6 @@ from ..cache import DataSet
 from ..evaluation import baselines, retrieval
 
 Batch = dict[str, np.ndarray]
-_HIDDEN = 0.2  # share of a sequence that BERT4Rec hides, as in the authors' `gen_data_fin.py`
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
 
@@ -31,11 +30,9 @@ class SequenceData(cache.Prepared):
 
   Attributes:
     packed: `items`, `targets`, `segments` and `positions`, int32 `[rows, max_length]`; see `pack`.
-    most_hidden: how many items `masked` hides in a row at most.
   """
 
   packed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  most_hidden: int = 1
 
   @property
   def num_items(self) -> int:
@@ -109,22 +106,18 @@ def data_set(name: str) -> DataSet:
 def load(config) -> SequenceData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
   prepared = cache.load(data_set(config.dataset), config, "sequences-")
-  how = {
-    "positions": config.positions,
-    "windows": config.windows,
-    "next_item": config.model != "bert4rec",
-  }
+  how = {"positions": config.positions, "windows": config.windows}
 
   def build(folder: Path) -> dict[str, Any]:
     columns = prepared.columns
     rows = pack(columns["items"], columns["offsets"], config.max_length, **how)
     for name, array in rows.items():
       cache.column(folder, name, array.shape, array.dtype)[:] = array
-    return {"most_hidden": most_hidden(rows["segments"])}
+    return {}
 
-  layout = {"format": 5, "of": prepared.name, "max_length": config.max_length, **how}
-  packed, about = cache.prepared(config.cache_dir, "packed", layout, build)
-  return SequenceData(**vars(prepared), packed=packed, most_hidden=about["most_hidden"])
+  layout = {"format": 6, "of": prepared.name, "max_length": config.max_length, **how}
+  packed, _ = cache.prepared(config.cache_dir, "packed", layout, build)
+  return SequenceData(**vars(prepared), packed=packed)
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:
@@ -133,13 +126,7 @@ def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.
 
 
 def pack(
-  items: np.ndarray,
-  offsets: np.ndarray,
-  width: int,
-  *,
-  positions: str,
-  next_item: bool,
-  windows: bool = True,
+  items: np.ndarray, offsets: np.ndarray, width: int, *, positions: str, windows: bool = True
 ) -> dict[str, np.ndarray]:
   """Returns the training items of all users in rows of `width`, int32 `[rows, width]` each.
 
@@ -147,46 +134,35 @@ def pack(
     items, offsets: the columns of a data set.
     width: of a row.
     positions: see `packing.positions`.
-    next_item: every item but the first is the target of the one before it. Otherwise `targets` are
-      the items themselves, of which a masked model hides a part.
     windows: cuts longer sequences into windows, the last of which ends with the sequence, so that
-      every item is the target of one window. Otherwise only the last `width` items are kept.
+      every item but the first is the target of one window. Otherwise only the last `width` targets
+      are kept.
 
   Returns:
-    `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
-    -1 for none; and `positions`, the place in the sequence.
+    `items` and `targets`, which follow them, -1 where there is none; `segments`, the column where
+    the sequence begins, -1 for none; and `positions`, the place in the sequence.
   """
-  starts = offsets[:-1] + next_item
-  ends = offsets[:-1] + train_lengths(np.diff(offsets))
-  more = -(-np.maximum(ends - starts - width, 0) // width) if windows else np.zeros_like(ends)
-  counts = np.where(ends > starts, 1 + more, 0)
-  user, earlier = np.repeat(np.arange(len(counts)), counts), packing.ranges(0 * counts, counts)
-  ends = ends[user] - width * earlier
-  first = np.maximum(starts[user], ends - width)
-  lengths = ends - first
+  starts, ends = offsets[:-1] + 1, offsets[:-1] + train_lengths(np.diff(offsets))  # of targets
+  if not windows:
+    starts = np.maximum(starts, ends - width)
+  counts = np.maximum(-(-(ends - starts) // width), 0)
+  ends = np.repeat(ends, counts) - width * packing.ranges(0 * counts, counts)
+  starts = np.maximum(np.repeat(starts, counts), ends - width)
+  lengths = ends - starts
   row, column = packing.place(lengths, width)
-  where = packing.ranges(row * width + column, lengths)
+  where, targets = packing.ranges(row * width + column, lengths), packing.ranges(starts, lengths)
 
   def laid(values: np.ndarray, fill: int) -> np.ndarray:
     rows = np.full((int(row.max(initial=-1)) + 1, width), fill, np.int32)
     rows.reshape(-1)[where] = values
     return rows
 
-  last = packing.ranges(first, lengths)
   return {
-    "items": laid(items[last - next_item], -1),
-    "targets": laid(items[last], -1),
-    "segments": laid(np.repeat(_ranks(row, column), lengths), -1),
+    "items": laid(items[targets - 1], -1),
+    "targets": laid(items[targets], -1),
+    "segments": laid(np.repeat(column, lengths), -1),
     "positions": laid(packing.positions(lengths, width, positions), 0),
   }
-
-
-def _ranks(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
-  """Returns the place of each element in its group, in the order of keys; int64 like both."""
-  order = np.lexsort((keys, groups))
-  ranks, in_turn = np.empty(len(order), np.int64), groups[order]
-  ranks[order] = np.arange(len(order)) - np.searchsorted(in_turn, in_turn)
-  return ranks
 
 
 def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDataset:
@@ -196,18 +172,16 @@ def train_batches(data: SequenceData, config, start: int = 0) -> grain.IterDatas
 
 
 class TrainBatches:
-  """Batch number -> packed rows, and what the model and the loss of a config draw for them.
+  """Batch number -> packed rows, and the items that the loss of a config samples.
 
-  A batch is the packed columns and
-    for bert4rec `where`, `targets`, and `items` without the hidden ones; see `masked`;
-    for a loss with samples `negatives` int32 `[number]`, drawn uniformly with replacement for all
-      positions of the global batch, of which a host has its part.
+  A loss with samples has `negatives` int32 `[number]` as well, drawn uniformly with replacement for
+  all positions of the global batch, of which a host has its part.
 
   Everything is a function of the seed and the number. Draws are made for the global batch and cut,
   so that they do not depend on how many hosts there are.
 
   Args:
-    config: `batch_size`, `seed`, `steps`, `model`, `loss` and `negatives`.
+    config: `batch_size`, `seed`, `steps`, `loss` and `negatives`.
     shard: `(index, count)`; this host's part of every batch.
   """
 
@@ -220,71 +194,19 @@ class TrainBatches:
       num_batches=config.steps,
       shard=shard,
     )
-    self._batch_size, self._seed, self._shard = config.batch_size, config.seed, shard
-    self._hidden = data.most_hidden if config.model == "bert4rec" else 0
-    self._num_items = data.num_items
+    self._seed, self._shard, self._num_items = config.seed, shard, data.num_items
     self._negatives = 0 if config.loss == "softmax" else config.negatives.number
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def __getitem__(self, number: int) -> Batch:
-    batch, draw = self._rows[number], np.random.default_rng((self._seed, number, 1))
-    if self._hidden:
-      order = draw.random((self._batch_size, batch["items"].shape[1]))
-      batch = masked(
-        batch, order[slice(*pipeline.part(self._batch_size, self._shard))], self._hidden
-      )
+    batch = self._rows[number]
     if self._negatives:
+      draw = np.random.default_rng((self._seed, number, 1))
       negatives = (draw.random(self._negatives) * self._num_items).astype(np.int32)
-      own = slice(*pipeline.part(self._negatives, self._shard))
-      batch |= {"negatives": negatives[own]}
+      batch["negatives"] = negatives[slice(*pipeline.part(self._negatives, self._shard))]
     return batch
-
-
-def masked(batch: Batch, order: np.ndarray, most: int) -> Batch:
-  """Hides a fifth of every sequence, at least one item: BERT4Rec's cloze task.
-
-  Args:
-    batch: packed rows, `[B, L]`.
-    order: random `[B, L]`; the least of a sequence are hidden.
-    most: the width of `where`; see `most_hidden`.
-
-  Returns:
-    `items` with -1 where one is hidden, and for up to `most` of them per row `where`, the column
-    (0 for none), and `targets`, the item (-1 for none).
-  """
-  sequence, hidden_of = _sequences(batch["segments"])
-  rank = _ranks(sequence.ravel(), order.ravel()).reshape(order.shape)
-  hidden = rank < hidden_of[sequence]
-  where = np.argsort(~hidden, axis=1, kind="stable")[:, :most]
-  is_hidden = np.take_along_axis(hidden, where, axis=1)
-  targets = np.where(is_hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
-  return batch | {
-    "items": np.where(hidden, -1, batch["items"]).astype(np.int32),
-    "where": np.where(is_hidden, where, 0).astype(np.int32),
-    "targets": targets.astype(np.int32),
-  }
-
-
-def most_hidden(segments: np.ndarray) -> int:
-  """Returns how many items `masked` hides in a row at most, of all packed rows; at least 1."""
-  hidden = _sequences(segments)[1][:-1].reshape(segments.shape)
-  return int(hidden.sum(axis=1).max(initial=1))
-
-
-def _sequences(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the number of each column's sequence, int `[B, L]`, and how many of it are hidden.
-
-  Sequence s of row b is `b * L + s`; the last entry collects columns without a sequence.
-  """
-  rows, length = segments.shape
-  sequence = np.arange(rows)[:, None] * length + segments
-  sequence = np.where(segments >= 0, sequence, rows * length)
-  sizes = np.bincount(sequence.ravel(), minlength=rows * length + 1)
-  sizes[-1] = 0
-  least_one = np.maximum(np.round(_HIDDEN * sizes).astype(np.int64), 1)
-  return sequence, np.where(sizes > 0, least_one, 0)
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
@@ -303,16 +225,13 @@ class EvalBatches:
 
   Args:
     split: what was held out for it is the target, and hidden with all that comes later.
-    config: `eval_batch_size`, `max_length`, `positions`, see `packing.positions`, and `model`:
-      bert4rec predicts at one more column, which has no item (a mask), the others at the last item.
+    config: `eval_batch_size`, `max_length` and `positions`; see `packing.positions`.
     shard: `(index, count)`; this host's part of every batch.
   """
 
   def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     users, offsets = data.evaluated, data.columns["offsets"]
-    self._items, self._batch_size = data.columns["items"], config.eval_batch_size
-    self._max_length, self._positions = config.max_length, config.positions
-    self._ask = config.model == "bert4rec"
+    self._items, self._config = data.columns["items"], config
     start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
     self._lengths, order = np.sort(stop - start), np.argsort(stop - start, kind="stable")
     examples = {"user": users[order], "start": start[order], "stop": stop[order]}
@@ -324,17 +243,17 @@ class EvalBatches:
     return len(self._examples)
 
   def __getitem__(self, number: int) -> Batch:
-    last = min((number + 1) * self._batch_size, len(self._lengths)) - 1
-    longest = int(self._lengths[last])  # of all hosts: one shape
-    batch = self._examples[number]
+    config, batch = self._config, self._examples[number]
+    # The longest of all hosts, the last one of the global batch: one shape.
+    width = retrieval.list_width(int(self._lengths[: (number + 1) * config.eval_batch_size][-1]))
     start, stop = batch["start"], batch["stop"]
     seen = self._items[packing.ranges(start, stop - start)]
-    kept = np.minimum(stop - start, self._max_length - self._ask)
-    width = min(retrieval.list_width(longest + self._ask), self._max_length)
+    places, aligned = config.max_length, config.positions
+    kept = np.minimum(stop - start, places)
     items = self._items[packing.ranges(stop - kept, kept)]
-    how = {"places": self._max_length, "aligned": self._positions, "ask": self._ask}
-    return packing.inference_batch(items, kept, width, **how) | {
-      "seen": packing.padded(seen, stop - start, retrieval.list_width(longest)),
+    rows = packing.padded(items, kept, min(width, places))
+    return packing.inference_batch(rows, places=places, aligned=aligned) | {
+      "seen": packing.padded(seen, stop - start, width),
       "target": np.where(batch["mask"], self._items[stop], -1)[:, None].astype(np.int32),
       "user": batch["user"].astype(np.int32),
     }

@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "sasrec",  # or "hstu", "bert4rec"
+  "model": "sasrec",  # or "hstu"
   "dim": 64,  # columns of the table, and of the encoder
   "blocks": 2,  # of the encoder
   "heads": 1,  # of attention in a block

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import cache, files
-from ..evaluation.metrics import RankingMetrics, ranking_names
+from ..evaluation.metrics import RankingMetrics
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
 _CHUNK = 1_000
@@ -33,7 +33,6 @@ def settings(config) -> dict[str, Any]:
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; see `recipes.sequence.data`."""
-  ranking_names(settings["ks"], settings["items"])  # checks the cutoffs
   process = Process(settings["items"], settings["noise"], settings["seed"])
   sequences, best = [], RankingMetrics(settings["ks"])
   with files.progress("drawing sequences", settings["users"], "user") as bar:
@@ -76,17 +75,14 @@ class Process:
     for step in range(1, int(lengths.max())):
       todo = np.flatnonzero(lengths > step)
       while todo.size:
-        following = self._step(generator, drawn[todo, step - 1])
+        which = np.searchsorted(self._cumulative, generator.random(len(todo)), side="right")
+        anything = generator.integers(0, self._size, len(todo))
+        successor = self.successors[drawn[todo, step - 1], np.minimum(which, _SUCCESSORS - 1)]
+        following = np.where(which < _SUCCESSORS, successor, anything)
         fresh = ~(drawn[todo, :step] == following[:, None]).any(axis=1)
         drawn[todo[fresh], step] = following[fresh]
         todo = todo[~fresh]
     return [row[:length] for row, length in zip(drawn, lengths, strict=True)]
-
-  def _step(self, generator: np.random.Generator, last: np.ndarray) -> np.ndarray:
-    which = np.searchsorted(self._cumulative, generator.random(len(last)), side="right")
-    anything = generator.integers(0, self._size, len(last))
-    successor = self.successors[last, np.minimum(which, _SUCCESSORS - 1)]
-    return np.where(which < _SUCCESSORS, successor, anything)
 
   def best(self, history: np.ndarray, k: int) -> np.ndarray:
     """Returns the k likeliest items after a history, none of them in it."""

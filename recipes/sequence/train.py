@@ -23,7 +23,6 @@ from ..run import check_select, scalars
 from ..training import build, layers
 from . import data as data_lib
 from . import model as model_lib
-from .model import build_model
 
 _NEVER = -1e9  # not -inf: a position whose samples are all hits would get NaN gradients
 
@@ -96,7 +95,7 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   """
 
   def loss_fn(model, batch) -> jax.Array:
-    queries, targets = model(batch, batch.get("where")), batch["targets"]
+    queries, targets = model(batch), batch["targets"]
     if config.loss == "softmax":
       # Of padding, whose target is -1, it is finite, and masked below.
       scores = model.scores(queries)
@@ -197,7 +196,8 @@ def make_state(
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
     first = lambda: {model_lib.ITEM: data_lib.TrainBatches(data, config)[0]["items"]}
-    model = build_model(config, data.num_items, mesh, lambda: jax.eval_shape(first))
+    shapes = lambda: jax.eval_shape(first)
+    model = model_lib.SequenceModel(config, data.num_items, mesh, shapes)
     optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer

@@ -260,12 +260,10 @@ class Recommender:
     """Returns the program's inputs of N rows, and which rows name anything known, bool `[N]`."""
     about = self.served.about
     if about["recipe"] == "sequence":
-      width, ask = about["max_length"], about["ask"]
-      latest = [items[max(len(items) - width + ask, 0) :] for items in own]
-      counts = np.array([*map(len, latest)], np.int64)
-      how = {"places": width, "aligned": about["positions"], "ask": ask}
-      items = np.concatenate([np.empty(0, np.int32), *latest])
-      return packing.inference_batch(items, counts, width, **how), counts > 0
+      width = about["max_length"]
+      rows = _padded([items[-width:] for items in own], width)
+      inputs = packing.inference_batch(rows, places=width, aligned=about["positions"])
+      return inputs, _is_given(rows)
     width, thinned = about["eval_history"], []
     for items in own:  # evenly
       count = min(len(items), width)

@@ -21,7 +21,7 @@ class Attention(nnx.Module):
   """Softmax attention, `[B, L, D]` to `[B, L, D]`; keys and values may come from a memory."""
 
   def __init__(
-    self, dim: int, heads: int, *, dropout: float, init: str, dtype: Any, rngs: nnx.Rngs
+    self, dim: int, heads: int, *, dropout: float, init: str = "xavier", dtype: Any, rngs: nnx.Rngs
   ):
     self.heads = heads
     self.qkv = linear(dim, 3 * dim, dtype, rngs)  # PyTorch's attention too keeps Xavier here
@@ -47,7 +47,7 @@ class FeedForward(nnx.Module):
 
   def __init__(
     self, dim: int, inner: int, activation: Callable, *,
-    dropout: float, init: str, dtype: Any, rngs: nnx.Rngs,
+    dropout: float, init: str = "xavier", dtype: Any, rngs: nnx.Rngs,
   ):  # fmt: skip
     self.inner = linear(dim, inner, dtype, rngs, init)
     self.out = linear(inner, dim, dtype, rngs, init)
@@ -58,60 +58,41 @@ class FeedForward(nnx.Module):
     return self.dropout(self.out(self.dropout(self.activation(self.inner(x)))))
 
 
-class TransformerBlock(nnx.Module):
-  """Attention and a feed-forward layer, each with a norm; `__call__` is the subclasses'."""
-
-  causal: bool
-  normed: bool  # whether an encoder ends with a norm
-  widening: int  # inner width of the feed-forward layer, in D
-  activation: Callable[[jax.Array], jax.Array]
-
-  def __init__(
-    self,
-    dim: int,
-    heads: int,
-    *,
-    dropout: float,
-    init: str = "xavier",
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    options: dict[str, Any] = {"dropout": dropout, "init": init, "dtype": dtype, "rngs": rngs}
-    self.attention = Attention(dim, heads, **options)
-    self.forward = FeedForward(dim, self.widening * dim, type(self).activation, **options)
-    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
-
-
-class SASRecBlock(TransformerBlock):
+class SASRecBlock(nnx.Module):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
 
   The residual "norm" is the authors' code (github.com/kang205/SASRec) and its ports: a layer is
   added to its normed input, and keys and values are made from the input before the norm.
   """
 
-  causal, normed, widening, activation = True, True, 1, staticmethod(nnx.relu)
-
-  def __init__(self, dim: int, heads: int, *, residual: str = "input", **options: Any):
-    super().__init__(dim, heads, **options)
+  def __init__(
+    self, dim: int, heads: int, *, dropout: float, init: str, residual: str, **options: Any
+  ):
     self.adds_to_norm = residual == "norm"
+    self.attention = Attention(dim, heads, dropout=dropout, init=init, **options)
+    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, init=init, **options)
+    self.norms = nnx.List([nnx.LayerNorm(dim, **options) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=options["rngs"])
 
-  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     if self.adds_to_norm:
       query = self.norms[0](x)
-      x = self.norms[1](query + self.attention(query, mask, x if memory is None else memory))
+      x = self.norms[1](query + self.attention(query, mask, x))
       return x + self.forward(x)
-    memory = None if memory is None else self.norms[0](memory)
-    x = x + self.dropout(self.attention(self.norms[0](x), mask, memory))
+    x = x + self.dropout(self.attention(self.norms[0](x), mask))
     return x + self.forward(self.norms[1](x))
 
 
-class BERT4RecBlock(TransformerBlock):
-  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
+class PostNormBlock(nnx.Module):
+  """Vaswani et al. 2017: `norm(x + dropout(f(x)))`, with the GELU of BERT, of width 4 D."""
 
-  causal, normed, widening, activation = False, False, 4, staticmethod(nnx.gelu)
+  def __init__(self, dim: int, heads: int, *, dropout: float, **options: Any):
+    self.attention = Attention(dim, heads, dropout=dropout, **options)
+    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, **options)
+    self.norms = nnx.List([nnx.LayerNorm(dim, **options) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=options["rngs"])
 
-  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask, memory)))
     return self.norms[1](x + self.forward(x))
 
@@ -131,8 +112,6 @@ class HSTUBlock(nnx.Module):
     length: the divisor of the attention, and the number of distances.
     distances: whether there is a bias of distance.
   """
-
-  causal, normed = True, True  # the encoder ends with a norm
 
   def __init__(
     self,

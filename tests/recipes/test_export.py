@@ -84,7 +84,6 @@ def test_a_sequence_model_ranks_raw_rows_as_its_run_does(sequences):
 
 SEQUENCES = {
   "hstu": {"model": "hstu"},
-  "bert4rec": {"model": "bert4rec"},
   "bfloat16": {"model": "sasrec", "table_dtype": "bfloat16"},
 }
 

@@ -93,34 +93,31 @@ def test_packed_rows_by_hand():
   items = np.array([1, 2, 3, 4, 5, 90, 91, 6, 90, 91, 7, 8, 9, 90, 91, 0, 1], np.int32)
   offsets = np.array([0, 7, 10, 15, 17])
   pack = functools.partial(data.pack, items, offsets, 3)
-  rows = pack(positions="end", next_item=True, windows=False)
+  rows = pack(positions="end", windows=False)
   assert rows["items"].tolist() == [[2, 3, 4], [7, 8, 0]]
   assert rows["targets"].tolist() == [[3, 4, 5], [8, 9, 1]]
-  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 1]]
+  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 2]]
   assert rows["positions"].tolist() == [[0, 1, 2], [1, 2, 2]]
-  rows = pack(positions="start", next_item=False, windows=False)
-  assert rows["items"].tolist() == rows["targets"].tolist()
-  assert rows["items"].tolist() == [[3, 4, 5], [7, 8, 9], [0, 1, 6]]
-  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
-  assert rows["positions"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0]]
-  rows = pack(positions="end", next_item=True)
+  rows = pack(positions="start")
   assert rows["items"].tolist() == [[2, 3, 4], [7, 8, 1], [0, -1, -1]]
   assert rows["targets"].tolist() == [[3, 4, 5], [8, 9, 2], [1, -1, -1]]
+  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 2], [0, -1, -1]]
+  assert rows["positions"].tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 9), st.booleans())
-def test_every_item_is_the_target_of_one_window(lengths, width, next_item):
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 9))
+def test_every_item_but_the_first_is_the_target_of_one_window(lengths, width):
   """And an item's context is what comes before it."""
   offsets = np.cumsum([0, *lengths])
-  rows = data.pack(np.arange(offsets[-1]), offsets, width, positions="start", next_item=next_item)
+  rows = data.pack(np.arange(offsets[-1]), offsets, width, positions="start")
   held_out = np.where(np.array(lengths) >= 3, 2, 0)
   wanted = [
-    range(s + next_item, e - h) for s, e, h in zip(offsets[:-1], offsets[1:], held_out, strict=True)
+    range(s + 1, e - h) for s, e, h in zip(offsets[:-1], offsets[1:], held_out, strict=True)
   ]
   assert sorted(rows["targets"][rows["targets"] >= 0]) == list(chain(*wanted))
   for place in zip(*np.nonzero(rows["targets"] >= 0), strict=True):
     position, item = rows["positions"][place], rows["items"][place]
-    assert item == rows["targets"][place] - next_item
+    assert item == rows["targets"][place] - 1
     context = rows["items"][place[0], place[1] - position : place[1] + 1]
     assert context.tolist() == list(range(item - position, item + 1))
 
@@ -136,34 +133,26 @@ def test_packing_fits_and_wastes_little():
   assert used.mean() > 0.98
 
 
-CASES = [
-  {"model": "bert4rec", "loss": "sampled_softmax"},
-  {"model": "sasrec", "loss": "sampled_softmax", "negatives.number": 4},
-]
+SAMPLED = {"loss": "sampled_softmax", "negatives.number": 4}
 
 
 def test_draws_are_a_function_of_seed_and_number(tmp_path):
-
-  def check(changes):
-    made = config(tmp_path, "synthetic", max_length=40, **changes)
-    loaded = data.load(made)
-    forwards, backwards = data.TrainBatches(loaded, made), data.TrainBatches(loaded, made)
-    late = {i: backwards[i] for i in reversed(range(made.steps))}
-    for i in range(made.steps):
-      assert sorted(forwards[i]) == sorted(late[i])
-      for name, array in forwards[i].items():
-        np.testing.assert_array_equal(array, late[i][name])
-    made.seed = 1
-    other = data.TrainBatches(loaded, made)
-    name = "negatives" if "negatives" in late[0] else "where"
-    assert (forwards[0][name] != other[0][name]).any()
-    assert (forwards[0][name] != forwards[1][name]).any()
-
-  each([(case,) for case in CASES], check)
+  made = config(tmp_path, "synthetic", max_length=40, **SAMPLED)
+  loaded = data.load(made)
+  forwards, backwards = data.TrainBatches(loaded, made), data.TrainBatches(loaded, made)
+  late = {i: backwards[i] for i in reversed(range(made.steps))}
+  for i in range(made.steps):
+    assert sorted(forwards[i]) == sorted(late[i])
+    for name, array in forwards[i].items():
+      np.testing.assert_array_equal(array, late[i][name])
+  made.seed = 1
+  other = data.TrainBatches(loaded, made)
+  assert (forwards[0]["negatives"] != other[0]["negatives"]).any()
+  assert (forwards[0]["negatives"] != forwards[1]["negatives"]).any()
 
 
 def test_hosts_share_a_global_batch(tmp_path):
-  made = config(tmp_path, "synthetic", max_length=40, **CASES[-1])
+  made = config(tmp_path, "synthetic", max_length=40, **SAMPLED)
   loaded = data.load(made)
   whole = data.TrainBatches(loaded, made)
   parts = [data.TrainBatches(loaded, made, shard=(host, 2)) for host in range(2)]
@@ -171,27 +160,6 @@ def test_hosts_share_a_global_batch(tmp_path):
     both = [part[i] for part in parts]
     for name, array in whole[i].items():
       np.testing.assert_array_equal(np.concatenate([b[name] for b in both]), array)
-
-
-def test_masks_by_hand(monkeypatch):
-  monkeypatch.setattr(data, "_HIDDEN", 0.6)
-  segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
-  items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
-  batch = {"items": items, "targets": items.copy(), "segments": segments}
-  chosen, most = set(), data.most_hidden(segments)
-  for seed in range(50):
-    found = data.masked(batch, np.random.default_rng(seed).random((2, 6)), most)
-    hidden = (found["items"] < 0) & (segments >= 0)
-    assert hidden[0, :3].sum() == 2  # round(1.8)
-    assert hidden[0, 3:].sum() == hidden[1].sum() == 1  # round(1.2) and round(0.6)
-    assert found["where"].shape == (2, 3)
-    for row in range(2):
-      real = found["targets"][row] >= 0
-      assert sorted(found["where"][row][real]) == np.flatnonzero(hidden[row]).tolist()
-      assert (items[row][found["where"][row][real]] == found["targets"][row][real]).all()
-    chosen |= set(np.flatnonzero(hidden[0]).tolist())
-  assert chosen == {0, 1, 2, 3, 4}
-  np.testing.assert_array_equal(batch["items"], items)
 
 
 def packed_by_hand(*rows, num_items):

@@ -29,7 +29,7 @@ def smoke(**changes):
 
 @functools.cache
 def build(name, **changes):
-  return train.build_model(smoke(model=name, **changes), ITEMS)
+  return model_lib.SequenceModel(smoke(model=name, **changes), ITEMS)
 
 
 def batch(*sequences):
@@ -93,10 +93,8 @@ def layer_norm(x):
 
 def test_who_sees_whom_by_hand():
   segments = np.array([[0, 0, 1, -1]])
-  both = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
-  visible = jax.jit(model_lib.visible, static_argnames="causal")
-  np.testing.assert_array_equal(visible(segments, causal=False)[0], both)
-  np.testing.assert_array_equal(visible(segments, causal=True)[0], np.tril(both))
+  expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+  np.testing.assert_array_equal(jax.jit(model_lib.visible)(segments)[0], expected)
 
 
 def train_batch(**more):
@@ -109,7 +107,7 @@ def test_the_sampled_loss_touches_the_sampled_rows_only():
   # With weight decay, a row that was touched by a gradient of zero would move as well.
   changes = {"negatives.number": 5, "warmup_steps": 0, "table.weight_decay": 0.1}
   config = smoke(loss="sampled_softmax", **changes)
-  model = train.build_model(config, ITEMS)
+  model = model_lib.SequenceModel(config, ITEMS)
   before = {key: np.array(x) for key, x in model.embed.variables["item"].items()}
   negatives = np.array([20, 21, 11, 6, 24], np.int32)  # 11 and 6 are right somewhere
   inputs = train_batch(negatives=negatives)
@@ -126,7 +124,7 @@ def test_the_sampled_loss_touches_the_sampled_rows_only():
 @pytest.mark.ci
 def test_sampled_softmax_of_all_items_is_the_full_one():
   config = smoke(loss="sampled_softmax")
-  model = train.build_model(config, ITEMS)
+  model = model_lib.SequenceModel(config, ITEMS)
   every = np.arange(ITEMS, dtype=np.int32)
   inputs = train_batch(negatives=every)
   sampled, grads = differentiate(model, inputs, train.loss_function(config))
@@ -144,45 +142,10 @@ def _dense(rows):
 
 
 @pytest.mark.ci
-def test_only_hidden_items_are_predicted():
-  model = build("bert4rec")
-  inputs = train_batch(
-    where=np.array([[2, 5, 0]], np.int32), targets=np.array([[11, 1, -1]], np.int32)
-  )
-  found = nnx.jit(lambda model, batch: model(batch, batch["where"]))(model, inputs)
-  every = call(model, inputs)
-  np.testing.assert_allclose(found[0], every[0][np.array([2, 5, 0])], rtol=1e-5)
-  loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax")))
-  scores = np.asarray(model.scores(found))[0]
-  expected = -jax.nn.log_softmax(scores[:2])[[0, 1], [11, 1]].mean()
-  assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["sasrec", "hstu"])
-def test_chosen_columns_have_the_outputs_of_all(name):
-  """The last block computes the chosen columns alone."""
-  model = build(name, blocks=2)
-  inputs, where = batch([3, 7, 11, 2], [8, 1, 6]), jnp.array([[6, 1, 3]])
-  every, found = nnx.jit(lambda model: (model(inputs), model(inputs, where)))(model)
-  np.testing.assert_allclose(found[0], every[0][where[0]], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.ci
-def test_bert4rec_scores_by_equation_7():
-  model = build("bert4rec")
-  x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
-  kernel, row = model.projection.linear.kernel[...], np.asarray(model.embed.tables["item"])
-  projected = layer_norm(np.asarray(jax.nn.gelu(x @ kernel)))
-  expected = projected @ row[:, :8].T + row[:, 8]
-  np.testing.assert_allclose(model.scores(model.projection(x)), expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.ci
 def test_sasrec_with_the_residual_of_the_authors_code():
   """Queries are normed, keys and values not; both layers add to what is normed."""
-  options = {"dropout": 0.0, "residual": "norm", "init": "normal", "rngs": nnx.Rngs(3)}
-  block = model_lib.SASRecBlock(64, 1, **options)
+  how = {"dropout": 0.0, "residual": "norm", "init": "normal"}
+  block = model_lib.SASRecBlock(64, 1, **how, dtype=jnp.float32, rngs=nnx.Rngs(3))
   x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
   wq, wk, wv = np.split(np.asarray(block.attention.qkv.kernel[...]), 3, axis=1)
   query = layer_norm(x)
@@ -194,7 +157,7 @@ def test_sasrec_with_the_residual_of_the_authors_code():
   )
   y = layer_norm(query + weights @ (x @ wv) @ out)
   expected = y + np.maximum(y @ inner, 0) @ last
-  mask = model_lib.visible(jnp.zeros((1, 5), jnp.int32), causal=True)
+  mask = model_lib.visible(jnp.zeros((1, 5), jnp.int32))
   np.testing.assert_allclose(call_block(block, x[None], mask)[0], expected, rtol=1e-3, atol=1e-4)
   for kernel in (out, inner, last):
     assert kernel.std() == pytest.approx(0.02, rel=0.1)
@@ -206,8 +169,6 @@ def test_sasrec_with_the_residual_of_the_authors_code():
 def test_gradients_reach_everything(name):
   model = build(name)
   inputs = train_batch()
-  if name == "bert4rec":
-    inputs["items"][0, 2] = -1
   loss_fn = train.loss_function(smoke(loss="softmax"))
   _, grads = differentiate(model, inputs, loss_fn)
   for path, leaf in jax.tree.leaves_with_path(grads.dense):
