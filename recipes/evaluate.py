@@ -24,9 +24,8 @@ from . import config as config_lib
 from . import errors, export, serving
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .dlrm import tasks
 from .errors import UserError
-from .evaluation.metrics import Users
+from .evaluation.metrics import Users, label_metrics
 from .tables import clicks, source, spec
 from .tables import settings as table_settings
 from .tables.transforms import numbers_of
@@ -50,7 +49,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
 def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
   """Returns the number of `rows` and the `metrics` of a run on a table, on other files of clicks.
 
-  Metrics are those of `dlrm.tasks.metrics`.
+  Metrics are those of `evaluation.metrics.label_metrics`.
 
   Raises:
     UserError: the run is of rankings, or a file cannot be read.
@@ -80,7 +79,7 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   # The table may declare its labels in another order than the model's.
   places = [list(table.labels).index(name) for name in model.labels]
   targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, logit(score), targets, weight, users.codes(user))
+  metrics = label_metrics(model.labels, logit(score), targets, weight, users.codes(user))
   return {"rows": len(label), "metrics": metrics}
 
 

@@ -2,7 +2,7 @@
 
 `load` prepares a data set once (see `recipes.cache`); `train_batches` and `eval_batches` are
 Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels
-float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
+float32 `[N, labels]`, NaN where one has no value), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -23,8 +23,9 @@ from .. import mesh as mesh_lib
 from ..cache import DataSet, Prepared
 from ..tables import spec
 from ..training.features import Feature, cut_ids, feature_configs
-from . import tasks
 
+Labels = Mapping[str, spec.Label]
+ONE_CLICK: Labels = {"label": spec.Label()}
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
@@ -60,7 +61,7 @@ class ClickData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
-  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
+  labels: Labels = dataclasses.field(default_factory=lambda: ONE_CLICK)
 
   @property
   def num_examples(self) -> int:
@@ -122,7 +123,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.sha256,
     prepared.best,
     prepared.serve,
-    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
+    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or ONE_CLICK,
   )
 
 

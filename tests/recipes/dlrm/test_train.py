@@ -102,7 +102,6 @@ def test_unknown_names(tmp_path):
     ({"model": "deepfm"}, "config.model is 'deepfm': choose dlrm, dcnv2"),
     ({"dense_optimizer": "sgd"}, "choose adamw, adagrad"),
     ({"history.model": "gru"}, "choose pooled, din"),
-    ({"tasks.structure": "stitch"}, "choose shared_bottom, mmoe, ple"),
     ({"dcnv2.structure": "serial"}, "choose parallel, stacked"),
   ]
   refused(cases, lambda changes: train.check(dlrm_smoke("synthetic", tmp_path, **changes), None))
