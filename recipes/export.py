@@ -27,7 +27,7 @@ from . import config as config_lib
 from . import errors, files
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import MissingFileError, from_settings
+from .errors import from_settings
 from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
@@ -63,11 +63,7 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
   """
   out, run = Path(out), run_lib.opened(workdir)
-  serve = Path(workdir) / "serve"
-  if not serve.is_dir():
-    raise MissingFileError(
-      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have"
-    )
+  serve = run.serve
   files.check_out(out, models_lib.NAME)
   mesh = mesh_lib.start()
   with from_settings():

@@ -90,18 +90,16 @@ class ClickModel:
 
   Attributes:
     columns: that rows must have.
-    labels: what is predicted, in the order of the scores.
     names: of the scores: "score", or of several labels "score_<label>".
   """
 
   def __init__(self, served: Served):
     self.served, kinds = served, served.kinds
-    self.transforms = Transforms.load(served.transforms)
+    self._transforms = Transforms.load(served.transforms)
     features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
     self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
-    self.labels = spec.labels(kinds)
-    several = tuple(f"score_{name}" for name in self.labels)
+    several = tuple(f"score_{name}" for name in spec.labels(kinds))
     self.names = several if len(several) > 1 else ("score",)
 
   def predict(self, rows: Any, *, source: str = "rows", first_row: int = 1) -> np.ndarray:
@@ -118,12 +116,10 @@ class ClickModel:
     """
     table = rows_lib.as_table(rows)
     values = self._reader.read(table, source, first_row)
-    return self.scores(**self.transforms.encode(values, len(table)))
-
-  def scores(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns as `predict`, for N rows as `Transforms.encode` returns them."""
-    inputs = {"dense": dense, "features": cut_ids(ids, self.transforms.features)}
-    outputs = np.empty((len(dense), len(self.names)))
+    encoded = self._transforms.encode(values, len(table))
+    features = cut_ids(encoded["ids"], self._transforms.features)
+    inputs = {"dense": encoded["dense"], "features": features}
+    outputs = np.empty((len(table), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)
