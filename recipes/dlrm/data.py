@@ -6,10 +6,8 @@ float32 `[N, labels]`, NaN where one has no value), `dense` float32 `[N, K]` and
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -20,7 +18,7 @@ import embed
 
 from .. import cache, pipeline
 from .. import mesh as mesh_lib
-from ..cache import DataSet, Prepared
+from ..cache import DataSet
 from ..tables import spec
 from ..training.features import Feature, cut_ids, feature_configs
 
@@ -45,23 +43,18 @@ def data_set(name: str) -> DataSet:
   return DataSet(settings, clicks.build, hint=published.HINTS[name])
 
 
-@dataclasses.dataclass(frozen=True)
-class ClickData:
-  """A prepared data set.
+class ClickData(cache.Prepared):
+  """A prepared data set, with the `features` and the `labels` of `clicks.meta_of` in its meta."""
 
-  Attributes:
-    columns, splits, sha256, best, serve: as of a `cache.Prepared`.
-    features: in the order of their columns in `ids`.
-    labels: what is predicted, by name, in the order of the columns of `label`.
-  """
+  @functools.cached_property
+  def features(self) -> tuple[Feature, ...]:
+    """The features, in the order of their columns in `ids`."""
+    return tuple(Feature(**feature) for feature in self.meta["features"])
 
-  columns: Mapping[str, Any]
-  splits: Mapping[str, tuple[int, int]]
-  features: tuple[Feature, ...]
-  sha256: Mapping[str, str]
-  best: Mapping[str, float]
-  serve: Path | None = None
-  labels: Labels = dataclasses.field(default_factory=lambda: ONE_CLICK)
+  @functools.cached_property
+  def labels(self) -> Labels:
+    """What is predicted, by name, in the order of the columns of `label`."""
+    return spec.labels(spec.parse(self.meta.get("labels", {}))) or ONE_CLICK
 
   @property
   def num_examples(self) -> int:
@@ -105,26 +98,13 @@ class ClickData:
 
 def load(config) -> ClickData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  return _click_data(cache.load(data_set(config.dataset), config))
+  return ClickData(**vars(cache.load(data_set(config.dataset), config)))
 
 
 def describe(config) -> ClickData:
   """Returns the data set without rows if the config alone tells its columns; else loads it."""
   known = data_set(config.dataset).describe
-  return load(config) if known is None else _click_data(known(config))
-
-
-def _click_data(prepared: Prepared) -> ClickData:
-  features = tuple(Feature(**feature) for feature in prepared.meta["features"])
-  return ClickData(
-    prepared.columns,
-    prepared.splits,
-    features,
-    prepared.sha256,
-    prepared.best,
-    prepared.serve,
-    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or ONE_CLICK,
-  )
+  return load(config) if known is None else ClickData(**vars(known(config)))
 
 
 def batch_shapes(data: ClickData, config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,17 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   ends = np.cumsum(sizes).tolist()
   return {
     "splits": {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)},
-    "features": [dataclasses.asdict(feature) for feature in transforms.features],
-    "dense": list(transforms.dense_names),
-    "labels": spec.as_dicts(table.labels),
     "notes": notes,
     "sha256": sha256,
+    **meta_of(table.kinds, transforms),
+  }
+
+
+def meta_of(kinds: Mapping[str, spec.Kind], transforms: Transforms) -> dict[str, Any]:
+  """Returns what the meta says of the columns: `features` and `labels`."""
+  return {
+    "features": [dataclasses.asdict(feature) for feature in transforms.features],
+    "labels": spec.as_dicts(spec.labels(kinds)),
   }
 
 
