@@ -148,24 +148,21 @@ def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterData
   return pipeline.batches(source, _transform(data))
 
 
-def _transform(data: ClickData):
+def _transform(data: ClickData) -> Callable[[Mapping[str, np.ndarray]], dict[str, Any]]:
+  """Returns a function that cuts `ids` into one input per feature.
+
+  It raises ValueError for an id outside its vocabulary.
+  """
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
   configs = feature_configs(data.features, dim=1)
-  return functools.partial(split_features, features=data.features, configs=configs)
 
+  def transform(batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    rest, inputs = dict(batch), cut_ids(batch["ids"], data.features)
+    for feature in data.features:
+      if feature.valency > 1:
+        inputs[feature.name] = embed.Padded(inputs[feature.name])
+    embed.validate(configs, inputs)
+    del rest["ids"]
+    return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
 
-def split_features(
-  batch: dict[str, np.ndarray],
-  *,
-  features: tuple[Feature, ...],
-  configs: Mapping[str, embed.FeatureConfig],
-) -> dict[str, Any]:
-  """Cuts `ids` into one input per feature; raises ValueError for one outside its vocabulary."""
-  ids = cut_ids(batch["ids"], features)
-  inputs = {
-    feature.name: embed.Padded(ids[feature.name]) if feature.valency > 1 else ids[feature.name]
-    for feature in features
-  }
-  embed.validate(configs, inputs)
-  rest = {name: array for name, array in batch.items() if name != "ids"}
-  return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
+  return transform

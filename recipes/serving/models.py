@@ -47,31 +47,33 @@ class Served:
   mesh: Mesh  # that the candidates are split over
 
 
-def read(folder: str | Path) -> Served:
-  """Reads an export; raises MissingFileError for another folder."""
+def load(folder: str | Path) -> "ClickModel | Recommender":
+  """Opens a folder that `recipes.export` has written: a `ClickModel` of dlrm, or a `Recommender`.
+
+  Raises:
+    MissingFileError: the folder is no export.
+  """
   folder = Path(folder)
   advice = "`python -m recipes.export RUN --out=FOLDER` writes a folder to give here"
   about = files.read_json(files.require(folder, NAME, hint=advice))
   with np.load(folder / MODEL) as file:
     stored = dict(file)
   program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
-  mesh = Mesh(np.array(jax.local_devices()), ("data",))
-  return Served(
+  mesh, candidates = Mesh(np.array(jax.local_devices()), ("data",)), None
+  if (folder / CANDIDATES).exists():  # split over the mesh, zeros at the end; no device holds all
+    rows = np.load(folder / CANDIDATES)
+    rows = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
+    candidates = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+  served = Served(
     transforms=folder / TRANSFORMS,
     about=about,
     kinds=spec.parse(about["columns"]),
     text_format=spec.Format(**about["text"]),
     run=functools.partial(jax.jit(program.call), jax.device_put(stored)),
-    candidates=_split(folder / CANDIDATES, mesh) if (folder / CANDIDATES).exists() else None,
+    candidates=candidates,
     mesh=mesh,
   )
-
-
-def _split(path: Path, mesh: Mesh) -> jax.Array:
-  """Returns the rows of a file split over the mesh, zeros at the end; no device holds all."""
-  rows = np.load(path)
-  padded = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
-  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec("data")))
+  return ClickModel(served) if about["recipe"] == "dlrm" else Recommender(served)
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
