@@ -8,7 +8,6 @@ unknown, as in requests. Rankings are measured on the rows of the run alone.
 """
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -71,7 +70,6 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
     rows = source.read(con, given, Path(stage), run.config.get("on_bad_row", "raise"))
     count = len(rows)
     clicks.write_columns(rows, transforms, Path(columns), np.array([count, 0, 0]))
-    shutil.copytree(run.serve, Path(columns) / "serve")
     meta = {"splits": {"test": (0, count)}} | clicks.meta_of(kinds, transforms)
     data = ClickData(cache.Columns(columns), meta)
     config = config_lib.with_even_evaluation(run.config, mesh)

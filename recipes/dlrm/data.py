@@ -44,7 +44,7 @@ def data_set(name: str) -> DataSet:
 
 
 class ClickData(cache.Prepared):
-  """A prepared data set, with the `features` and the `labels` of `clicks.meta_of` in its meta."""
+  """A prepared data set, with what `tables.clicks.meta_of` says in its meta."""
 
   @functools.cached_property
   def features(self) -> tuple[Feature, ...]:

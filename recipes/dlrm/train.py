@@ -132,7 +132,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   See `label_metrics`; of users where a table declares one. A row counts by its `weight`, if there
   is one. A split without rows has no metrics.
   """
-  users = Users.load(data.serve)
+  users = Users(**data.meta.get("user", {}))
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
@@ -142,7 +142,8 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     ahead, rows = collections.deque[Any](), list[Any]()
     for batch in mesh_lib.prefetch_to_device(mesh, batches):
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
-      ahead.append((predict(view, batch), batch["label"], amount, users.ids(batch["features"])))
+      ids = batch["features"].get(users.feature)  # None where no user is declared
+      ahead.append((predict(view, batch), batch["label"], amount, ids))
       if len(ahead) > _PENDING:
         rows.append(mesh_lib.gather(ahead.popleft()))
     rows += map(mesh_lib.gather, ahead)
@@ -165,8 +166,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  has_users = bool(Users.load(data.serve).feature)
-  names = label_names(data.labels, has_users=has_users) if has_valid else ()
+  names = label_names(data.labels, has_users="user" in data.meta) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)
 

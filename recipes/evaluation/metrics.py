@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,21 +83,6 @@ class Users:
 
   feature: str = ""
   known: int = 0
-
-  @classmethod
-  def load(cls, serve: Path | None) -> "Users":
-    """Returns the user that a table declares, given the folder of its transforms, if it has one."""
-    if serve is None:
-      return cls()
-    from ..tables.transforms import Transforms  # imports what reads tables
-
-    transforms = Transforms.load(serve)
-    name = spec.only(transforms.kinds, spec.User)
-    return cls() if name is None else cls(name, len(transforms.vocabulary(name)))
-
-  def ids(self, features: Mapping[str, Any]) -> Any:
-    """Returns the users' ids among those of a batch's features; None where none is declared."""
-    return features[self.feature] if self.feature else None
 
   def codes(self, ids: Any) -> Any:
     """Returns `ids` as numbers of users, int `[N]`, of which negative ones have no part in GAUC.

@@ -53,11 +53,14 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def meta_of(kinds: Mapping[str, spec.Kind], transforms: Transforms) -> dict[str, Any]:
-  """Returns what the meta says of the columns: `features` and `labels`."""
-  return {
+  """Returns what the meta says of the columns: `features`, `labels`, and `user` if there is one."""
+  meta: dict[str, Any] = {
     "features": [dataclasses.asdict(feature) for feature in transforms.features],
     "labels": spec.as_dicts(spec.labels(kinds)),
   }
+  if user := spec.only(kinds, spec.User):  # see `evaluation.metrics.Users`
+    meta["user"] = {"feature": user, "known": len(transforms.vocabulary(user))}
+  return meta
 
 
 def _check(table: Table) -> str:
