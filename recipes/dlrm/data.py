@@ -157,12 +157,12 @@ def _transform(data: ClickData) -> Callable[[Mapping[str, np.ndarray]], dict[str
   configs = feature_configs(data.features, dim=1)
 
   def transform(batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    rest, inputs = dict(batch), cut_ids(batch["ids"], data.features)
+    rest: dict[str, Any] = dict(batch)
+    inputs: dict[str, Any] = dict(cut_ids(rest.pop("ids"), data.features))
     for feature in data.features:
       if feature.valency > 1:
         inputs[feature.name] = embed.Padded(inputs[feature.name])
     embed.validate(configs, inputs)
-    del rest["ids"]
     return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
 
   return transform
