@@ -28,8 +28,9 @@ from contenders import ACCUMULATOR, BATCHES, RATE, ZIPF, Contender, Missing
 from flax import nnx
 
 import embed
+from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as dlrm
-from recipes.dlrm import tasks, train
+from recipes.dlrm import train
 from recipes.training import layers
 
 DENSE_RATE = 0.01
@@ -89,7 +90,10 @@ def ours(problem: Problem, model: dlrm.DLRM) -> Trained:
     }
     for ids, dense, labels in zip(problem.ids, problem.dense, problem.labels, strict=True)
   ]
-  config, data = types.SimpleNamespace(clip_norm=0.0), types.SimpleNamespace(labels=tasks.ONE_CLICK)
+  config, data = (
+    types.SimpleNamespace(clip_norm=0.0),
+    types.SimpleNamespace(labels=data_lib.ONE_CLICK),
+  )
   take_step = train.make_train_step(config, cast(Any, data))
   take, turn = embed.jit_step(take_step, model, optimizer), itertools.cycle(batches)
   loss: list[Any] = [0.0]

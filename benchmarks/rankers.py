@@ -1,11 +1,8 @@
-"""Rankers beside each other: what a user's past, several labels and experts are worth.
+"""Rankers beside each other: what a user's past is worth.
 
-    python benchmarks/rankers.py histories --data-dir=ml-100k --json=docs/results/histories.json
-    python benchmarks/rankers.py labels --data-dir=ml-1m --json=docs/results/labels.json
+    python benchmarks/rankers.py --data-dir=ml-100k --json=docs/results/histories.json
 
-`histories` reads `u.data` of MovieLens 100K, split in the order of time; a rating of 4 or more is a
-click. `labels` reads `ratings_no_timestamp.csv` of MovieLens 1M, a third of its rows drawn at
-random: 4 or more is `liked`, 5 is `loved`.
+It reads `u.data` of MovieLens 100K, split in the order of time; a rating of 4 or more is a click.
 
 Runs are `recipes.dlrm`'s: DCN-V2 with full cross layers and without a linear model, at a
 learning rate of 2e-3. They are tested in the state of the best validation log loss. Again with the
@@ -19,20 +16,18 @@ from typing import Any
 
 import common
 import duckdb
-import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recipes.dlrm import train
 from recipes.dlrm.model import CHOICES
 
+_DATA = "MovieLens 100K"
 _PAST = 30  # positions of a history, the same for all models
 _DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
-_Runs = Iterator[tuple[str, str, dict[str, Any]]]  # data, model and config
 
 
-def histories(args: argparse.Namespace) -> _Runs:
+def histories(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields models and their configs."""
   columns: dict[str, Any] = {
     # By their numbers, so that users who are new in the test are several ones for its GAUC.
     "user": {"kind": "user", "size": 944},
@@ -54,58 +49,32 @@ def histories(args: argparse.Namespace) -> _Runs:
       FROM read_csv('{args.data_dir}/u.data', names=['user', 'movie', 'rating', 'when'])
     ) ORDER BY "when", "user", movie
   """).to_arrow_table()
-  table = as_table(rows, columns, args.folder / "with_past") | {"split": {"by": "time"}}
-  yield "MovieLens 100K", "none", table
-  for model in CHOICES["history.model"]:
-    more = {"columns": columns | past, "history": {"model": model}}
-    yield "MovieLens 100K", model, table | more
-
-
-def labels(args: argparse.Namespace) -> _Runs:
-  ratings = pyarrow.csv.read_csv(args.data_dir / "ratings_no_timestamp.csv")
-  drawn = np.random.default_rng(0).permutation(len(ratings))[: len(ratings) // 3]
-  stars = [{"kind": "label", "column": "rating", "at_least": number} for number in (4, 5)]
-  two: dict[str, Any] = dict(zip(("liked", "loved"), stars, strict=True))
-  table = as_table(ratings.take(drawn), {"user": "user", "movie": "item"}, args.folder / "ratings")
-  yield from structures("MovieLens 1M", table, two)
-
-
-def structures(data: str, table: dict[str, Any], two: dict[str, Any]) -> _Runs:
-  """Yields each label alone, and both in each structure."""
-  for name, kind in two.items():
-    yield data, f"{name} alone", table | {"columns": table["columns"] | {name: kind}}
-  for structure in CHOICES["tasks.structure"]:
-    more = {"columns": table["columns"] | two, "tasks": {"structure": structure}}
-    yield data, structure, table | more
-
-
-def as_table(rows: pa.Table, columns: dict[str, Any], path: Path) -> dict[str, Any]:
-  """Writes rows, of which the last ones test, and returns the settings that declare them."""
+  path = args.folder / "with_past"
   path.mkdir(parents=True, exist_ok=True)
   pq.write_table(rows, path / "rows.parquet")
-  return {"files": str(path), "columns": columns, "split": {"by": "order"}}
+  table = {"files": str(path), "columns": columns, "split": {"by": "time"}}
+  yield "none", table
+  for model in CHOICES["history.model"]:
+    more = {"columns": columns | past, "history": {"model": model}}
+    yield model, table | more
 
 
 def main() -> None:
   parser = common.parser(__doc__)
-  parser.add_argument("compared", choices=["histories", "labels"])
   parser.add_argument("--data-dir", type=Path, required=True)
   parser.add_argument("--folder", type=Path, default=Path("runs/rankers"), help="of the runs")
   parser.add_argument("--epochs", type=int, default=3, help="at most")
   args = parser.parse_args()
-  found: dict[str, dict[str, list[Any]]] = {}
-  for data, model, config in {"histories": histories, "labels": labels}[args.compared](args):
-    results = found.setdefault(data, {})[model] = []
-    if "metrics" in config:  # known without a run
-      results.append(config)
-      continue
+  found: dict[str, list[Any]] = {}
+  for model, config in histories(args):
+    results = found[model] = []
     config |= _DCNV2 | {"epochs": args.epochs, "cache_dir": str(args.folder / "cache")}
     for seed in (0, 1, 2):
-      result = train.run(config | {"seed": seed}, str(args.folder / data / model / str(seed)))
+      result = train.run(config | {"seed": seed}, str(args.folder / _DATA / model / str(seed)))
       kept = {name: result[name] for name in ("steps", "tested_step", "seconds", "metrics")}
       results.append({"seed": seed} | kept)
-      print(data, model, results[-1], flush=True)
-  common.write(args.json, {"results": found})
+      print(model, results[-1], flush=True)
+  common.write(args.json, {"results": {_DATA: found}})
 
 
 if __name__ == "__main__":

@@ -424,25 +424,6 @@ def histories() -> str:
   return table(header, named) + _busy(measured, "histories.json")
 
 
-def labels() -> str:
-  """Returns the scores of two labels: each model alone, and both in one model."""
-  measured, lines = result("labels.json"), []
-  for data, models in measured["results"].items():
-    alone = [name for name in models if name.endswith(" alone")]
-    both = [name for name in models if name not in (*alone, "best possible")]
-    of = {"one model each": [_scores(models[name], f"test_{x}") for name in alone for x in _SCORES]}
-    for name in (*both, *(["best possible"] if "best possible" in models else [])):
-      label = [each.removesuffix(" alone") for each in alone]
-      of[name] = [_scores(models[name], f"test_{each}_{x}") for each in label for x in _SCORES]
-    best = of.pop("best possible", None)
-    rows = [*_bold(list(of.values()), [*_SCORES, *_SCORES]), *([best] if best else [])]
-    names = [*of, *(["best possible"] if best else [])]
-    titles = [data, *[""] * len(names)]
-    lines += [[t, name, *row] for t, name, row in zip(titles, names, rows, strict=False)]
-  header = ("data", "model", "AUC, first label", "log loss", "AUC, second label", "log loss")
-  return table(header, lines, words=2) + _busy(measured, "labels.json")
-
-
 def first_config() -> str:
   measured, lines = result("first_config.json"), []
   for name, of in measured["tables"].items():
@@ -493,7 +474,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   for function in (
     clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
-    histories, labels, first_config, first_rankings,
+    histories, first_config, first_rankings,
   )
 }  # fmt: skip
 

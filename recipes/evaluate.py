@@ -3,9 +3,8 @@
     python -m recipes.evaluate runs/clicks
     python -m recipes.evaluate runs/clicks --files=new_rows.csv
 
-The exported program scores other files, as it would answer requests: ids that the run has not seen
-are unknown. They have the columns of the run's table, labels included. Rankings are measured on the
-rows of the run alone.
+Other files have the columns of the run's table, labels included. Ids that the run has not seen are
+unknown, as in requests. Rankings are measured on the rows of the run alone.
 """
 
 import os
@@ -15,22 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
-from scipy.special import logit
 
+from . import cache, errors
 from . import config as config_lib
-from . import errors, export, serving
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .dlrm import tasks
+from .dlrm.data import ClickData
 from .errors import UserError
-from .evaluation.metrics import Users
+from .files import read_json
 from .tables import clicks, source, spec
-from .tables import settings as table_settings
-from .tables.transforms import numbers_of
-from .training.features import cut_ids
+from .tables.formats import paths
+from .tables.settings import READING
+from .tables.transforms import Transforms
 
 
 def evaluate(workdir: str | Path) -> dict[str, float]:
@@ -50,38 +47,34 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
 def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
   """Returns the number of `rows` and the `metrics` of a run on a table, on other files of clicks.
 
-  Metrics are those of `dlrm.tasks.metrics`.
+  Metrics are those of `evaluation.metrics.label_metrics`.
 
   Raises:
     UserError: the run is of rankings, or a file cannot be read.
   """
-  run = run_lib.opened(workdir)
+  mesh, run = mesh_lib.start(), run_lib.opened(workdir)
   if run.recipe != "dlrm":
     raise UserError(
       f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: make them the "
       "`test` files of a run that starts from this one with init_from, or take the items of "
       "recipes.predict and metrics of your own"
     )
-  settings = table_settings.settings(config_lib.copied(run.config, files=files))
-  table = table_settings.parsed(settings)
-  with tempfile.TemporaryDirectory() as folder:
-    model = serving.load(export.export(workdir, Path(folder) / "served"))
-  assert isinstance(model, serving.ClickModel)
-  users, weight_name, chunks = Users.load(Path(workdir) / "serve"), table.name_of(spec.Weight), []
-  with source.connect() as con, tempfile.TemporaryDirectory() as stage:
-    rows = source.read(con, table.rows, Path(stage), table.on_bad_row)
-    for values, place, _ in rows.batches():
-      inputs = model.transforms.encode(values, len(place))
-      user = users.ids(cut_ids(inputs["ids"], model.transforms.features))
-      weight = numbers_of(values[weight_name]) if weight_name else np.ones(len(place))
-      label = clicks.labels_of(table, values)
-      chunks.append((model.scores(**inputs), label, weight, user))
-  score, label, weight, user = jax.tree.map(lambda *x: np.concatenate(x), *chunks)
-  # The table may declare its labels in another order than the model's.
-  places = [list(table.labels).index(name) for name in model.labels]
-  targets = label.reshape(len(label), -1)[:, places]
-  metrics = tasks.metrics(model.labels, logit(score), targets, weight, users.codes(user))
-  return {"rows": len(label), "metrics": metrics}
+  reading, transforms = read_json(run.serve / READING), Transforms.load(run.serve)
+  kinds, text_format = spec.parse(reading["columns"]), spec.Format(**reading["format"])
+  given = source.Source({"": tuple(paths(files))}, text_format, kinds, {})
+  with (
+    source.connect() as con,
+    tempfile.TemporaryDirectory() as stage,
+    tempfile.TemporaryDirectory() as columns,
+  ):
+    rows = source.read(con, given, Path(stage), run.config.get("on_bad_row", "raise"))
+    count = len(rows)
+    clicks.write_columns(rows, transforms, Path(columns), np.array([count, 0, 0]))
+    meta = {"splits": {"test": (0, count)}} | clicks.meta_of(kinds, transforms)
+    data = ClickData(cache.Columns(columns), meta)
+    config = config_lib.with_even_evaluation(run.config, mesh)
+    measure = run.train.evaluator(data, config, mesh)
+    return {"rows": count, "metrics": measure(run.model(data, mesh), "test")}
 
 
 def main(argv: Sequence[str]) -> None:

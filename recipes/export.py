@@ -27,13 +27,12 @@ from . import config as config_lib
 from . import errors, files
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import MissingFileError, from_settings
+from .errors import from_settings
 from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
 from .tables.settings import READING
 from .tables.transforms import Entities, Transforms
-from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -43,7 +42,7 @@ class _Parts(NamedTuple):
 
   model: nnx.Module  # built as in training, its tables split over the devices; not restored yet
   function: Callable[[Any, Any], Any]  # of the model and inputs
-  inputs: Any  # of two rows
+  inputs: Any  # of some rows
   about: dict[str, Any]  # settings that serving reads
   candidates: Callable[[], np.ndarray] | None = None  # of the restored model
 
@@ -63,11 +62,7 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
   """
   out, run = Path(out), run_lib.opened(workdir)
-  serve = Path(workdir) / "serve"
-  if not serve.is_dir():
-    raise MissingFileError(
-      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have"
-    )
+  serve = run.serve
   files.check_out(out, models_lib.NAME)
   mesh = mesh_lib.start()
   with from_settings():
@@ -98,19 +93,18 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
 def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .dlrm import data as data_lib
   from .dlrm import train
+  from .tables import clicks
 
   transforms = Transforms.load(serve)
-  features, num_dense = transforms.features, len(transforms.dense_names)
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
-  row: dict[str, np.ndarray] = {
-    "label": np.zeros(2, np.uint8),
-    "dense": np.zeros((2, num_dense), np.float32),
-    "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
+  width = sum(feature.columns for feature in transforms.features)
+  columns = {
+    "label": np.zeros(0, np.uint8),
+    "dense": np.zeros((0, len(transforms.dense_names)), np.float32),
+    "ids": np.zeros((0, width), np.int32),
   }
-  labels = spec.labels(kinds)
-  data = data_lib.ClickData({"dense": row["dense"]}, {}, features, {}, {}, labels=labels)
-  configs = feature_configs(features, dim=1)
-  inputs = data_lib.split_features(row, features=features, configs=configs)
+  data = data_lib.ClickData(columns, clicks.meta_of(kinds, transforms))
+  inputs = data_lib.batch_shapes(data, config)
   del inputs["label"]
   return _Parts(train.build_model(config, data, mesh), train.logits, inputs, {})
 

@@ -57,8 +57,8 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
       where: Any = {"source": source, "first_row": rows + 1}
       if isinstance(model, serving.ClickModel):
         scores = model.predict(table, **where)
-        columns = zip(model.names, scores.reshape(len(scores), -1).T, strict=True)
-        added = {name: pa.array(column) for name, column in columns}
+        scores = scores.reshape(len(scores), len(model.names)).T
+        added = dict(zip(model.names, map(pa.array, scores), strict=True))
       else:
         added = _of_items(model.recommend(table, top, **where))
         blank += added["score_1"].null_count

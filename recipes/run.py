@@ -21,6 +21,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -260,6 +261,16 @@ class Run:
   def train(self) -> ModuleType:
     """The `train` module of its recipe."""
     return importlib.import_module(f"..{self.recipe}.train", __name__)
+
+  @property
+  def serve(self) -> Path:
+    """The folder of transforms and raw ids; MissingFileError for a run that is not on a table."""
+    if not (folder := Path(self.workdir) / _SERVE).is_dir():
+      raise MissingFileError(
+        f"{self.workdir} has no folder {_SERVE}, of transforms and raw ids, as only runs on tables "
+        "have"
+      )
+    return folder
 
   def load(self) -> Any:
     """Returns the data that the run was trained on; UserError if they have changed."""

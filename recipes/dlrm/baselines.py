@@ -1,6 +1,5 @@
 """Baselines of a label of clicks, on the same rows: a constant rate and a logistic regression."""
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,15 +27,10 @@ def tasks(data: "ClickData", config) -> dict[str, Callable[[], Mapping[str, floa
   if len(data.labels) > 1:
     return {}
   fits: dict[str, Callable[[], Mapping[str, float]]] = {
-    "constant rate": functools.partial(constant_rate, data)
+    "constant rate": lambda: constant_rate(data)
   }
   if config.baseline.max_rows and len(range(*data.splits["valid"])):
-    fits["logistic regression"] = functools.partial(
-      logistic_regression,
-      data,
-      max_rows=config.baseline.max_rows,
-      inverse_penalties=config.baseline.inverse_penalties,
-    )
+    fits["logistic regression"] = lambda: logistic_regression(data, **config.baseline)
   return fits
 
 

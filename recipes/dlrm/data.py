@@ -2,14 +2,12 @@
 
 `load` prepares a data set once (see `recipes.cache`); `train_batches` and `eval_batches` are
 Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels
-float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
+float32 `[N, labels]`, NaN where one has no value), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -20,11 +18,12 @@ import embed
 
 from .. import cache, pipeline
 from .. import mesh as mesh_lib
-from ..cache import DataSet, Prepared
+from ..cache import DataSet
 from ..tables import spec
 from ..training.features import Feature, cut_ids, feature_configs
-from . import tasks
 
+Labels = Mapping[str, spec.Label]
+ONE_CLICK: Labels = {"label": spec.Label()}
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
@@ -44,23 +43,18 @@ def data_set(name: str) -> DataSet:
   return DataSet(settings, clicks.build)
 
 
-@dataclasses.dataclass(frozen=True)
-class ClickData:
-  """A prepared data set.
+class ClickData(cache.Prepared):
+  """A prepared data set, with what `tables.clicks.meta_of` says in its meta."""
 
-  Attributes:
-    columns, splits, sha256, best, serve: as of a `cache.Prepared`.
-    features: in the order of their columns in `ids`.
-    labels: what is predicted, by name, in the order of the columns of `label`.
-  """
+  @functools.cached_property
+  def features(self) -> tuple[Feature, ...]:
+    """The features, in the order of their columns in `ids`."""
+    return tuple(Feature(**feature) for feature in self.meta["features"])
 
-  columns: Mapping[str, Any]
-  splits: Mapping[str, tuple[int, int]]
-  features: tuple[Feature, ...]
-  sha256: Mapping[str, str]
-  best: Mapping[str, float]
-  serve: Path | None = None
-  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
+  @functools.cached_property
+  def labels(self) -> Labels:
+    """What is predicted, by name, in the order of the columns of `label`."""
+    return spec.labels(spec.parse(self.meta.get("labels", {}))) or ONE_CLICK
 
   @property
   def num_examples(self) -> int:
@@ -104,26 +98,13 @@ class ClickData:
 
 def load(config) -> ClickData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared."""
-  return _click_data(cache.load(data_set(config.dataset), config))
+  return ClickData(**vars(cache.load(data_set(config.dataset), config)))
 
 
 def describe(config) -> ClickData:
   """Returns the data set without rows if the config alone tells its columns; else loads it."""
   known = data_set(config.dataset).describe
-  return load(config) if known is None else _click_data(known(config))
-
-
-def _click_data(prepared: Prepared) -> ClickData:
-  features = tuple(Feature(**feature) for feature in prepared.meta["features"])
-  return ClickData(
-    prepared.columns,
-    prepared.splits,
-    features,
-    prepared.sha256,
-    prepared.best,
-    prepared.serve,
-    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
-  )
+  return load(config) if known is None else ClickData(**vars(known(config)))
 
 
 def batch_shapes(data: ClickData, config) -> dict[str, Any]:
@@ -167,24 +148,21 @@ def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterData
   return pipeline.batches(source, _transform(data))
 
 
-def _transform(data: ClickData):
+def _transform(data: ClickData) -> Callable[[Mapping[str, np.ndarray]], dict[str, Any]]:
+  """Returns a function that cuts `ids` into one input per feature.
+
+  It raises ValueError for an id outside its vocabulary.
+  """
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
   configs = feature_configs(data.features, dim=1)
-  return functools.partial(split_features, features=data.features, configs=configs)
 
+  def transform(batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    rest: dict[str, Any] = dict(batch)
+    inputs: dict[str, Any] = dict(cut_ids(rest.pop("ids"), data.features))
+    for feature in data.features:
+      if feature.valency > 1:
+        inputs[feature.name] = embed.Padded(inputs[feature.name])
+    embed.validate(configs, inputs)
+    return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
 
-def split_features(
-  batch: dict[str, np.ndarray],
-  *,
-  features: tuple[Feature, ...],
-  configs: Mapping[str, embed.FeatureConfig],
-) -> dict[str, Any]:
-  """Cuts `ids` into one input per feature; raises ValueError for one outside its vocabulary."""
-  ids = cut_ids(batch["ids"], features)
-  inputs = {
-    feature.name: embed.Padded(ids[feature.name]) if feature.valency > 1 else ids[feature.name]
-    for feature in features
-  }
-  embed.validate(configs, inputs)
-  rest = {name: array for name, array in batch.items() if name != "ids"}
-  return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
+  return transform

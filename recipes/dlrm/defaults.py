@@ -20,15 +20,10 @@ DEFAULTS: dict[str, Any] = {
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
-  "tasks": {
-    # What several labels share, on the model's features; or "mmoe", "ple": experts of the last
-    # width of the model's MLP, with a gate for each label.
-    "structure": "shared_bottom",
-  },
   "history": {
     "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
   },
-  "dropout": 0.2,  # rate in the MLP before the logit, and in experts
+  "dropout": 0.2,  # rate in the MLP before the logit
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed, for all tables

@@ -21,7 +21,6 @@ import embed
 from ..training import build, layers
 from ..training import features as features_lib
 from . import histories as histories_lib
-from . import tasks
 from .data import ClickData
 
 Batch = Mapping[str, Any]
@@ -156,7 +155,6 @@ CHOICES: dict[str, Any] = {  # the known values by setting
   "model": MODELS,
   "dense_optimizer": ("adamw", "adagrad"),
   "dcnv2.structure": ("parallel", "stacked"),
-  "tasks.structure": tasks.STRUCTURES,
   "history.model": histories_lib.MODELS,
 }
 
@@ -185,12 +183,11 @@ def build_model(
   options: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
   sizes = {**config[config.model]} | ({"dim": config.dim} if config.model == "dlrm" else {})
-  expert = [config.dim, *sizes["top" if config.model == "dlrm" else "deep"]][-1]
   model: Ranker = MODELS[config.model](
     tables,
     layers.Inputs(tables, data.num_dense, linear=linear, **options),
     **sizes,
-    head=tasks.head(config, data.labels, expert=expert, dtype=options["dtype"]),
+    head=functools.partial(nnx.Linear, out_features=len(data.labels)),
     dropout=config.dropout,
     **options,
   )

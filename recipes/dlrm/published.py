@@ -13,7 +13,7 @@ made when rows are read: stored, they would take 3.7 TB.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,8 @@ def with_bags(prepared: Prepared, config) -> Prepared:
   """Returns the data set with `ids` as bags, which are made when rows are read."""
   meta = {**prepared.meta, "features": _features(config)}
   bags = tuple(zip(config.vocabulary_sizes, config.valencies, strict=True))
-  return dataclasses.replace(prepared, columns=BagColumns(prepared.columns, bags), meta=meta)
+  columns = {**prepared.columns, "ids": Bags(prepared.columns["ids"], bags)}
+  return dataclasses.replace(prepared, columns=columns, meta=meta)
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -131,23 +132,6 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return x ^ (x >> np.uint64(31))
-
-
-@dataclasses.dataclass(frozen=True)
-class BagColumns(Mapping[str, Any]):
-  """The stored columns, of which `ids` are seen as `Bags`."""
-
-  columns: Mapping[str, Any]
-  bags: Sequence[tuple[int, int]]  # of each feature: rows of the table, and valency
-
-  def __getitem__(self, name: str) -> Any:
-    return Bags(self.columns[name], self.bags) if name == "ids" else self.columns[name]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self.columns)
-
-  def __len__(self) -> int:
-    return len(self.columns)
 
 
 class Bags:

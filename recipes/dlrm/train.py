@@ -20,14 +20,14 @@ from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import from_settings
-from ..evaluation.metrics import Users
+from ..evaluation.metrics import Users, label_metrics, label_names
 from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
-from . import tasks
 from .model import CHOICES, build_model
 
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
+_TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def make_train_step(
   Every scalar that it returns is logged, as its mean since the last line.
   """
   del mesh
-  losses = functools.partial(tasks.loss_fn, labels=data.labels)
+  losses = functools.partial(loss_fn, labels=data.labels)
 
   def train_step(model, optimizer, batch):
     # Columns with a dynamic vocabulary have raw ids, which get rows here.
@@ -93,6 +93,26 @@ def make_train_step(
     return {"loss": loss} | metrics | norm
 
   return train_step
+
+
+def loss_fn(model: Any, batch: Any, *, labels: data_lib.Labels) -> Any:
+  """Returns the sum of the labels' cross-entropies by their weights, and of several each by name.
+
+  A label's loss is a mean over the rows where it counts, by the batch's `weight` if there is one.
+
+  Args:
+    batch: has `label` `[B]` or `[B, T]`, in the order of the labels, NaN where one does not count.
+  """
+  outputs, targets = (x.reshape(len(x), -1).T for x in (model(batch), batch["label"]))
+  rows = batch.get("weight", jnp.ones(targets.shape[1], jnp.float32))
+  metrics, total = {}, jnp.float32(0)
+  for (name, label), own, target in zip(labels.items(), outputs, targets, strict=True):
+    counts = ~jnp.isnan(target)
+    weights = jnp.where(counts, rows, 0)
+    loss = optax.sigmoid_binary_cross_entropy(own, jnp.where(counts, target, 0)) * weights
+    metrics[f"{name}_loss"] = jnp.sum(loss) / jnp.maximum(jnp.sum(weights), _TINY)
+    total += label.weight * metrics[f"{name}_loss"]
+  return total, metrics if len(labels) > 1 else {}
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
@@ -109,10 +129,10 @@ def logits(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  See `tasks.metrics`; of users where a table declares one. A row counts by its `weight`, if there
+  See `label_metrics`; of users where a table declares one. A row counts by its `weight`, if there
   is one. A split without rows has no metrics.
   """
-  users = Users.load(data.serve)
+  users = Users(**data.meta.get("user", {}))
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
@@ -122,12 +142,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
     ahead, rows = collections.deque[Any](), list[Any]()
     for batch in mesh_lib.prefetch_to_device(mesh, batches):
       amount = batch["mask"] * batch.get("weight", jnp.float32(1))
-      ahead.append((predict(view, batch), batch["label"], amount, users.ids(batch["features"])))
+      ids = batch["features"].get(users.feature)  # None where no user is declared
+      ahead.append((predict(view, batch), batch["label"], amount, ids))
       if len(ahead) > _PENDING:
         rows.append(mesh_lib.gather(ahead.popleft()))
     rows += map(mesh_lib.gather, ahead)
     outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    return tasks.metrics(data.labels, outputs, targets, weights, users.codes(ids))
+    return label_metrics(data.labels, outputs, targets, weights, users.codes(ids))
 
   return evaluate
 
@@ -145,8 +166,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  has_users = bool(Users.load(data.serve).feature)
-  names = tasks.metric_names(data.labels, has_users=has_users) if has_valid else ()
+  names = label_names(data.labels, has_users="user" in data.meta) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)
 

@@ -23,18 +23,6 @@ vectors, and compares items of one row.
 Needs sparse-embed with its extra `serving`. The run, its data and its checkpoint are not read.
 """
 
-from pathlib import Path
-
-from .models import ClickModel, Recommended, Recommender, read
+from .models import ClickModel, Recommended, Recommender, load
 
 __all__ = ["ClickModel", "Recommended", "Recommender", "load"]
-
-
-def load(folder: str | Path) -> ClickModel | Recommender:
-  """Opens a folder that `recipes.export` has written: a `ClickModel` of dlrm, or a `Recommender`.
-
-  Raises:
-    MissingFileError: the folder is no export.
-  """
-  served = read(folder)
-  return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)

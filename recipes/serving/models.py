@@ -47,31 +47,33 @@ class Served:
   mesh: Mesh  # that the candidates are split over
 
 
-def read(folder: str | Path) -> Served:
-  """Reads an export; raises MissingFileError for another folder."""
+def load(folder: str | Path) -> "ClickModel | Recommender":
+  """Opens a folder that `recipes.export` has written: a `ClickModel` of dlrm, or a `Recommender`.
+
+  Raises:
+    MissingFileError: the folder is no export.
+  """
   folder = Path(folder)
   advice = "`python -m recipes.export RUN --out=FOLDER` writes a folder to give here"
   about = files.read_json(files.require(folder, NAME, hint=advice))
   with np.load(folder / MODEL) as file:
     stored = dict(file)
   program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
-  mesh = Mesh(np.array(jax.local_devices()), ("data",))
-  return Served(
+  mesh, candidates = Mesh(np.array(jax.local_devices()), ("data",)), None
+  if (folder / CANDIDATES).exists():  # split over the mesh, zeros at the end; no device holds all
+    rows = np.load(folder / CANDIDATES)
+    rows = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
+    candidates = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+  served = Served(
     transforms=folder / TRANSFORMS,
     about=about,
     kinds=spec.parse(about["columns"]),
     text_format=spec.Format(**about["text"]),
     run=functools.partial(jax.jit(program.call), jax.device_put(stored)),
-    candidates=_split(folder / CANDIDATES, mesh) if (folder / CANDIDATES).exists() else None,
+    candidates=candidates,
     mesh=mesh,
   )
-
-
-def _split(path: Path, mesh: Mesh) -> jax.Array:
-  """Returns the rows of a file split over the mesh, zeros at the end; no device holds all."""
-  rows = np.load(path)
-  padded = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
-  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec("data")))
+  return ClickModel(served) if about["recipe"] == "dlrm" else Recommender(served)
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -90,18 +92,16 @@ class ClickModel:
 
   Attributes:
     columns: that rows must have.
-    labels: what is predicted, in the order of the scores.
     names: of the scores: "score", or of several labels "score_<label>".
   """
 
   def __init__(self, served: Served):
     self.served, kinds = served, served.kinds
-    self.transforms = Transforms.load(served.transforms)
+    self._transforms = Transforms.load(served.transforms)
     features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
     self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
-    self.labels = spec.labels(kinds)
-    several = tuple(f"score_{name}" for name in self.labels)
+    several = tuple(f"score_{name}" for name in spec.labels(kinds))
     self.names = several if len(several) > 1 else ("score",)
 
   def predict(self, rows: Any, *, source: str = "rows", first_row: int = 1) -> np.ndarray:
@@ -118,12 +118,10 @@ class ClickModel:
     """
     table = rows_lib.as_table(rows)
     values = self._reader.read(table, source, first_row)
-    return self.scores(**self.transforms.encode(values, len(table)))
-
-  def scores(self, dense: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns as `predict`, for N rows as `Transforms.encode` returns them."""
-    inputs = {"dense": dense, "features": cut_ids(ids, self.transforms.features)}
-    outputs = np.empty((len(dense), len(self.names)))
+    encoded = self._transforms.encode(values, len(table))
+    features = cut_ids(encoded["ids"], self._transforms.features)
+    inputs = {"dense": encoded["dense"], "features": features}
+    outputs = np.empty((len(table), len(self.names)))
     for part, places in _batches(len(outputs), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -63,8 +62,7 @@ class Reader:
     self.kinds, self._missing, self._required = dict(kinds), missing, required
     sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))
     self.columns = tuple(dict.fromkeys(sources))
-    self._con = duckdb.connect(config={"threads": 1})
-    self._con.execute("SET TimeZone = 'UTC'")
+    self._con = source_lib.connect(threads=1)
 
   def read(self, table: pa.Table, source: str = "rows", first_row: int = 1) -> dict[str, Any]:
     """Returns values by declared name.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from .. import cache
 from ..errors import UserError
@@ -41,18 +40,27 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     rows.split(by, table.split)
     transforms, notes, sizes = _fitted(table, rows)
     transforms.save(serve_folder(settings, folder))
-    _write_columns(rows, table, transforms, folder, sizes)
+    write_columns(rows, transforms, folder, sizes)
     sha256 = digests.result()
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   return {
     "splits": {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)},
-    "features": [dataclasses.asdict(feature) for feature in transforms.features],
-    "dense": list(transforms.dense_names),
-    "labels": spec.as_dicts(table.labels),
     "notes": notes,
     "sha256": sha256,
+    **meta_of(table.kinds, transforms),
   }
+
+
+def meta_of(kinds: Mapping[str, spec.Kind], transforms: Transforms) -> dict[str, Any]:
+  """Returns what the meta says of the columns: `features`, `labels`, and `user` if there is one."""
+  meta: dict[str, Any] = {
+    "features": [dataclasses.asdict(feature) for feature in transforms.features],
+    "labels": spec.as_dicts(spec.labels(kinds)),
+  }
+  if user := spec.only(kinds, spec.User):  # see `evaluation.metrics.Users`
+    meta["user"] = {"feature": user, "known": len(transforms.vocabulary(user))}
+  return meta
 
 
 def _check(table: Table) -> str:
@@ -130,15 +138,13 @@ def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndar
   return counts, weights
 
 
-def _write_columns(
-  rows: Rows, table: Table, transforms: Transforms, folder: Path, sizes: np.ndarray
-) -> None:
+def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.ndarray) -> None:
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
   total, num_dense = int(sizes.sum()), len(transforms.dense_names)
   width = sum(feature.columns for feature in transforms.features)
-  weight = table.name_of(spec.Weight)
-  one, labels = ((), np.uint8), len(table.labels)
-  shape, dtype = one if labels == 1 else ((labels,), np.float32)
+  kinds = rows.source.kinds
+  weight, labels = spec.only(kinds, spec.Weight), spec.labels(kinds)
+  shape, dtype = ((), np.uint8) if len(labels) == 1 else ((len(labels),), np.float32)
   columns = {
     "label": cache.column(folder, "label", (total, *shape), dtype),
     "dense": cache.column(folder, "dense", (total, num_dense), np.float32),
@@ -148,7 +154,8 @@ def _write_columns(
     columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
   ends = np.cumsum(sizes) - sizes
   for values, _, split in rows.batches():
-    blocks = {"label": labels_of(table, values), **transforms.encode(values, len(split))}
+    label = np.stack([numbers_of(values[name]) for name in labels], axis=1)
+    blocks = {"label": label.reshape(-1, *shape), **transforms.encode(values, len(split))}
     if weight:
       blocks["weight"] = numbers_of(values[weight])
     for part in range(3):
@@ -156,14 +163,6 @@ def _write_columns(
       for name, block in blocks.items():
         columns[name][ends[part] : ends[part] + len(chosen)] = block[chosen]
       ends[part] += len(chosen)
-
-
-def labels_of(table: Table, values: Mapping[str, pa.Array]) -> np.ndarray:
-  """Returns the label of rows; see `build`."""
-  columns = [numbers_of(values[name]) for name in table.labels]
-  if len(columns) == 1:
-    return columns[0].astype(np.uint8)
-  return np.stack(columns, axis=1).astype(np.float32)
 
 
 def _summary(transforms: Transforms) -> str:

@@ -91,7 +91,7 @@ def click_scores(dense, label, weight, test, penalties):
   rows, splits = len(label), {"train": (0, len(label)), "valid": (0, len(label)), "test": test}
   columns = {"dense": dense.astype(np.float32), "label": label, "weight": weight}
   columns["ids"] = np.zeros((rows, 0), np.int32)
-  data = ClickData(columns, splits, (), {}, {})
+  data = ClickData(columns, {"splits": splits, "features": []})
   return logistic_regression(data, max_rows=1000, inverse_penalties=penalties)
 
 

@@ -61,8 +61,8 @@ def mesh():
 def test_clicks(mesh):
   settings = config("dlrm.criteo_1tb")
   data = clicks.describe(settings)
-  features = tuple(dataclasses.replace(f, vocabulary_size=ROWS // 8) for f in data.features)
-  data = dataclasses.replace(data, features=features)
+  features = [f | {"vocabulary_size": ROWS // 8} for f in data.meta["features"]]
+  data = dataclasses.replace(data, meta=data.meta | {"features": features})
   model = dlrm.build_model(settings, data, mesh)
   assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, ConfigDict({"batch_size": BATCH})))
 

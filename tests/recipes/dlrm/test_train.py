@@ -18,7 +18,6 @@ from recipes import mesh as mesh_lib
 from recipes.dlrm import baselines, data, train
 from recipes.evaluation.metrics import CLICK_NAMES
 from recipes.training import build
-from recipes.training.features import Feature
 
 OTHERS = sorted({path.stem for path in Path("configs/dlrm").glob("*.py")} - {"synthetic"})
 
@@ -102,7 +101,6 @@ def test_unknown_names(tmp_path):
     ({"model": "deepfm"}, "config.model is 'deepfm': choose dlrm, dcnv2"),
     ({"dense_optimizer": "sgd"}, "choose adamw, adagrad"),
     ({"history.model": "gru"}, "choose pooled, din"),
-    ({"tasks.structure": "stitch"}, "choose shared_bottom, mmoe, ple"),
     ({"dcnv2.structure": "serial"}, "choose parallel, stacked"),
   ]
   refused(cases, lambda changes: train.check(dlrm_smoke("synthetic", tmp_path, **changes), None))
@@ -111,7 +109,8 @@ def test_unknown_names(tmp_path):
 def clicks(label, dense, ids, splits, **columns):
   columns |= {"label": label, "dense": dense, "ids": ids}
   columns = {name: np.asarray(column) for name, column in columns.items()}
-  return data.ClickData(columns, splits, (Feature("city", 3),), {}, {})
+  features = [{"name": "city", "vocabulary_size": 3}]
+  return data.ClickData(columns, {"splits": splits, "features": features})
 
 
 @pytest.mark.programs(30, "losses are computed outside of jit")

@@ -1,4 +1,4 @@
-"""Several labels: losses and gates by hand, one label as ever, and a whole run to predictions."""
+"""Several labels: losses by hand, and a whole run to predictions."""
 
 import csv
 import functools
@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ways
-from flax import nnx
-from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
 from recipes import evaluate, export, predict, serving
-from recipes.dlrm import data, tasks, train
+from recipes.dlrm import data, train
+from recipes.evaluation.metrics import label_names
 from recipes.tables import spec
 
 NAN = float("nan")
@@ -34,7 +32,7 @@ class Fixed:
 
 
 def loss(outputs, batch, labels):
-  return tasks.loss_fn(Fixed(outputs), batch, labels=labels)
+  return train.loss_fn(Fixed(outputs), batch, labels=labels)
 
 
 def test_losses_by_hand():
@@ -65,46 +63,6 @@ def test_weights_of_rows_count_and_a_label_that_never_counts_has_no_loss():
   assert total == losses["a_loss"]
   # d log(1 + e^x) / dx - label: 3/4 - 1 and 1/2 - 0, by the weights
   np.testing.assert_allclose(gradient, [[-3 / 16, 0], [1 / 8, 0]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("structure", [*ways.ci("ple"), *ways.weekly("shared_bottom", "mmoe")])
-def test_structures_have_an_output_for_each_label_and_every_part_learns(structure):
-  config = ConfigDict({"tasks": {"structure": structure}, "dropout": 0.0})
-  head = tasks.head(config, LABELS, expert=5, dtype=jnp.float32)(8, rngs=nnx.Rngs(0))
-  hidden = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-
-  def all_outputs(head, hidden):
-    outputs = head(hidden)
-    total, _ = tasks.loss_fn(Fixed(outputs), {"label": TARGETS}, labels=LABELS)
-    return total + jnp.mean(outputs), outputs  # so that no ReLU's side decides
-
-  (_, outputs), grads = nnx.jit(nnx.value_and_grad(all_outputs, has_aux=True))(head, hidden)
-  assert outputs.shape == (4, 2)
-  learning = jax.tree.map(np.any, nnx.as_pure(grads))
-  assert all(jax.tree.leaves(learning)), learning
-
-
-def test_gates_sum_to_one_and_mix_their_own_and_the_shared_experts():
-  """Of a level of PLE, computed one expert at a time."""
-  own = 2
-  level = tasks.GatedExperts(4, 2, own, 3, 5, is_last=False, rngs=nnx.Rngs(0))
-  draw = np.random.default_rng(0)
-  inputs = [draw.normal(size=(7, 4)).astype(np.float32) for _ in range(3)]
-
-  @nnx.jit
-  def parts(level, inputs):
-    own = [[expert(x) for expert in level.own[k]] for k, x in enumerate(inputs[:2])]
-    return level.weights(inputs), [expert(inputs[2]) for expert in level.shared], own, level(inputs)
-
-  weights, shared, of, outputs = jax.tree.map(np.asarray, parts(level, inputs))
-  assert [x.shape for x in weights] == [(7, own + 3), (7, own + 3), (7, 2 * own + 3)]
-  for weight in weights:
-    np.testing.assert_allclose(weight.sum(axis=1), 1, rtol=1e-6)
-  for weight, experts, output in zip(
-    weights, [of[0] + shared, of[1] + shared, of[0] + of[1] + shared], outputs, strict=True
-  ):
-    mixed = sum(weight[:, [e]] * expert for e, expert in enumerate(experts))
-    np.testing.assert_allclose(output, mixed, rtol=1e-5, atol=1e-6)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -155,12 +113,11 @@ def test_a_whole_run_with_two_labels(tmp_path):
   """From the table to a score for each label, and the same metrics wherever they are computed."""
   path = write_rows(tmp_path / "rows.csv")
   config = completed(
-    "dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, batch_size=40, epochs=8,
-    tasks={"structure": "mmoe"},
-  )  # fmt: skip
+    "dlrm", tmp_path / "cache", files=str(path), columns=COLUMNS, batch_size=40, epochs=8
+  )
   workdir = tmp_path / "run"
   result = train.run(config, str(workdir))
-  names = tasks.metric_names(data.load(config).labels)
+  names = label_names(data.load(config).labels, has_users=False)
   assert {name for name in result["metrics"] if name.startswith("test_")} == {
     f"test_{name}" for name in names
   }
