@@ -22,7 +22,6 @@ from aot import hlo
 from flax import nnx
 
 import embed
-from recipes import mesh as mesh_lib
 
 sys.path.insert(0, str(common.ROOT / "tests" / "support"))
 from step_ways import WAYS, Model, batch_of
@@ -60,7 +59,7 @@ def made(topology: str, way: Any) -> list[str]:
   batch = jax.eval_shape(batch_of, ids)
   step = nnx.jit(way, donate_argnums=(0, 1))
   with jax.set_mesh(mesh):
-    traced = step.trace(model, optimizer, mesh_lib.over_examples(mesh, batch))
+    traced = step.trace(model, optimizer, aot.over_examples(mesh, batch))
   compiled = aot.compiled(traced, topology)
   large = hlo.Program(compiled.as_text()).made(lambda x: x.nbytes >= 2**15 * 128 * 4)
   missing = sum(map(aot.held, aot.stored(model))) - compiled.memory_analysis().alias_size_in_bytes

@@ -51,7 +51,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     optimizer.update(layer, grads)
     return loss
 
-  traced = step.trace(layer, optimizer, mesh_lib.over_examples(mesh, batch))
+  traced = step.trace(layer, optimizer, aot.over_examples(mesh, batch))
   return aot.compiled(traced, topology), layer, plan.stacks()["table"]
 
 

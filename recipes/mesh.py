@@ -104,13 +104,6 @@ def to_global(mesh: Mesh | None, batch: Any) -> Any:
   return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXIS)), batch)
 
 
-def over_examples(mesh: Mesh, batch: Any) -> Any:
-  """Returns the shapes of a global batch, `jax.ShapeDtypeStruct`, split as by `to_global`."""
-  split = NamedSharding(mesh, PartitionSpec(AXIS))
-  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split)
-  return jax.tree.map(shape, batch)
-
-
 def prefetch_to_device(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
   """Returns the batches as `to_global` makes them, copied by a thread ahead of the steps.
 

@@ -53,6 +53,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
+def over_examples(mesh: Mesh, batch: Any) -> Any:
+  """Returns the shapes of a global batch, `jax.ShapeDtypeStruct`, split over the devices."""
+  split = NamedSharding(mesh, PartitionSpec(mesh_lib.AXIS))
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
+
+
 def without_devices() -> None:
   """Keeps this process off devices; call it before the first topology."""
   os.environ.update(_ENVIRONMENT)
@@ -145,4 +151,4 @@ def training(recipe: str, config: Any, mesh: Mesh) -> tuple[Any, nnx.Module, nnx
   model, optimizer = shapes(lambda: train.make_state(config, data, mesh), mesh)
   batch = data_lib.batch_shapes(data, config) if is_dlrm else data_lib.TrainBatches(data, config)[0]
   step = train.make_train_step(config, data, mesh)
-  return step, model, optimizer, mesh_lib.over_examples(mesh, batch)
+  return step, model, optimizer, over_examples(mesh, batch)

@@ -49,6 +49,6 @@ def get_config(mode: str = "") -> dict:
     }  # fmt: skip
     config["dlrm"] |= {"bottom": (32,), "top": (32,)}
   if mode == "smoke":
-    config |= {"hash_size": 1_000, "batch_size": 64, "eval_batch_size": 128}
+    config |= {"batch_size": 64, "eval_batch_size": 128}
     config |= {"steps": 6, "log_every": 2, "eval_every": 3}
   return config

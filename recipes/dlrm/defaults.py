@@ -59,9 +59,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "data_file": "train.txt",
     "valid_fraction": 1 / 14,  # the last rows but those of the test
     "test_fraction": 1 / 14,  # the last rows
-    "vocabulary": "min_count",  # or "hash"
     "min_count": 10,  # rows that a category needs for a row of its own
-    "hash_size": 200_000,  # rows of each table
   },
   "criteo_1tb": {
     "data_dir": "",  # the folder of day_0 to day_23, plain or .gz

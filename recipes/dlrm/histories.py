@@ -91,7 +91,6 @@ class Histories(nnx.Module):
   history. For a sequence beside it whose table no feature of the row has, it is zeros.
 
   Args:
-    widths: of the features' vectors by name.
     linear: how many of the last columns are first-order weights, whose mean is taken.
 
   Raises:
@@ -99,17 +98,9 @@ class Histories(nnx.Module):
   """
 
   def __init__(
-    self,
-    config,
-    features: Sequence[Feature],
-    widths: Mapping[str, int],
-    *,
-    linear: int = 0,
-    dtype: Any,
-    rngs: nnx.Rngs,
+    self, config, features: Sequence[Feature], *, linear: int = 0, dtype: Any, rngs: nnx.Rngs
   ):
-    self.dtype, self.linear = dtype, linear
-    self.widths = {name: width - linear for name, width in widths.items()}
+    self.dtype, self.linear, self.dim = dtype, linear, config.dim
     single = [f for f in features if f.valency == 1 and not f.history]
     own = {f.table or f.name: f.name for f in reversed(single)} | {f.name: f.name for f in single}
     lengths = {f.name: f.valency for f in features if f.history and not f.beside}
@@ -124,7 +115,7 @@ class Histories(nnx.Module):
           f"the sequence {name!r} shares its table with no single value of the row, which "
           "config.history.model attends for: name its `table`, or declare it as a bag"
         )
-      dim = sum(self.widths[part] for part in candidates)
+      dim = len(candidates) * self.dim
       models[name] = (
         DIN(dim, **options)
         if model == "din"
@@ -144,9 +135,8 @@ class Histories(nnx.Module):
     pooled = dict(activations)
     for name, candidates in self.candidates.items():
       keys_BxLxD, query_BxD, mask_BxL = self.arguments(name, activations, inputs)
-      vectors_BxD, start = self.models[name](keys_BxLxD, query_BxD, mask_BxL), 0
-      for part in candidates:
-        vector = vectors_BxD[:, start : (start := start + self.widths[part])]
+      vectors = jnp.split(self.models[name](keys_BxLxD, query_BxD, mask_BxL), len(candidates), 1)
+      for part, vector in zip(candidates, vectors, strict=True):
         if self.linear:
           weights = activations[part].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
           count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
@@ -163,11 +153,10 @@ class Histories(nnx.Module):
     mask_BxL = (ids if ids.ndim == 2 else ids[:, None]) >= 0
     keys, queries = [], []
     for part, candidate in self.candidates[name].items():
-      width = self.widths[part]
-      key_BxLxW = activations[part].reshape(*mask_BxL.shape, -1)[..., :width]
+      key_BxLxW = activations[part].reshape(*mask_BxL.shape, -1)[..., : self.dim]
       none = jnp.zeros_like(key_BxLxW[:, 0])
       keys.append(key_BxLxW)
-      queries.append(none if candidate is None else activations[candidate][:, :width])
+      queries.append(none if candidate is None else activations[candidate][:, : self.dim])
     join = lambda parts: jnp.concatenate(parts, axis=-1).astype(self.dtype)
     return join(keys), join(queries), mask_BxL
 

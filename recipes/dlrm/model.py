@@ -7,7 +7,6 @@ B is the batch, F the number of vectors, K of dense features, D the width of the
 hidden features, O the number of outputs, one for each label.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,21 +83,16 @@ class DLRM(Ranker):
     **options: Any,
   ):
     self.embed, self.inputs, self.concat_tables = tables, inputs, concat_tables
-    self.names, num_dense, widths = tuple(inputs.widths), inputs.num_dense, inputs.widths
+    self.names, num_dense = tuple(inputs.widths), inputs.num_dense
     self.bottom = layers.MLP(num_dense, [*bottom, dim], **options) if num_dense else None
-    linear: Any = functools.partial(nnx.Linear, use_bias=False, **options)
-    others = {name: width for name, width in widths.items() if width != dim}
-    self.projections = nnx.Dict({name: linear(width, dim) for name, width in others.items()})
-    num_vectors = len(widths) + (num_dense > 0)
+    num_vectors = len(inputs.widths) + (num_dense > 0)
     kept = num_vectors if concat_tables else int(num_dense > 0)
     width = kept * dim + num_vectors * (num_vectors - 1) // 2
     self.top = layers.MLP(width, top, dropout=dropout, **options)
     self.head = head(self.top.out_features, rngs=options["rngs"])
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
-    tables, projected = [], set(self.projections)  # `in` the Dict alone finds methods
-    for name in self.names:
-      tables.append(self.projections[name](vectors[name]) if name in projected else vectors[name])
+    tables = [vectors[name] for name in self.names]
     numbers = [self.bottom(dense_BxK)] if self.bottom is not None else []
     x_BxFxD = jnp.stack([*tables, *numbers], axis=1)
     kept = [*tables, *numbers] if self.concat_tables else numbers
@@ -172,8 +166,8 @@ def build_model(
   # First-order weights are more columns of the tables.
   linear = len(data.labels) if config.linear else 0
   features = features_lib.feature_configs(
-    [dataclasses.replace(f, dim=(f.dim or config.dim) + linear) for f in data.features],
-    config.dim,
+    data.features,
+    config.dim + linear,
     initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
@@ -192,8 +186,5 @@ def build_model(
     **options,
   )
   if histories_lib.attends(config, data.features):
-    widths = {name: feature.table.dim for name, feature in features.items()}
-    model.histories = histories_lib.Histories(
-      config, data.features, widths, linear=linear, **options
-    )
+    model.histories = histories_lib.Histories(config, data.features, linear=linear, **options)
   return model

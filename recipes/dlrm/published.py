@@ -21,7 +21,6 @@ import numpy as np
 from .. import files, movielens
 from ..cache import Prepared
 from ..errors import UserError
-from ..training import build
 
 _INTEGERS = tuple(f"i{i + 1:02d}" for i in range(13))
 _CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(26))
@@ -53,13 +52,10 @@ def criteo(config) -> dict[str, Any]:
   """Returns the declaration of Criteo's display advertising logs of the Kaggle challenge of 2014.
 
   Raises:
-    UserError: the vocabulary is unknown.
     MissingFileError: the file is missing; says where it comes from.
   """
-  vocabularies = {"hash": {"hash": config.hash_size}, "min_count": {"min_count": config.min_count}}
-  build.check_choice("vocabulary", config.vocabulary, vocabularies)
   path = files.require(config.data_dir, config.data_file, hint=_KAGGLE)
-  return _criteo(config, path, dict.fromkeys(_CATEGORIES, vocabularies[config.vocabulary]))
+  return _criteo(config, path, {name: {"min_count": config.min_count} for name in _CATEGORIES})
 
 
 def criteo_1tb(config) -> dict[str, Any]:

@@ -71,11 +71,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   notes = log.notes
   if table.name_of(spec.Time) is None:
     notes.append("no time is declared: the rows of a user count as being in the order of time")
-  features = [
-    feature.name for side in (log.users, log.items) for feature in side.transforms.features
-  ]
-  if features:
-    notes.append(f"not used: {', '.join(features)}; the sequence recipe learns from ids alone")
   return {
     "num_items": len(log.items.texts),
     "notes": notes,

@@ -32,10 +32,6 @@ def run(config, workdir: str) -> dict[str, Any]:
 
   The same call resumes a run that was stopped, on any number of devices and processes.
 
-  Args:
-    config: of the run, or a plain dict that declares a table; see `config.complete`.
-    workdir: the folder of the run; see `recipes.run`.
-
   Raises:
     UserError: a setting or a file of the data is wrong, or the workdir holds another run.
     Preempted: after a SIGTERM, once the state is saved.

@@ -171,13 +171,11 @@ class Recommender:
       popularity = np.asarray(served.candidates)[:count, -1]
     self._popular = np.argsort(-popularity, kind="stable").astype(np.int32)
     self.user = spec.only(kinds, spec.User) or ""
-    item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
-    pattern = getattr(kinds[item], "pattern", "") if item else ""
     of_users = self._users.transforms.kinds
     self._features = [name for name in of_users if name in about.get("query", ())]
     read = {self.user: kinds[self.user]} if self.user else {}
     read |= of_users if self._features else {}
-    read |= {_HISTORY: spec.Bag(pattern=pattern)}
+    read |= {_HISTORY: spec.Bag()}
     self._reader = rows_lib.Reader(read, served.text_format.missing, required=False)
     self.columns = self._reader.columns
     search = functools.partial(retrieval.top_k, mesh=served.mesh, size=count)

@@ -104,9 +104,9 @@ def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
   """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
   also = "".join(f"; {line}" for line in rows.notes)
   sizes, lines = np.zeros(3, np.int64), []
-  for label in table.labels:
+  for label in spec.labels(table.kinds):
     counts, weights = _outcomes(table, rows, label)
-    sizes, of_label = counts.sum(axis=1), f" of {label!r}" * (len(table.labels) > 1)
+    sizes, of_label = counts.sum(axis=1), f" of {label!r}" * (len(spec.labels(table.kinds)) > 1)
     parts = []
     for split, (misses, clicks, none), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
       known = misses + clicks

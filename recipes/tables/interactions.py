@@ -63,10 +63,9 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
   Raises:
     UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  if len(table.labels) > 1:
+  if len(spec.labels(table.kinds)) > 1:
     raise UserError(
-      f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
-      "which are the interactions: remove the others from config.columns"
+      "two_tower and sequence take one label, whose clicks are the interactions: remove the others"
     )
   with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
     log = _Log(con, table, by, Path(stage))
@@ -170,11 +169,6 @@ class _Log:
       f"{f'unnest({what})' if self._is_list else what} AS item FROM {self.rows.view}{positive}"
       ") WHERE item IS NOT NULL"
     )
-    if self._is_list:
-      empty = self.rows.query(f"SELECT count(*) FROM {self.rows.view} WHERE list_count({what}) = 0")
-      if count := empty[0][0].as_py():
-        listed = f"{count:,} of {len(self.rows):,} rows have no item"
-        self.notes.append(f"{listed} in column {self._names['item']!r}")
     for side in _SIDES:
       first = f"SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side}"
       con.execute(

@@ -26,10 +26,6 @@ from .values import SPLITS
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _PLAIN = ("on_bad_row", "exclude_seen", "core")  # of a `Table`
-_CHOICES = {
-  "on_bad_row": ("raise", "skip"),
-  "split.by": SPLIT_BY,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +78,6 @@ class Table:
       raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
     return by
 
-  @property
-  def labels(self) -> dict[str, spec.Label]:
-    """The labels by name, in the order of the declaration."""
-    return spec.labels(self.kinds)
-
   def name_of(self, cls: type[spec.Kind]) -> str | None:
     """Returns the name of the column of a kind that at most one column has."""
     return spec.only(self.kinds, cls)
@@ -100,7 +91,7 @@ class Table:
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on, as JSON values."""
-  for name, known in _CHOICES.items():
+  for name, known in {"on_bad_row": ("raise", "skip"), "split.by": SPLIT_BY}.items():
     if (found := operator.attrgetter(name)(config)) not in known:
       raise UserError(f"config.{name} is {found!r}: choose one of {known}")
   shares = config.split.valid, config.split.test

@@ -207,10 +207,9 @@ def _cut(
 
   def leave_out(row: Any) -> str:
     many = "many" if row.actual_columns > row.expected_columns else "few"
-    hint = " (config.format.quote='' if quotes have no meaning)" * (
-      bool(quote) and quote in row.text
-    )
-    problem = f"has too {many} fields for {row.expected_columns} columns{hint}"
+    problem = f"has too {many} fields for {row.expected_columns} columns"
+    if quote and quote in row.text:
+      problem += " (write config.format.quote='' if quotes have no meaning)"
     unreadable.append((row.number, problem, row.text))
     return "skip"
 
@@ -349,11 +348,6 @@ class Rows:
       f"{count:,} row{'s' * (count > 1)}: {problem} (first: {first})"
       for problem, (count, first) in self.left_out.items()
     ]
-
-  def leave_out(self, problem: str, count: int, first: str) -> None:
-    """Counts rows that are left out."""
-    before, earlier = self.left_out.get(problem, (0, first))
-    self.left_out[problem] = before + count, earlier
 
   def __len__(self) -> int:
     return self.query(f"SELECT count(*) AS n FROM {self.view}")["n"][0].as_py()
@@ -549,8 +543,7 @@ def _query(
     if declared in required:
       code = number + MISSING
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
-      fits = " that its pattern fits" * bool(getattr(kind, "pattern", ""))
-      checks[code] = own[0].name, f"has no value{fits}"
+      checks[code] = own[0].name, "has no value"
     if isinstance(kind, spec.Time) and not kind.format and own[0].stored == "VARCHAR":
       is_date = f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL"
     if isinstance(kind, spec.Label) and kind.drop:
@@ -586,7 +579,8 @@ def _refuse(
         f"{place}{f': {shown}' * bool(shown)} {problem}. Repair the row, or write "
         "config.on_bad_row='skip' to leave such rows out."
       )
-    rows.leave_out(said, count, f"{at} {shown}".rstrip())
+    before, first = rows.left_out.get(said, (0, f"{at} {shown}".rstrip()))
+    rows.left_out[said] = before + count, first
 
 
 def _shown(value: str) -> str:

@@ -46,7 +46,7 @@ class Format:
 
   Attributes:
     delimiter: between two fields; "" finds `,`, tab, `;`, `|`, `::` or space in the first rows.
-      Where it has several characters, up to 4, quotes have no meaning.
+      Where it has several characters, quotes have no meaning.
     names: of the columns of files without a header; () reads the first line as the header.
     encoding: that Python knows: utf-8, utf-16, latin-1, cp1252 and others.
     missing: values that mean no value, as the empty one always does; spaces around are ignored.
@@ -111,18 +111,11 @@ class Side(Kind):
   """A feature: of the user or the item, which two_tower uses, or of a row alone."""
 
   side: str = _choice("", "user", "item")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Embedded(Side):
-  """A feature with a vector for each of its values."""
-
-  dim: int = 0  # the width of its table; 0 takes `config.dim`
   optimizer: str = ""  # of its table, by name; "" takes `config.table.optimizer`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Number(Embedded):
+class Number(Side):
   """A number; a missing one is the mean of the training rows."""
 
   kind: ClassVar[str] = "number"
@@ -133,7 +126,7 @@ class Number(Embedded):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Category(Embedded):
+class Category(Side):
   """A category, by a vocabulary of the training rows, a hash or its own number.
 
   Values outside the vocabulary share `oov` rows of the table, by hash. A missing value adds zeros.
@@ -151,7 +144,6 @@ class Category(Embedded):
   eviction: str = _choice("lfu", "lru")  # of the value used least often, or longest ago
   half_life: int = 1000  # batches after which the counts of "lfu" halve; 0 never forgets
   table: str = ""  # the name of a table and vocabulary that several columns share
-  pattern: str = ""  # a regular expression, whose group is the value; "" takes all of the text
 
   @property
   def is_dynamic(self) -> bool:
@@ -240,7 +232,7 @@ _SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
 _KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, *_SINGLE)
 KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = (  # options that columns of one table share
-  "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
+  "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life",
   "optimizer",
 )  # fmt: skip
 
@@ -261,8 +253,6 @@ def _faults(kind: Any) -> Iterator[str]:
       yield "give one of hash, size and vocabulary='dynamic'"
     if kind.is_dynamic != bool(kind.capacity):
       yield "capacity is the number of rows of vocabulary='dynamic': give both"
-    if kind.pattern and re.compile(kind.pattern).groups != 1:
-      yield "pattern must be a regular expression with one group, which is the value"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
 
@@ -370,7 +360,7 @@ def only(kinds: Mapping[str, Kind], cls: type[Kind]) -> str | None:
 
 def has_table(kind: Kind) -> bool:
   """Whether a column has vectors; a number without buckets has none."""
-  return isinstance(kind, Embedded) and not (isinstance(kind, Number) and not kind.buckets)
+  return isinstance(kind, Side) and not (isinstance(kind, Number) and not kind.buckets)
 
 
 def table_of(name: str, kind: Kind) -> str:

@@ -109,12 +109,12 @@ class Transforms:
     self.features = tuple(
       self._feature(name, kind)
       for name, kind in self.kinds.items()
-      if isinstance(kind, spec.Embedded) and name not in self._dense
+      if isinstance(kind, spec.Side) and name not in self._dense
     )
     self.dense_names = tuple(self._dense)
 
   def _feature(self, name: str, kind: Any) -> Feature:
-    about = {"dim": kind.dim, "optimizer": kind.optimizer}
+    about = {"optimizer": kind.optimizer}
     if isinstance(kind, spec.Number):
       return Feature(name, len(self.numbers[name]["boundaries"]) + 1, **about)
     about |= {"table": kind.table, "valency": self.widths.get(name, 1)}

@@ -74,10 +74,6 @@ def _spelled(text: str) -> str:
   )
 
 
-def _matched(text: str, pattern: str) -> str:
-  return f"nullif(regexp_extract({text}, {literal(pattern)}, 1), '')" if pattern else text
-
-
 def _each(items: str, expression: str) -> str:
   """Returns the SQL of a list with an expression of `x`, an item, in place of each."""
   return f"list_transform({items}, lambda x: {expression})"
@@ -140,7 +136,6 @@ def value_of(
   texts = {f"t{place}_{n}": trimmed(*column[1:]) for n, column in enumerate(columns) if not is_list}
   filled = {f"m{t[1:]}": present(t, missing) for t in texts}
   typed, text = f"x{place}", f"m{place}_0"
-  pattern = getattr(kind, "pattern", "")
 
   def value(converted: str, sql: str = typed, bad: str = "false", problem: str = "") -> Value:
     shown = ", ".join(f"CAST({column.raw} AS VARCHAR)" for column in columns)
@@ -166,7 +161,7 @@ def value_of(
   if kind.is_list:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
-    spelled = _each(typed, _matched(_spelled("x"), pattern))
+    spelled = _each(typed, _spelled("x"))
     if isinstance(kind, spec.Ordered):  # places without a value stay, for what goes beside it
       bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
       problem = f"has another number of values than {kind.beside!r}"
@@ -182,7 +177,7 @@ def value_of(
   spelled = _spelled(text)
   if _numbers(missing):  # -999.0 is missing where -999 is
     spelled = present(f"({spelled})", missing)
-  return value(spelled, _matched(typed, pattern), bad, "is not UTF-8")
+  return value(spelled, typed, bad, "is not UTF-8")
 
 
 def _number(

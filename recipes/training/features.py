@@ -18,7 +18,6 @@ class Feature:
     valency: the most ids of an example; 1 is a single id, -1 being none.
     combiner: of the vectors of a bag.
     table: the name of the table, which features may share; "" is the feature's own name.
-    dim: the width of the table; 0 is the width of the model.
     optimizer: the name of the table's optimizer; "" is the model's.
     eviction: of the table's dynamic vocabulary, whose ids are pairs of int32 columns, the halves of
       a raw id; "" is a fixed vocabulary.
@@ -33,7 +32,6 @@ class Feature:
   valency: int = 1
   combiner: str = "mean"
   table: str = ""
-  dim: int = 0
   optimizer: str = ""
   eviction: str = ""
   half_life: int = 0
@@ -85,7 +83,7 @@ def feature_configs(
   """Returns the configs of features by name; features of one table share its `TableConfig`.
 
   Args:
-    dim: the width of tables that have none of their own.
+    dim: the width of the tables.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own.
     positions: whether each id of a sequence gets a vector, instead of one vector for all.
   """
@@ -103,7 +101,7 @@ def feature_configs(
         size = embed.DynamicVocabulary(size, eviction=feature.eviction, half_life=half_life)
       tables[name] = embed.TableConfig(
         size,
-        feature.dim or dim,
+        dim,
         initializer=initializer,
         optimizer=optimizer(feature.optimizer) if optimizer and feature.optimizer else None,
         combiner=(bags or [feature])[0].combiner,

@@ -123,7 +123,3 @@ def _check(table: Table) -> None:
         f"column {name!r} has vocabulary='dynamic', which is for dlrm: leave it 'counted' and "
         "remove capacity, or give hash=<rows> if values come and go"
       )
-    if isinstance(kind, spec.Embedded) and kind.dim:
-      raise UserError(
-        f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
-      )

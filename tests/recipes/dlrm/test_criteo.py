@@ -22,7 +22,7 @@ def line(label="0", integers=(), categories=()):
 def config(path, cache_dir, **changes):
   values = {
     "dataset": "criteo", "data_dir": str(path.parent), "data_file": path.name,
-    "cache_dir": str(cache_dir), "vocabulary": "hash", "hash_size": 50, "min_count": 2,
+    "cache_dir": str(cache_dir), "min_count": 2,
     "valid_fraction": 0.1, "test_fraction": 0.2, "select": "valid_auc",
   }  # fmt: skip
   return ConfigDict(values | changes)
@@ -59,21 +59,11 @@ def test_the_kaggle_file_by_hand(tmp_path):
   ]
   path.write_text("\n".join(rows) + "\n")
   unvalidated = {"valid_fraction": 0.0, "select": ""}
-  loaded = data.load(config(path, tmp_path / "cache", vocabulary="min_count", **unvalidated))
+  loaded = data.load(config(path, tmp_path / "cache", **unvalidated))
   assert loaded.splits == {"train": (0, 8), "valid": (8, 8), "test": (8, 10)}
   assert loaded.features[0].vocabulary_size == 3  # a, b, rare or new
   assert loaded.columns["ids"][:, 0].tolist() == [0, 1, 0, -1, 2, 1, 0, 2, 2, 2]
   np.testing.assert_allclose(loaded.columns["dense"][:, 0], np.log(4), rtol=1e-6)
-  hashed = data.load(config(path, tmp_path / "cache", **unvalidated))
-  assert hashed.features[0].vocabulary_size == 50
-  assert hashed.columns["ids"][3, 0] == -1
-
-
-@pytest.mark.ci
-def test_settings_are_checked(tmp_path):
-  path = write_criteo(tmp_path / "train.txt", rows=10)
-  with pytest.raises(ValueError, match="choose hash, min_count"):
-    data.load(config(path, tmp_path / "cache", vocabulary="count"))
 
 
 # --- 1 TB -----------------------------------------------------------------------------------------

@@ -93,17 +93,17 @@ def test_din_by_hand():
   np.testing.assert_allclose(output, [[6.0, 3.0]])
 
 
-def attending(name, features, widths, linear=0):
-  config, options = ConfigDict({"history": {"model": name}, "dropout": 0.0}), {"linear": linear}
-  options |= {"dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-  return histories.Histories(config, features, widths, **options)
+def attending(name, features, *, dim=4, linear=0):
+  config = ConfigDict({"history": {"model": name}, "dropout": 0.0, "dim": dim})
+  options = {"linear": linear, "dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+  return histories.Histories(config, features, **options)
 
 
 @pytest.mark.parametrize("name", ["din", *ways.ci("transformer", "hstu")])
 @pytest.mark.programs(20, "an encoder is initialized")
 def test_masks_places_and_the_candidate(name):
   features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="item"))
-  model = attending(name, features, dict.fromkeys(("item", "seen"), 4)).models["seen"]
+  model = attending(name, features).models["seen"]
   draw = np.random.default_rng(0)
   keys, query = draw.normal(size=(3, 5, 4)), draw.normal(size=(3, 4))
   lengths = np.array([5, 3, 0])
@@ -137,22 +137,21 @@ def call(module, activations, inputs):
   return module.arguments("bought", activations, inputs), module(activations, inputs)
 
 
-def test_positions_meet_the_candidate_and_have_vectors_of_their_widths():
-  widths = {"item": 3, "city": 5, "bought": 3, "paid": 2, "cities": 5}
-  module = attending("din", FEATURES, widths, linear=1)
-  shapes = {"item": (1, 3), "city": (1, 5), "bought": (1, 3, 3), "paid": (1, 3, 2)}
-  shapes |= {"cities": (1, 1, 5)}
+def test_positions_meet_the_candidate():
+  module = attending("din", FEATURES, dim=2, linear=1)
+  shapes = {"item": (1, 3), "city": (1, 3), "bought": (1, 3, 3), "paid": (1, 3, 3)}
+  shapes |= {"cities": (1, 1, 3)}
   activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"bought": embed.Padded(np.array([[4, 2, -1]])), "cities": np.array([1])}
   (keys, query, mask), made = call(module, activations, inputs)
-  assert keys[0].tolist() == [[0, 1, 0], [3, 4, 2], [6, 7, 4]]
-  assert query.tolist() == [[0, 1, 0]]  # nothing of the row is in the table of `paid`
+  assert keys[0].tolist() == [[0, 1, 0, 1], [3, 4, 3, 4], [6, 7, 6, 7]]
+  assert query.tolist() == [[0, 1, 0, 0]]  # nothing of the row is in the table of `paid`
   assert mask.tolist() == [[True, True, False]]
-  assert {name: x.shape for name, x in made.items()} == {n: (1, w) for n, w in widths.items()}
-  means = made["bought"][0, 2], made["paid"][0, 1], made["cities"][0, 4]  # of the linear model
-  assert means == ((2 + 5) / 2, (1 + 3) / 2, 4)
+  assert {x.shape for x in made.values()} == {(1, 3)}
+  means = made["bought"][0, 2], made["paid"][0, 2], made["cities"][0, 2]  # of the linear model
+  assert means == ((2 + 5) / 2, (2 + 5) / 2, 2)
   with pytest.raises(UserError, match="'bought' shares its table with no single value"):
-    attending("din", FEATURES[1:], widths)
+    attending("din", FEATURES[1:])
 
 
 # --- serving --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MODELS = [
 
 def build(kind, settings, num_dense=2):
   features = {
-    name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
+    name: embed.FeatureConfig(embed.TableConfig(size, 5, name=name))
     for name, size in {"user": 9, "tags": 7}.items()
   }
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})

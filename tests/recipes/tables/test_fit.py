@@ -159,7 +159,7 @@ def test_bags_are_cut_to_their_first_values_and_sequences_to_their_last():
 def test_what_is_saved_is_loaded(tmp_path):
   columns = {
     "city": {"kind": "category", "oov": 2},
-    "tags": {"kind": "bag", "min_count": 1, "dim": 4},
+    "tags": {"kind": "bag", "min_count": 1, "optimizer": "sgd"},
     "x": {"kind": "number", "buckets": 2},
     "z": "number",
   }

@@ -194,16 +194,6 @@ def test_towers_have_all_features_but_the_user(tmp_path):
   each([(case,) for case in [True, False]], check)
 
 
-@pytest.mark.ci
-def test_a_pattern_cuts_ids(tmp_path):
-  rows = [(f"{row[0]}@shop", *row[1:]) for row in ROWS]
-  columns = COLUMNS | {"who": {"kind": "user", "pattern": "(.*)@"}}
-  loaded = load("two_tower", tmp_path, rows=rows, columns=columns)
-  assert Entities.load(loaded.serve, "users").texts == ["ann", "bob"]
-  with pytest.raises(UserError, match="'ann'"):
-    load("two_tower", tmp_path, columns=columns)
-
-
 def test_towers_take_no_dynamic_vocabulary(tmp_path):
   dynamic = {"kind": "category", "vocabulary": "dynamic", "capacity": 16, "side": "user"}
   with pytest.raises(UserError, match="'age' has vocabulary='dynamic', which is for dlrm"):

@@ -44,7 +44,6 @@ def test_errors_name_the_column():
     ({"a": number | {"log": 1}}, r"\['a'\].log is 1: give a value like False"),
     ({"a": number | {"decimal": ";"}}, "decimal is ';': choose '.' or ','"),
     ({"a": category | {"hash": 9, "size": 9}}, "give one of hash, size"),
-    ({"a": category | {"pattern": "a"}}, "a regular expression with one group"),
     ({"a": category | {"capacity": 32}}, "capacity is the number of rows of vocabulary='dynamic'"),
     ({"a": {"kind": "bag", "separator": ""}}, "separator is the text between two values"),
     ({"a": {"kind": "label", "positive": ["x"], "at_least": 3}}, "not both"),
