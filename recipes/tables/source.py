@@ -334,8 +334,8 @@ class Rows:
     left_out: how many rows were left out by what is wrong with them, and where the first is.
   """
 
-  def __init__(self, con: Any, source: Source, folder: Path):
-    self.con, self.source = con, source
+  def __init__(self, con: Any, source: Source, folder: Path, on_bad_row: str):
+    self.con, self.source, self.on_bad_row = con, source, on_bad_row
     self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
     self.columns = {each: f"c{place}" for place, each in enumerate(source.kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
@@ -449,15 +449,16 @@ def read(
   """
   kinds = source.kinds
   opened = [open_file(path, source.format) for path in source.all_files]
-  rows = Rows(con, source, folder)
+  rows = Rows(con, source, folder, on_bad_row)
   labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
   required = [*required, *labels] if len(labels) == 1 else [*required]
   parts = (folder / f"{number:06d}.parquet" for number in itertools.count())
-  with files.progress("reading", len(opened), "file") as bar:
+  bar = files.progress("reading", len(opened), "file")
+  with futures.ThreadPoolExecutor(_WORKERS) as pool, bar:
     for file in opened:
       rows.starts.append(rows.total)
       query = _query(file, source, rows.columns, required, seed, on)
-      _read_file(rows, file, query, parts, on_bad_row)
+      _read_file(pool, rows, file, query, parts)
       bar.update()
   rows.define()
   if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
@@ -480,21 +481,20 @@ class _Query(NamedTuple):
 
 
 def _read_file(
-  rows: Rows, file: File, query: _Query, parts: Iterator[Path], on_bad_row: str
+  pool: futures.Executor, rows: Rows, file: File, query: _Query, parts: Iterator[Path]
 ) -> None:
   """Types the batches of a file, several at once, and counts or refuses rows that are bad."""
   pending = collections.deque[Any]()
-  with futures.ThreadPoolExecutor(_WORKERS) as pool:
-    submit = lambda table: pool.submit(_type, table, query.sql, rows.total, next(parts))
-    for table in file.batches(query.columns):
-      pending.append(submit(table))
-      rows.total += len(table)
-      if len(pending) > _WORKERS:
-        _refuse(rows, file, query, pending.popleft().result(), on_bad_row)
-    if rows.total == rows.starts[-1]:
-      pending.append(submit(file.schema.empty_table()))
-    while pending:
-      _refuse(rows, file, query, pending.popleft().result(), on_bad_row)
+  submit = lambda table: pool.submit(_type, table, query.sql, rows.total, next(parts))
+  for table in file.batches(query.columns):
+    pending.append(submit(table))
+    rows.total += len(table)
+    if len(pending) > _WORKERS:
+      _refuse(rows, file, query, pending.popleft().result())
+  if rows.total == rows.starts[-1]:
+    pending.append(submit(file.schema.empty_table()))
+  while pending:
+    _refuse(rows, file, query, pending.popleft().result())
 
 
 _of_thread = threading.local()
@@ -561,9 +561,7 @@ def hashed(seed: int, texts: Sequence[str]) -> str:
   return f"CAST('0x' || substr({digest}, 1, 8) AS UINTEGER)"
 
 
-def _refuse(
-  rows: Rows, file: File, query: _Query, bad: Sequence[Mapping[str, Any]], on_bad_row: str
-) -> None:
+def _refuse(rows: Rows, file: File, query: _Query, bad: Sequence[Mapping[str, Any]]) -> None:
   """Raises for the first row of a batch that is bad, or counts all of them."""
   found: list[Any] = [(f"line {line}", "", *about, 1) for line, *about in file.unreadable]
   file.unreadable.clear()
@@ -573,7 +571,7 @@ def _refuse(
   for where, column, problem, value, count in found:
     shown, at = _shown(value) if value else "", f"{file.path}, {where}"
     said = " ".join(filter(None, [f"column {column!r}" * bool(column), problem]))
-    if on_bad_row == "raise" and problem != _DROPPED:
+    if rows.on_bad_row == "raise" and problem != _DROPPED:
       place = at + f", column {column!r}" * bool(column)
       raise DamagedFileError(
         f"{place}{f': {shown}' * bool(shown)} {problem}. Repair the row, or write "
