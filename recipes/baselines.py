@@ -38,7 +38,7 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
     if name not in known:
       mesh_lib.say(f"fitting the baseline {name}")
       known[name] = dict(task())
-      files.write_json(Path(workdir) / "result.json", run.result)
+      files.write_json(run.workdir / "result.json", run.result)
   return run.result
 
 

@@ -7,7 +7,6 @@ Other files have the columns of the run's table, labels included. Ids that the r
 unknown, as in requests. Rankings are measured on the rows of the run alone.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -55,8 +54,7 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   mesh, run = mesh_lib.start(), run_lib.opened(workdir)
   if run.recipe != "dlrm":
     raise UserError(
-      f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: make them the "
-      "`test` files of a run that starts from this one with init_from, or take the items of "
+      f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: take the items of "
       "recipes.predict and metrics of your own"
     )
   reading, transforms = read_json(run.serve / READING), Transforms.load(run.serve)
@@ -80,12 +78,12 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
 def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.evaluate", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
-  parser.add_argument("--files", help="other files, in place of validation and test rows")
+  parser.add_argument("--files", nargs="+", help="others than the validation and test rows")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     if arguments.files:
-      measured = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
+      measured = evaluate_files(arguments.run, arguments.files)
       print(f"{measured['rows']:,} rows")
       metrics = measured["metrics"]
     else:

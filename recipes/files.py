@@ -23,7 +23,7 @@ def digest(path: Path) -> str:
 def stamp(path: Path) -> list[Any]:
   """Returns path, size and modification time, which tell a changed file without reading it."""
   status = path.stat()
-  return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+  return [str(path.absolute()), status.st_size, status.st_mtime_ns]
 
 
 def new_folder(path: Path) -> Path:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from . import files
-from .errors import DamagedFileError
+from .tables.values import literal
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
@@ -22,7 +24,7 @@ def rows(path: Path, names: str, delimiter: str) -> str:
   """Returns the SQL of the rows of a file, texts by these names."""
   columns = dict.fromkeys(names.split(), "VARCHAR")
   return (
-    f"(FROM read_csv('{path}', delim='{delimiter}', columns={columns}, quote='', escape='', "
+    f"(FROM read_csv({literal(path)}, delim='{delimiter}', columns={columns}, quote='', escape='', "
     f"header={path.suffix == '.csv'}, encoding='latin-1', auto_detect=false, parallel=false))"
   )
 
@@ -37,18 +39,16 @@ def joined(query: str, cache_dir: str, sources: list[Path]) -> Path:
   Raises:
     DamagedFileError: a file does not hold what the query reads.
   """
-  import duckdb  # training does without it
+  from .tables import source  # training does without it
 
   about = [query, *map(files.stamp, sources)]
   name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
   folder = Path(cache_dir).expanduser() / f"movielens-{name}"
-  if not folder.exists():
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing_folder(folder) as partial:
-      try:
-        duckdb.sql(f"COPY ({query}) TO '{partial / 'ratings.parquet'}'")
-      except duckdb.Error as error:
-        raise DamagedFileError(f"{error}. Get the files again") from error
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  with filelock.FileLock(f"{folder}.lock"), source.reading(" and ".join(map(str, sources))):
+    if not folder.exists():
+      with files.replacing_folder(folder) as partial, source.connect() as con:
+        con.execute(f"COPY ({query}) TO {literal(partial / 'ratings.parquet')}")
   return folder / "ratings.parquet"
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from . import errors, serving
@@ -82,8 +81,9 @@ def texts_of(table: pa.Table) -> list[pa.ChunkedArray]:
   """Returns the columns of a table as the texts that CSV holds, with lists joined by `|`."""
   columns = []
   for column in table.columns:
-    if pa.types.is_list(column.type):
-      column = pc.binary_join(column.cast(pa.list_(pa.string())), "|")
+    if pa.types.is_nested(column.type):
+      join = lambda x: "|".join(map(str, x)) if isinstance(x, list) else x and str(x)
+      column = pa.chunked_array([pa.array(map(join, column.to_pylist()), pa.string())])
     columns.append(column.cast(pa.string()))
   return columns
 

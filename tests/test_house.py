@@ -20,7 +20,7 @@ BUDGETS = {
   "configs/**/*.py": (545, None),
   "benchmarks/**/*.py": (3_256, None),
   "tests/*.py tests/[!r]*/**/*.py": (11_000, None),  # all but the recipes' own
-  "tests/recipes/**/*.py": (7_557, None),
+  "tests/recipes/**/*.py": (7_700, None),
   "*.md docs/**/*.md recipes/**/*.md colabs/*.md benchmarks/*.md tests/**/*.md": (5_201, None),
 }
 UNCOUNTED = {"CHANGELOG.md", "docs/_build", "docs/colabs"}  # the last two a build writes

@@ -52,10 +52,10 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files
     "split_seed": 0,  # of the random split
-    "on_bad_row": "raise",  # or "skip", which counts
   },
   "criteo": {
     "data_dir": "",  # the folder of data_file
+    "on_bad_row": "raise",  # or "skip", which counts
     "data_file": "train.txt",
     "valid_fraction": 1 / 14,  # the last rows but those of the test
     "test_fraction": 1 / 14,  # the last rows

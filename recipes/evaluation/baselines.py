@@ -20,6 +20,7 @@ from .metrics import RankingMetrics
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000
 _NEIGHBOURS, _BLOCK = 100, 128
+_EXAMPLES = 512  # ranked at once, by the scores of all items
 # Pairs of items of one user, over all users: a minute or two.
 _MAX_KNN_PAIRS = 10**10
 
@@ -75,8 +76,6 @@ def ranking(
   relevant: csr_matrix,
   seen: csr_matrix | None,
   ks: Sequence[int],
-  *,
-  batch: int = 512,
 ) -> dict[str, float]:
   """Computes the metrics of full rankings; see `RankingMetrics`.
 
@@ -86,12 +85,11 @@ def ranking(
     seen: `[examples, items]`, nonzero where an item is left out of the ranking; None leaves out
       nothing.
     ks: cutoffs of the metrics.
-    batch: examples at once; `batch * items` scores are in memory.
   """
   metrics = RankingMetrics(ks)
   best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
-  for start in range(0, relevant.shape[0], batch):
-    stop = min(start + batch, relevant.shape[0])
+  for start in range(0, relevant.shape[0], _EXAMPLES):
+    stop = min(start + _EXAMPLES, relevant.shape[0])
     ranked = np.array(scores(start, stop), np.float32)
     if seen is not None:
       ranked[seen[start:stop].nonzero()] = -np.inf

@@ -172,6 +172,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   config_lib.check(config, mesh)
   build.check_choice("model", config.model, model_lib.MODELS)
+  build.check_choice("positions", config.positions, ("end", "start"))
   build.check_choice("loss", config.loss, ("softmax", "sampled_softmax"))
   build.check_choice("residual", config.residual, ("input", "norm"))
   build.check_choice("init", config.init, layers.INITIALIZERS)

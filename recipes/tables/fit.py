@@ -94,17 +94,15 @@ class _Fit:
     count, *moments = itertools.islice(answers, 3)
     if not count:
       raise self._empty(name)
-    # The last digits depend on the order of the sum, which threads and engines choose.
+    # The last digits depend on the order of the sum, which threads choose.
     mean, deviation = (float(f"{moment:.{_DIGITS}g}") for moment in moments)
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
     if isinstance(kind.buckets, int) and kind.buckets:
-      column, step = self._columns[name], -(-self._rows // _SAMPLE)
       shares = np.arange(1, kind.buckets) / kind.buckets
-      sample = self._query(
-        f"SELECT {column} FROM {self._relation} AND {column} IS NOT NULL AND place % {step} = 0"
-      )
-      if len(sample):
-        boundaries = tuple(np.unique(np.quantile(sample[0].to_numpy(), shares)).tolist())
+      known = f"FROM {self._relation} AND {self._columns[name]} IS NOT NULL"
+      numbered = f"(SELECT {self._columns[name]}, row_number() OVER (ORDER BY place) AS n {known})"
+      sample = self._query(f"FROM {numbered} WHERE n % {-(-count // _SAMPLE)} = 0")
+      boundaries = tuple(np.unique(np.quantile(sample[0].to_numpy(), shares)).tolist())
     if deviation <= 1e-9 * abs(mean):  # equal but for rounding
       deviation = 1.0
       if count == self._rows:
@@ -124,16 +122,16 @@ class _Fit:
   def _values(self, names: Sequence[str], kind: Any) -> tuple[str, ...] | None:
     """Returns the values of the columns of one table, the most frequent first, or None."""
     parts = [f"SELECT {self._exploded(name)} AS value FROM {self._relation}" for name in names]
-    union = f"(SELECT value FROM ({' UNION ALL '.join(parts)}) AS parts WHERE value IS NOT NULL)"
+    union = f"(SELECT value FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
     is_growing = names[0] in self._growing
-    has_any = lambda: self._query(f"SELECT value FROM {union} AS present LIMIT 1").num_rows
+    has_any = lambda: self._query(f"SELECT value FROM {union} LIMIT 1").num_rows
     if vocabulary_of(names[0], kind) is None:
       if not is_growing and not has_any():
         raise self._empty(names[0])
       return None
-    counted = f"SELECT value, count(*) AS n FROM {union} AS present GROUP BY value"
+    counted = f"SELECT value, count(*) AS n FROM {union} GROUP BY value"
     having = f" HAVING count(*) >= {kind.min_count}" if kind.min_count > 1 else ""
-    ordered = f"SELECT value, n FROM ({counted}{having}) AS counted ORDER BY n DESC, value"
+    ordered = f"SELECT value, n FROM ({counted}{having}) ORDER BY n DESC, value"
     kept = self._query(ordered)
     if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
       # The rows for unknown values learn from rare ones that are drawn into them.

@@ -142,9 +142,8 @@ class _Log:
       )
     by = by if by in ("time", "order", "hash", "column", "files") else ""
     required = [name for name in (user, None if self._is_list else item) if name]
-    self.rows = source.read(
-      con, table.rows, stage, table.on_bad_row, required=required, **hashing(table, by)
-    )
+    how = hashing(table, "" if by == "files" else by)
+    self.rows = source.read(con, table.rows, stage, table.on_bad_row, required=required, **how)
     self.rows.split(by, table.split, holds_out=False)
     self.texts: dict[str, pa.Array] = {}  # the ids of the "user"s and "item"s by number
     self.notes = list(self.rows.notes)

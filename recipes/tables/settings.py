@@ -41,8 +41,8 @@ class Table:
 
   def digests(self) -> dict[str, str]:
     """Returns the SHA-256 of every file on this machine, by its path below the folder of all."""
-    folder = os.path.commonpath([os.path.dirname(path) for path in self.rows.stamps])
     local = [path for path in self.rows.stamps if os.path.exists(path)]
+    folder = os.path.commonpath([os.path.dirname(path) for path in local]) if local else ""
     return {os.path.relpath(path, folder): files.digest(Path(path)) for path in local}
 
   def check_unchanged(self) -> None:
@@ -53,7 +53,7 @@ class Table:
 
   @property
   def kinds(self) -> Mapping[str, spec.Kind]:
-    """The declared columns of the table itself."""
+    """The declared columns."""
     return self.rows.kinds
 
   def split_by(self, *, timed: str, untimed: str) -> str:
@@ -140,7 +140,8 @@ def _source(config) -> dict[str, Any]:
     if name not in ("", *SPLITS):
       raise UserError(f"config.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
   return {
-    "files": {name: [_stamp(p) for p in paths(each)] for name, each in by_split.items()},
+    # In the order of SPLITS: a ConfigDict sorts them, and the first row of an item counts.
+    "files": {n: [_stamp(p) for p in paths(by_split[n])] for n in ("", *SPLITS) if n in by_split},
     "format": config.format.to_dict(),
     "columns": {name: kind.to_dict() for name, kind in config.columns.items()},
   }

@@ -44,6 +44,7 @@ from .values import (
   Column,
   Value,
   among,
+  is_time,
   literal,
   typed,
   value_of,
@@ -76,10 +77,10 @@ class File:
 
   Attributes:
     path: of the file, or a URL.
-    columns: an expression and its type by the name of the column; JSON Lines has any path.
-    schema: of the batches that expressions are of.
+    columns: an expression and its type by the name of the column; JSON Lines accepts paths too.
+    schema: of the batches, whose fields the expressions name.
     read: yields batches of the named fields.
-    bad: a condition of rows that are no rows, and what they are called.
+    bad: a condition of malformed rows, and the text of the error.
     unreadable: line, problem and text of rows that `read` has left out so far, since they cannot be
       cut into fields. Lines that are blank, and those within quotes, do not count.
   """
@@ -98,27 +99,28 @@ class File:
     top, *below = name.split(".")
     if below and self.columns.get(top, ("", ""))[1] == "JSON":
       return Column(name, _field(top, *below), "VARCHAR")
+    hint = ". If the first line is a row, name the columns: config.format.names=('…', '…')"
     raise DamagedFileError(
-      f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}. If the "
-      "first line is a row, name the columns: config.format.names=('…', '…')"
+      f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}"
+      + hint * (file_format(self.path) != "parquet")
     )
 
   def batches(self, columns: Sequence[Column]) -> Iterator[pa.Table]:
-    """Yields the rows with the fields of these columns; DamagedFileError for what breaks off."""
+    """Yields the rows with the fields of these columns; raises DamagedFileError if it cannot."""
     asked = {column.raw for column in columns}
     fields = [name for name in self.schema.names if name in asked] or self.schema.names
-    with _reading(self.path):
+    with reading(self.path):
       yield from self.read(fields)
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
   """Turns the error of a file that cannot be read into one that names the file."""
   try:
     yield
   except UserError:
     raise
-  except (pa.ArrowException, OSError, UnicodeError, ImportError) as error:
+  except (pa.ArrowException, duckdb.Error, OSError, UnicodeError, ImportError) as error:
     raise DamagedFileError(
       f"{path} cannot be read ({error}). Copy or download it again; if it is a text of another "
       "encoding, write config.format.encoding, as 'latin-1' or 'utf-16'."
@@ -136,7 +138,7 @@ def _opened(path: str) -> Any:
 
 def _stream(path: str) -> Any:
   """Opens a text, unpacked."""
-  packed = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1])
+  packed = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path.lower())[1])
   return pa.input_stream(_opened(path), compression=packed)
 
 
@@ -148,11 +150,11 @@ def open_file(path: str, format: Format) -> File:
     UserError: the format does not fit the file.
   """
   kind = file_format(path)
-  with _reading(path):
+  with reading(path):
     if kind == "parquet":
       return _parquet(path)
-    lines = head(path, format)
-    return _json(path, format, lines) if kind == "json" else _text(path, format, lines)
+    lines, is_all = head(path, format)
+    return _json(path, format, lines) if kind == "json" else _text(path, format, lines, is_all)
 
 
 def _parquet(path: str) -> File:
@@ -164,7 +166,8 @@ def _parquet(path: str) -> File:
 
   with pq.ParquetFile(_opened(path)) as file:
     stored = file.schema_arrow
-  names = stored.names
+  if (name := spec.repeated(names := stored.names)) is not None:
+    raise DamagedFileError(f"{path} has two columns {name!r}: rename one")
   # DuckDB has no half floats.
   plain = lambda kind: pa.float32() if kind == pa.float16() else kind
   schema = pa.schema([(f"f{place}", plain(field.type)) for place, field in enumerate(stored)])
@@ -177,15 +180,18 @@ def _parquet(path: str) -> File:
   return File(path, columns, schema, read)
 
 
-def head(path: str, format: Format) -> list[str]:
-  """Returns the first lines of a text; empty ones before its first one are ""."""
-  with _reading(path), _stream(path) as stream:
-    start = stream.read(_HEAD)
-    text = codecs.getincrementaldecoder(format.encoding)().decode(start)  # the end may be cut
-  lines = re.split("\r\n|\n|\r", text.removeprefix("\ufeff"))
+def head(path: str, format: Format) -> tuple[list[str], bool]:
+  """Returns the first lines of a text, one at least, and whether they are all of it."""
+  size, lines, is_all = _HEAD, [""], False
+  while len(lines) < 2 and not is_all:
+    with reading(path), _stream(path) as stream:
+      start = stream.read(size)
+      text = codecs.getincrementaldecoder(format.encoding)().decode(start)  # the end may be cut
+    lines, is_all = re.split("\r\n|\n|\r", text.removeprefix("\ufeff")), len(start) < size
+    size *= 2
   if not text.strip():
     raise DamagedFileError(f"{path} is empty")
-  return lines[: -1 if len(start) == _HEAD else None][:_HEAD_LINES]
+  return lines if is_all else lines[:-1], is_all
 
 
 def _cut(
@@ -253,9 +259,9 @@ def _json(path: str, format: Format, lines: Sequence[str]) -> File:
   return File(path, columns, bad=(no_object, "is no JSON object"), **_cut(path, format, *_LINE))
 
 
-def _text(path: str, format: Format, lines: Sequence[str]) -> File:
+def _text(path: str, format: Format, lines: Sequence[str], is_all: bool) -> File:
   skip = next(place for place, line in enumerate(lines) if line.strip())
-  lines = lines[skip:]
+  has_rows, lines = any(map(str.strip, lines[skip + 1 :])), lines[skip:][:_HEAD_LINES]
   delimiter = format.delimiter or find_delimiter(lines, path, format)
   quote = "" if format.rest or len(delimiter) > 1 else format.quote
   first = next(iter(fields_of(lines, delimiter, quote)), [])
@@ -274,7 +280,7 @@ def _text(path: str, format: Format, lines: Sequence[str]) -> File:
   fields = [f"f{place}" for place in range(len(names))]
   columns = {name: (field, "VARCHAR") for name, field in zip(names, fields, strict=True)}
   about = _cut(path, format, fields, delimiter, quote, skip=skip, after=int(has_header))
-  if has_header and not any(map(str.strip, lines[1:])):
+  if has_header and is_all and not has_rows:
     about["read"] = lambda chosen: iter(())  # which Arrow takes for damaged
   return File(path, columns, **about)
 
@@ -326,8 +332,8 @@ class Rows:
 
   Attributes:
     con: the connection.
-    view: its name; the columns are `columns`, `place`, that of a row in all files, and `split`, the
-      index in `SPLITS`.
+    view: its name. It has the columns `columns`, `place`, the number of a row over all files, and
+      `split`, an index in `SPLITS`.
     columns: names in the view by declared name.
     total: rows of the files, with those that were left out for a bad value.
     starts: the first row of each file.
@@ -458,12 +464,12 @@ def read(
     for file in opened:
       rows.starts.append(rows.total)
       query = _query(file, source, rows.columns, required, seed, on)
-      _read_file(pool, rows, file, query, parts)
+      with reading(file.path):
+        _read_file(pool, rows, file, query, parts)
       bar.update()
   rows.define()
   if len(rows.query(f"SELECT DISTINCT is_date FROM {rows.stored}")) > 1:
-    first = source.all_files[0]
-    raise DamagedFileError(f"the times of {first} are dates and numbers: write all of them alike")
+    raise DamagedFileError("the column of times has dates and numbers: write all of them alike")
   if not len(rows):
     first, why = source.all_files[0], "; ".join(rows.notes)
     raise DamagedFileError(
@@ -544,7 +550,7 @@ def _query(
       code = number + MISSING
       cases.append(f"WHEN ({value.bad}) IS NOT TRUE AND {name} IS NULL THEN {code}")
       checks[code] = own[0].name, "has no value"
-    if isinstance(kind, spec.Time) and not kind.format and own[0].stored == "VARCHAR":
+    if isinstance(kind, spec.Time) and not (kind.format or kind.columns or is_time(own[0].stored)):
       is_date = f"TRY_CAST(m{number}_0 AS DOUBLE) IS NULL"
     if isinstance(kind, spec.Label) and kind.drop:
       cases.insert(1, f"WHEN {among(f'x{number}', kind.drop)} THEN -1")

@@ -25,8 +25,6 @@ _VALUES = pa.large_list(pa.large_string())  # of a vocabulary in its file
 
 def numbers_of(values: Any) -> np.ndarray:
   """Returns numbers as float64 `[N]`, NaN where null."""
-  if isinstance(values, np.ndarray):
-    return values
   return values.cast(pa.float64()).to_numpy(zero_copy_only=False)
 
 

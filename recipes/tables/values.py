@@ -144,14 +144,16 @@ def value_of(
     )
 
   if isinstance(kind, spec.Time):
-    time, problem = _time(kind, columns, [*filled])
+    time, problem = _time(kind, columns, [*filled], _numbers(missing))
     return value(time, bad=f"{typed} IS NULL", problem=problem)
   if isinstance(kind, spec.Number | spec.Weight):
     number = f"n{place}"
     plain, written, converted = _number(columns[0], missing, number, text, kind)
     texts, filled = {number: plain}, {text: written}
     within = f"CASE WHEN abs({typed}) <= {_LARGEST} THEN {typed} END"
-    bad, problem = f"{text} IS NOT NULL AND {within} IS NULL", "is no number"
+    is_number = f"NOT isnan({number}) AND abs({number}) > {_LARGEST}"
+    bad = f"({text} IS NOT NULL OR ({is_number})) AND {within} IS NULL"
+    problem = "is no number"
     if isinstance(kind, spec.Weight):
       bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
       problem = "is no weight, a number of 0 or more"
@@ -167,16 +169,16 @@ def value_of(
       problem = f"has another number of values than {kind.beside!r}"
       return value(items, f"coalesce({spelled}, [])", bad, problem)
     return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
+  spelled = _spelled(text)
+  if _numbers(missing):  # -999.0 is missing where -999 is
+    spelled = present(f"({spelled})", missing)
   if isinstance(kind, spec.Label):
-    return value(_spelled(text), outcome(kind, typed), *_bad_label(name, kind, typed))
+    return value(spelled, outcome(kind, typed), *_bad_label(name, kind, typed))
   if isinstance(kind, spec.Split):
     is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
     return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
   is_damaged = f"{raw} IS NOT NULL AND TRY(decode({raw})) IS NULL"
   bad = is_damaged if stored == "BLOB" else "false"
-  spelled = _spelled(text)
-  if _numbers(missing):  # -999.0 is missing where -999 is
-    spelled = present(f"({spelled})", missing)
   return value(spelled, typed, bad, "is not UTF-8")
 
 
@@ -220,7 +222,9 @@ def _items(column: Column, text: str, separator: str) -> str:
   return _each(items, trimmed("x", "VARCHAR"))
 
 
-def _time(kind: spec.Time, columns: Sequence[Column], texts: Sequence[str]) -> tuple[str, str]:
+def _time(
+  kind: spec.Time, columns: Sequence[Column], texts: Sequence[str], absent: Sequence[float]
+) -> tuple[str, str]:
   """Returns the SQL of times, and what is wrong with one that is null.
 
   Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
@@ -237,7 +241,8 @@ def _time(kind: spec.Time, columns: Sequence[Column], texts: Sequence[str]) -> t
     time = f"epoch_us(try_strptime({texts[0]}, {literal(kind.format)}))"
     return time, f"is no time of the format {kind.format!r}"
   number, date = (f"TRY_CAST({texts[0]} AS {kind})" for kind in ("DOUBLE", "TIMESTAMPTZ"))
-  return f"coalesce(CASE WHEN isfinite({number}) THEN {number} END, epoch_us({date}))", (
+  is_given = f"isfinite({number})" + f" AND NOT {among(number, absent)}" * bool(absent)
+  return f"coalesce(CASE WHEN {is_given} THEN {number} END, epoch_us({date}))", (
     "is no time: write a number, 2024-12-31 or 2024-12-31T23:59:59, or declare the format of "
     f"{name!r}, as format='%d.%m.%Y'"
   )

@@ -22,8 +22,7 @@ class Feature:
     eviction: of the table's dynamic vocabulary, whose ids are pairs of int32 columns, the halves of
       a raw id; "" is a fixed vocabulary.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
-    history: of ids in the order of time: the row's own feature that they are attended for, or the
-      table of one; "" is a bag.
+    history: the table of ids in the order of time; "" is a bag.
     beside: the sequence whose positions these ids say more of; "" is none.
   """
 

@@ -57,11 +57,12 @@ def test_ease_is_ridge_regression_without_the_item_itself(train, monkeypatch):
     assert weights[item, item] == 0
 
 
-def test_ranking_is_a_full_one_without_what_was_seen(train):
+def test_ranking_is_a_full_one_without_what_was_seen(train, monkeypatch):
+  monkeypatch.setattr(baselines, "_EXAMPLES", 7)
   draw = np.random.default_rng(2)
   scores = np.round(draw.normal(size=(60, 30)), 1)
   relevant = scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & (train.toarray() == 0))
-  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), batch=7)
+  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5))
   sets = lambda matrix: [set(row.indices.tolist()) for row in matrix]
   scores = scores.astype(np.float32)
   wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5))

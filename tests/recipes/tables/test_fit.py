@@ -124,7 +124,7 @@ def test_numbers_by_hand():
 
   def check(options, trained, asked, expected):
     made = fitted({"x": {"kind": "number", **options}}, {"x": np.array(trained, float)})
-    dense = made.dense({"x": np.array(asked, float)}, len(asked))
+    dense = made.dense({"x": pa.array(np.array(asked, float))}, len(asked))
     np.testing.assert_allclose(dense[:, 0], expected, rtol=1e-6)
 
   each(cases, check)
@@ -132,12 +132,12 @@ def test_numbers_by_hand():
 
 def test_buckets_hold_equally_many_rows():
   made = fitted({"x": {"kind": "number", "buckets": 4}}, {"x": np.arange(1000.0)})
-  ids = made.ids({"x": np.append(np.arange(1000.0), np.nan)}, "x")
+  ids = made.ids({"x": pa.array(np.append(np.arange(1000.0), np.nan))}, "x")
   assert np.bincount(ids[:-1]).tolist() == [250] * 4
   assert ids[-1] == -1
   assert made.dense({}, 3).shape == (3, 0)
   made = fitted({"x": {"kind": "number", "buckets": [0, 10]}}, {"x": np.array([1.0])})
-  assert made.ids({"x": np.array([-1.0, 0.0, 9.0, 10.0])}, "x").tolist() == [0, 1, 1, 2]
+  assert made.ids({"x": pa.array([-1.0, 0.0, 9.0, 10.0])}, "x").tolist() == [0, 1, 1, 2]
 
 
 TAGS = pa.array([["a", "b", "c"], [], None, ["c"]], pa.list_(pa.string()))
@@ -163,7 +163,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     "x": {"kind": "number", "buckets": 2},
     "z": "number",
   }
-  numbers = np.arange(4.0)
+  numbers = pa.array(np.arange(4.0))
   values = {"city": pa.array(["a", "a", "b", "ü"]), "tags": TAGS, "x": numbers, "z": numbers}
   made = fitted(columns, values)
   made.save(tmp_path, "columns")
@@ -195,7 +195,7 @@ def test_means_have_ten_digits():
     assert about["mean"] == float(f"{np.nanmean(numbers):.10g}")
     assert about["deviation"] == float(f"{np.nanstd(numbers):.10g}")
   # Quantiles are of every second row.
-  assert np.bincount(made.ids({"y": numbers}, "y") + 1)[1:].min() > 19_000
+  assert np.bincount(made.ids({"y": pa.array(numbers)}, "y") + 1)[1:].min() > 19_000
 
 
 def test_rows_of_other_splits_are_not_fitted():

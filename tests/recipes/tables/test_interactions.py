@@ -156,6 +156,16 @@ def test_files_for_the_splits(tmp_path):
   assert refit.splits["valid"][0] == refit.splits["valid"][1]
 
 
+def test_a_pair_of_two_files_trains(tmp_path):
+  given = {
+    "train": str(write_csv(tmp_path / "a.csv", HEADER, ROWS[:6])),
+    "test": str(write_csv(tmp_path / "b.csv", HEADER, [ROWS[0], *ROWS[6:]])),
+  }
+  loaded = load("two_tower", tmp_path, files=given, split={"valid": 0.0}, select="")
+  assert ROWS[0][:2] in pairs(loaded, "train")
+  assert ROWS[0][:2] not in pairs(loaded, "test")
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
   cases = [
     ({"rows": [*ROWS, ("", *ROWS[0][1:])]}, r"log.csv, row 9, column 'who'.*no value"),

@@ -246,11 +246,12 @@ BAD = [
   (TWO, "3,4\n5,6\n", r"no column 'city'.*If the first line is a row.*names="),
   (TWO, "city,city\n1,2\n", "the header names two columns 'city'"),
   (TWO, "", "is empty"),
+  ({"p": "number"}, "p,x\ninf,1\n", "row 1, column 'p': 'inf' is no number"),
   (TWO, "city,price\n", "has a header and no rows"),
   ({"when": "time"}, "when,x\n2024-02-30,1\n", r"row 1, column 'when': '2024-02-30' is no time"),
   ({"when": "time"}, "when,x\n5,1\nsoon,1\n", "row 2, column 'when': 'soon' is no time"),
   ({"when": "time"}, "when,x\n2024-01-01,1\n,1\n", "row 2, column 'when'"),
-  ({"when": "time"}, "when,x\n2024-01-01,1\n20240102,1\n", "are dates and numbers"),
+  ({"when": "time"}, "when,x\n2024-01-01,1\n20240102,1\n", "has dates and numbers"),
   ({"part": "split"}, "part,x\ntrain,1\nelse,1\n", "row 2, column 'part': 'else' is no split"),
   ({"w": "weight"}, "w,x\n1,1\n-2,1\n", "row 2, column 'w': '-2' is no weight"),
   ({"y": "label"}, "y,x\n1,1\nmaybe,1\n", r"row 2, column 'y': 'maybe' is neither 0 nor 1"),
@@ -344,6 +345,32 @@ def test_files_of_the_splits(tmp_path):
   counts = np.bincount(splits(rows))
   assert counts[2] == 2
   assert 25 < counts[1] < 75  # a tenth of the rows that train
+
+
+def test_a_missing_number_is_missing_in_times_and_labels_too(tmp_path):
+  pq.write_table(pa.table({"y": [5.0, -999.0], "z": [1, 0]}), tmp_path / "a.parquet")
+  columns = {"y": {"kind": "label", "at_least": 4}, "z": "label"}
+  rows = read(str(tmp_path / "a.parquet"), columns, format={"missing": ["-999"]})
+  assert values(rows)["y"] == [1, None]
+  pq.write_table(pa.table({"when": [5.0, -999.0]}), tmp_path / "b.parquet")
+  with pytest.raises(UserError, match=r"row 2, column 'when': '-999\.0' is no time"):
+    read(str(tmp_path / "b.parquet"), {"when": "time"}, format={"missing": ["-999"]})
+
+
+def test_kinds_of_times_do_not_mix_in_any_format(tmp_path):
+  mixed = write(tmp_path / "a.jsonl", '{"when": 1700000000}\n{"when": "2024-01-01"}\n')
+  with pytest.raises(UserError, match="has dates and numbers"):
+    read(mixed, {"when": "time"})
+  pq.write_table(pa.table({"when": [1, 2]}), tmp_path / "b.parquet")
+  numbers = [str(tmp_path / "b.parquet"), write(tmp_path / "c.csv", "when,x\n3,1\n")]
+  assert values(read(numbers, {"when": "time"}))["when"] == [1, 2, 3]
+
+
+def test_a_first_row_may_be_longer_than_what_shows_the_format(tmp_path):
+  path = write(tmp_path / "a.csv", f"city,price\n{'x' * (2 << 20)},1\ny,2\n")
+  assert [len(city) for city in values(read(path, TWO))["city"]] == [2 << 20, 1]
+  path = write(tmp_path / "b.csv", "\n" * 300 + "city,price\nOslo,1\n")
+  assert values(read(path, TWO)) == {"city": ["Oslo"], "price": [1]}
 
 
 @pytest.mark.ci
