@@ -5,9 +5,9 @@ Reproduces: RecBole's table of context-aware models on ml-1m: ratings of 3 dropp
   of DCNV2 .8998 / .3119. The split is drawn again (`split_seed`), so rows differ from RecBole's.
 Cost: 48 to 79 s (DCN-V2) and 33 to 66 s (DLRM) a seed on 2 busy CPU cores, 2026-11-29.
 Number: test AUC / log loss, mean of seeds 0, 1, 2 with the standard deviation of the AUC:
-  DCN-V2 .8990 ± .0005 / .3131, DLRM .8974 ± .0004 / .3134, logistic regression .8726 / .3444. Splits
-  differ by more than seeds: DCN-V2 (seed 0) has an AUC of .8987 and .9018 with split_seed 1 and 2,
-  logistic regression .8713 and .8751. The epoch is chosen on validation log loss.
+  DCN-V2 .8990 ± .0005 / .3131, DLRM .8974 ± .0004 / .3134, logistic regression .8726 / .3444.
+  Splits differ by more than seeds: DCN-V2 (seed 0) has an AUC of .8987 and .9018 with split_seed
+  1 and 2, logistic regression .8713 and .8751. The epoch is chosen on validation log loss.
 Command: python -m recipes.dlrm --config=configs/dlrm/movielens1m.py --workdir=runs/movielens1m \
            --config.model=dcnv2 --config.seed=0
 """
