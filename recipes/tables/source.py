@@ -52,7 +52,7 @@ from .values import (
 
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it
 _HEAD, _HEAD_LINES = 1 << 20, 200  # bytes and lines that show how a file is written
-_BLOCK = 24 << 20  # bytes of text in a batch, and of the longest row
+_BLOCK = 8 << 20  # bytes of text in a batch, and of the longest row
 _ROWS = 1 << 16  # of a Parquet file in a batch
 _LINE = ["line"], "\x1f", ""  # a field, between fields, and around: neither is in a text
 _WORKERS = min(os.cpu_count() or 1, 8)
