@@ -107,7 +107,7 @@ class Prepared:
 
   @property
   def serve(self) -> Path | None:
-    """The folder with the files that serving reads besides the model; None without one."""
+    """The folder of the files that serving reads in addition to the model, or None."""
     folder = self.columns.folder / "serve" if isinstance(self.columns, Columns) else None
     return folder if folder is not None and folder.is_dir() else None
 

@@ -44,7 +44,7 @@ _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _SIDES = ("user", "item")
 _FEATURES = ("number", "category", "bag")
-_WORDS = {  # that a name consists of, besides those of `_IDS`
+_WORDS = {  # parts of names, in addition to those of `_IDS`
   "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "reader"},
   "item": {"item", "iid", "product", "movie", "film", "track", "song", "video", "book", "sku"},
   "time": {"time", "timestamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
@@ -66,7 +66,7 @@ def _sql(query: str | Mapping[str, str], default: Any = "") -> Any:
 
 @dataclasses.dataclass
 class Column:
-  """What a column holds in the rows of a sample, and what it is proposed to be."""
+  """The content of a column in a sample of rows, and the kind that is proposed for it."""
 
   name: str
   number: int  # in the order of the columns
@@ -118,7 +118,7 @@ class Sample:
   rows: int
   is_all: bool  # whether the table has no other rows
   notes: list[str]  # sentences for the user, of which the first are about rows that cannot be read
-  settings: dict[str, Any]  # of the config besides files, format and columns
+  settings: dict[str, Any]  # of the config, apart from files, format and columns
   recipes: Sequence[str] = ()  # that the config trains, the first being the one to try first
 
   def ask(self, query: str) -> list[tuple]:

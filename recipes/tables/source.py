@@ -394,8 +394,7 @@ class Rows:
       split = by_hash((valid, test))
     elif by == "time":
       column = self.columns[str(spec.only(kinds, spec.Time))]
-      first = [self._first_time(column, share) for share in (valid + test, test)]
-      split = _at_or_after(column, first)
+      split = _at_or_after(column, self._first_times(column, (valid + test, test)))
     elif by == "order":
       ranges = cache.cut(self.total, valid, test)
       split = _at_or_after("place", (ranges["valid"][0], ranges["test"][0]))
@@ -416,13 +415,12 @@ class Rows:
       split = f"CASE WHEN false THEN 0 {cases} ELSE {index[-1]} END"
     self.define(split)
 
-  def _first_time(self, column: str, share: float) -> float:
-    """Returns the first time of the last share of the rows."""
-    if not share:
-      return float("inf")
-    time = f"quantile_cont(CAST({column} AS DOUBLE), {1 - share!r})"
-    answer = self.query(f"SELECT {time} AS t FROM {self.view}")["t"][0].as_py()
-    return float("inf") if answer is None else answer
+  def _first_times(self, column: str, shares: Sequence[float]) -> list[float]:
+    """Returns the first time of the last share of the rows, for each share."""
+    times = f"quantile_cont(CAST({column} AS DOUBLE), {literal([1 - share for share in shares])})"
+    answer = self.query(f"SELECT {times} AS t FROM {self.view}")["t"][0].as_py()
+    found = zip(answer or [None] * len(shares), shares, strict=True)
+    return [time if share and time is not None else float("inf") for time, share in found]
 
 
 def _at_or_after(column: str, bounds: Sequence[float]) -> str:
