@@ -65,16 +65,9 @@ TABLE: dict[str, Any] = {
 LENGTH = ("steps", "epochs", "patience", "test", "files")
 # The settings that may differ when a run resumes: they change no number of a step already taken.
 MAY_CHANGE = (
-  *LENGTH,
-  "log_every",
-  "eval_every",
-  "checkpoint_every",
-  "eval_batch_size",
-  "cache_dir",
-  "data_dir",
-  "hbm_bytes",
-  "writers",
-)
+  *LENGTH, "log_every", "eval_every", "checkpoint_every", "eval_batch_size", "cache_dir",
+  "data_dir", "hbm_bytes", "writers",
+)  # fmt: skip
 _WRITERS = ("tensorboard", "wandb")
 
 
@@ -98,6 +91,8 @@ def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
   """
   defaults = importlib.import_module(f"..{recipe}.defaults", __name__)
   if "columns" in config:
+    if config.get("dataset", "table") != "table":
+      raise UserError("the config has a dataset and columns: remove one of them")
     return of_table(config, RUN | defaults.DEFAULTS)
   if "dataset" not in config:
     raise UserError(

@@ -152,14 +152,9 @@ def ease(train: csr_matrix, l2: float) -> np.ndarray:
   for rows in _blocks(items):  # the sparse product as a whole may be larger than the dense one
     weights[rows] = (by_item[rows] @ train).toarray()
   weights[np.diag_indices(items)] += l2
-  # By Cholesky in place, half the work of a general inverse. LAPACK counts columns first, so that
-  # its upper triangle is the lower one here.
   # One thread: OpenBLAS 0.3.30 ends in a segmentation fault when several factorize 16,000 columns.
   with threadpoolctl.threadpool_limits(1, user_api="blas"):
-    factor, _ = scipy.linalg.cho_factor(weights.T, overwrite_a=True, check_finite=False)
-    weights = scipy.linalg.lapack.dpotri(factor, overwrite_c=1)[0].T
-  for row in range(items):
-    weights[row, row + 1 :] = weights[row + 1 :, row]
+    weights = scipy.linalg.inv(weights, overwrite_a=True, check_finite=False)
   weights /= -np.diag(weights).copy()
   weights[np.diag_indices(items)] = 0.0
   return weights

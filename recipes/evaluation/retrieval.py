@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-# Scores that are in memory at once: 64 MB of float32.
-_MAX_SCORES = 1 << 24
+_MAX_SCORES = 1 << 24  # that a device holds at once, at least a candidate's: 64 MB of float32
 
 
 def list_width(longest: int) -> int:
@@ -34,7 +33,6 @@ def top_k(
   k: int,
   exclude: jax.Array | None = None,
   mesh: Mesh | None = None,
-  max_scores: int = _MAX_SCORES,
   size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the k candidates of the largest dot products, by brute force; jittable.
@@ -50,7 +48,6 @@ def top_k(
       user has seen; a negative one is none.
     mesh: every device scores its own N / n candidates and sends its k best, which are merged.
       Candidates that are split over the mesh already, as by `joined`, stay where they are.
-    max_scores: scores that a device holds at once, at least one candidate for every query.
     size: the number of candidates, the first rows; None means all N. Other rows fill up the last
       devices' parts.
 
@@ -62,7 +59,7 @@ def top_k(
   if exclude is None:
     exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
   if mesh is None:
-    return _without_ids(*_scan(query, candidates, 0, size, exclude, k, max_scores))
+    return _without_ids(*_scan(query, candidates, 0, size, exclude, k))
   axes, shards = mesh.axis_names, mesh.size
   per_shard = -(-candidates.shape[0] // shards)
   missing = per_shard * shards - candidates.shape[0]
@@ -77,7 +74,7 @@ def top_k(
   )
   def best_of_shard(query, candidates, exclude):
     first = jax.lax.axis_index(axes) * per_shard
-    return _scan(query, candidates, first, size, exclude, min(k, per_shard), max_scores)
+    return _scan(query, candidates, first, size, exclude, min(k, per_shard))
 
   # In order of the shards, so that the first of equal scores is still the one with the lowest id.
   scores, ids = best_of_shard(query, padded, exclude)
@@ -123,10 +120,10 @@ def joined(vectors: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
   return jax.jit(join)(*vectors)
 
 
-def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
+def _scan(query, candidates, first, size, exclude, k: int):
   """Finds the k best of candidates whose ids start at `first` and end before `size`, in chunks."""
   batch, count = query.shape[0], candidates.shape[0]
-  chunks = -(-count // max(max_scores // max(batch, 1), 1))
+  chunks = -(-count // max(_MAX_SCORES // max(batch, 1), 1))
   width = -(-count // chunks)
 
   def step(best, start):

@@ -53,11 +53,7 @@ class Reader:
   """
 
   def __init__(
-    self,
-    kinds: Mapping[str, spec.Kind],
-    missing: Sequence[str],
-    *,
-    required: bool = True,
+    self, kinds: Mapping[str, spec.Kind], missing: Sequence[str], *, required: bool = True
   ):
     self.kinds, self._missing, self._required = dict(kinds), missing, required
     sources = (column for name, kind in self.kinds.items() for column in kind.sources(name))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -145,24 +145,34 @@ def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.nd
   kinds = rows.source.kinds
   weight, labels = spec.only(kinds, spec.Weight), spec.labels(kinds)
   shape, dtype = ((), np.uint8) if len(labels) == 1 else ((len(labels),), np.float32)
-  columns = {
-    "label": cache.column(folder, "label", (total, *shape), dtype),
-    "dense": cache.column(folder, "dense", (total, num_dense), np.float32),
-    "ids": cache.column(folder, "ids", (total, width), np.int32),
-  }
+  cache.column(folder, "label", (total, *shape), dtype)
+  cache.column(folder, "dense", (total, num_dense), np.float32)
+  cache.column(folder, "ids", (total, width), np.int32)
   if weight:
-    columns["weight"] = cache.column(folder, "weight", (total,), np.float32)
-  ends = np.cumsum(sizes) - sizes
-  for values, _, split in rows.batches():
+    cache.column(folder, "weight", (total,), np.float32)
+  names = [*transforms.kinds, *labels, *([weight] if weight else [])]
+
+  def write(parts: Sequence[Path], split: np.ndarray, starts: np.ndarray) -> None:
+    values = rows.values(parts, names)
     label = np.stack([numbers_of(values[name]) for name in labels], axis=1)
     blocks = {"label": label.reshape(-1, *shape), **transforms.encode(values, len(split))}
     if weight:
       blocks["weight"] = numbers_of(values[weight])
-    for part in range(3):
+    # Opened for each part: what is mapped counts as memory of the process.
+    columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in blocks}
+    for part, start in enumerate(starts):
       chosen = np.flatnonzero(split == part)
       for name, block in blocks.items():
-        columns[name][ends[part] : ends[part] + len(chosen)] = block[chosen]
-      ends[part] += len(chosen)
+        columns[name][start : start + len(chosen)] = block[chosen]
+
+  starts = np.cumsum(sizes) - sizes
+  with futures.ThreadPoolExecutor(source.WORKERS) as pool:
+    pending = []
+    for parts, split in rows.parts():
+      pending.append(pool.submit(write, parts, split, starts))
+      starts = starts + np.bincount(split, minlength=3)
+    for each in pending:
+      each.result()
 
 
 def _summary(transforms: Transforms) -> str:

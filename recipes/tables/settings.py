@@ -98,7 +98,6 @@ def settings(config) -> dict[str, Any]:
   if min(shares) < 0 or sum(shares) >= 1:
     raise UserError(f"config.split holds out {shares} of the rows: choose fractions of less than 1")
   about = {
-    "format": 5,
     "rows": _source(config),
     "split": config.split.to_dict(),
     **{name: config[name] for name in _PLAIN},

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
@@ -52,13 +51,15 @@ from .values import (
 
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it
 _HEAD, _HEAD_LINES = 1 << 20, 200  # bytes and lines that show how a file is written
-_BLOCK = 8 << 20  # bytes of text in a batch, and of the longest row
+_BLOCK = 4 << 20  # bytes of text that Arrow cuts at once, and of the longest row; it reads 32 ahead
+_BLOCKS = 4  # of a text in a batch
 _ROWS = 1 << 16  # of a Parquet file in a batch
+_TOGETHER = 3  # files of typed rows that are read at once
 _LINE = ["line"], "\x1f", ""  # a field, between fields, and around: neither is in a text
-_WORKERS = min(os.cpu_count() or 1, 8)
+WORKERS = min(os.cpu_count() or 1, 8)
 
 
-def connect(threads: int = _WORKERS) -> duckdb.DuckDBPyConnection:
+def connect(threads: int = WORKERS) -> duckdb.DuckDBPyConnection:
   """Returns a connection that spills to a folder of temporary files."""
   spilled = tempfile.mktemp(prefix="sparse_embed_")  # made and removed by DuckDB
   limits: Any = {"memory_limit": _MEMORY, "temp_directory": spilled, "threads": threads}
@@ -160,7 +161,7 @@ def open_file(path: str, format: Format) -> File:
 def _parquet(path: str) -> File:
   def read(fields: Sequence[str]) -> Iterator[pa.Table]:
     chosen = [name for name, field in zip(names, schema.names, strict=True) if field in fields]
-    with pq.ParquetFile(_opened(path)) as file:
+    with pq.ParquetFile(_opened(path), pre_buffer=False) as file:
       for batch in file.iter_batches(_ROWS, columns=chosen):
         yield pa.table(batch.columns, fields).cast(pa.schema([schema.field(f) for f in fields]))
 
@@ -233,8 +234,9 @@ def _cut(
       column_types=schema, include_columns=list(chosen), strings_can_be_null=False
     )
     with _stream(path) as stream:
-      for batch in csv.open_csv(stream, how, parse, texts):
-        yield pa.table(batch)
+      reader = csv.open_csv(stream, how, parse, texts)
+      while blocks := [*itertools.islice(reader, _BLOCKS)]:
+        yield pa.Table.from_batches(blocks)
 
   return {"schema": schema, "read": read, "unreadable": unreadable}
 
@@ -319,14 +321,6 @@ class Source:
     return [path for paths in self.files.values() for path in paths]
 
 
-class Batch(NamedTuple):
-  """N rows: values by declared name, places in all files, and splits, int8."""
-
-  values: dict[str, pa.Array]
-  place: np.ndarray
-  split: np.ndarray
-
-
 class Rows:
   """Typed rows in the Parquet files of a folder, and a view of them.
 
@@ -341,7 +335,7 @@ class Rows:
   """
 
   def __init__(self, con: Any, source: Source, folder: Path, on_bad_row: str):
-    self.con, self.source, self.on_bad_row = con, source, on_bad_row
+    self.con, self.source, self.folder, self.on_bad_row = con, source, folder, on_bad_row
     self.view, self.stored = "rows", f"read_parquet({literal(f'{glob.escape(str(folder))}/*')})"
     self.columns = {each: f"c{place}" for place, each in enumerate(source.kinds)}
     self.left_out: dict[str, tuple[int, str]] = {}
@@ -368,15 +362,21 @@ class Rows:
     """Answers a query."""
     return self.con.execute(sql).to_arrow_table()
 
-  def batches(self, columns: Sequence[str] = ()) -> Iterator[Batch]:
-    """Yields the rows in their order, with all columns or those of these declared names."""
-    names = list(columns or self.columns)
-    chosen = ", ".join([self.columns[name] for name in names] + ["place", "split"])
-    # A cursor of its own: queries between two batches would end the answer.
-    with self.con.cursor() as cursor:
-      for batch in cursor.execute(f"SELECT {chosen} FROM {self.view}").to_arrow_reader(1 << 16):
-        *values, place, split = batch.columns
-        yield Batch(dict(zip(names, values, strict=True)), place.to_numpy(), split.to_numpy())
+  def parts(self) -> Iterator[tuple[list[Path], np.ndarray]]:
+    """Yields files of the folder, in the order of the rows, and the splits of their rows, int8."""
+    split = self.query(f"SELECT split FROM {self.view}")["split"].to_numpy()
+    paths, start = sorted(self.folder.iterdir()), 0
+    for first in range(0, len(paths), _TOGETHER):
+      some = paths[first : first + _TOGETHER]
+      stop = start + sum(pq.read_metadata(path).num_rows for path in some)
+      yield some, split[start:stop]
+      start = stop
+
+  def values(self, parts: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array]:
+    """Reads the values of declared columns from files of the folder; texts are dictionaries."""
+    own = [self.columns[name] for name in names]
+    table = pq.read_table([*map(str, parts)], columns=own, read_dictionary=own)
+    return {n: table[column].combine_chunks() for n, column in zip(names, own, strict=True)}
 
   def split(self, by: str, settings: Mapping[str, Any], *, holds_out: bool = True) -> None:
     """Splits the rows: by "hash", "time", "order", "column" or "files"; by "" none is held out.
@@ -458,7 +458,7 @@ def read(
   required = [*required, *labels] if len(labels) == 1 else [*required]
   parts = (folder / f"{number:06d}.parquet" for number in itertools.count())
   bar = files.progress("reading", len(opened), "file")
-  with futures.ThreadPoolExecutor(_WORKERS) as pool, bar:
+  with futures.ThreadPoolExecutor(WORKERS) as pool, bar:
     for file in opened:
       rows.starts.append(rows.total)
       query = _query(file, source, rows.columns, required, seed, on)
@@ -493,7 +493,7 @@ def _read_file(
   for table in file.batches(query.columns):
     pending.append(submit(table))
     rows.total += len(table)
-    if len(pending) > _WORKERS:
+    if len(pending) >= WORKERS:
       _refuse(rows, file, query, pending.popleft().result())
   if rows.total == rows.starts[-1]:
     pending.append(submit(file.schema.empty_table()))
@@ -511,11 +511,11 @@ def _type(table: pa.Table, query: str, start: int, path: Path) -> list[dict[str,
   place = pa.array(np.arange(start, start + len(table)))
   _of_thread.con.register("raw", table.append_column("place", place))
   answer = _of_thread.con.execute(query).to_arrow_table()
-  is_good = answer["bad"].is_null()
-  pq.write_table(
-    answer.filter(is_good).drop(["bad", "value"]), path, use_dictionary=False, compression="lz4"
-  )
-  bad = answer.filter(pc.invert(is_good)).select(["bad", "place", "value"])
+  bad = answer.select(["bad", "place", "value"]).filter(answer["bad"].is_valid())
+  good = answer.filter(answer["bad"].is_null()) if len(bad) else answer
+  good = good.drop(["bad", "value"])
+  texts = [field.name for field in good.schema if field.type == pa.string()]
+  pq.write_table(good, path, use_dictionary=texts, compression="none", write_statistics=False)
   about = [("place", "count"), ("place", "first"), ("value", "first")]
   return bad.group_by("bad", use_threads=False).aggregate(about).to_pylist()
 

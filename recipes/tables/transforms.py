@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +49,10 @@ def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
   return spec.table_of(name, kind)
 
 
-def _by_distinct(ids_of: Callable[[list[str]], np.ndarray], texts: pa.Array) -> np.ndarray:
+def _by_distinct(ids_of: Callable[[pa.Array], np.ndarray], texts: pa.Array) -> np.ndarray:
   """Returns int32 ids `[N, ...]` of texts by a function of distinct ones; -1 for null."""
   encoded = texts.dictionary_encode()
-  ids = ids_of(encoded.dictionary.to_pylist())
+  ids = ids_of(encoded.dictionary)
   ids = np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
   return ids[pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)]
 
@@ -64,12 +64,18 @@ class Codes:
     texts: in the order of their numbers, each once.
   """
 
-  def __init__(self, texts: Iterable[str]):
-    self._codes = {text: code for code, text in enumerate(texts)}
+  def __init__(self, texts: Sequence[str]):
+    self._texts = pa.array(texts, pa.string())
 
-  def of_distinct(self, texts: Sequence[str]) -> np.ndarray:
+  @functools.cached_property
+  def _codes(self) -> dict[str, int]:
+    return {text: code for code, text in enumerate(self._texts.to_pylist())}
+
+  def of_distinct(self, texts: pa.Array) -> np.ndarray:
     """Returns the numbers of texts, int32 `[N]`; -1 for unknown ones."""
-    return np.array([self._codes.get(text, -1) for text in texts], np.int32)
+    if 4 * len(texts) > len(self._texts):  # Arrow hashes all of its texts at each call
+      return np.array(pc.fill_null(pc.index_in(texts, self._texts), -1))
+    return np.array([self._codes.get(text, -1) for text in texts.to_pylist()], np.int32)
 
   def find(self, texts: pa.Array) -> np.ndarray:
     """Returns as `of_distinct` for texts that repeat; -1 for null too."""
@@ -179,23 +185,25 @@ class Transforms:
     stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, width)
     return _taken(ids, stops - (kept if kind.last else lengths), kept, width)
 
-  def _of_distinct(self, name: str, texts: Sequence[str]) -> np.ndarray:
+  def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of texts, int32 `[N]`, or halves of raw ids `[N, 2]`."""
     kind: Any = self.kinds[name]
-    keys = np.array(texts, object)
+    keys = lambda texts: np.array(texts.to_pylist(), object)
     if kind.size:
       is_id = lambda t: t.isascii() and t.isdecimal() and len(t) < 19 and int(t) < kind.size
-      return np.array([int(text) if is_id(text) else -1 for text in texts], np.int32)
+      return np.array([int(text) if is_id(text) else -1 for text in keys(texts)], np.int32)
     if kind.is_dynamic:
-      return embed.raw_ids(transforms.RawIds().ids(keys)).view(np.int32)
+      return embed.raw_ids(transforms.RawIds().ids(keys(texts))).view(np.int32)
     if kind.hash:
-      return transforms.HashBucket(kind.hash).ids(keys)
+      return transforms.HashBucket(kind.hash).ids(keys(texts))
     table = spec.table_of(name, kind)
     ids = self._codes[table].of_distinct(texts)
-    unknown = ids < 0
     if kind.oov:
-      hashed = transforms.HashBucket(kind.oov).ids(keys[unknown])
-      ids[unknown] = len(self.vocabularies[table]) + hashed
+      unknown = ids < 0
+      ids[unknown] = len(self.vocabularies[table])
+      if kind.oov > 1:
+        rest = keys(texts.filter(pa.array(unknown)))
+        ids[unknown] += transforms.HashBucket(kind.oov).ids(rest)
     return ids
 
   @functools.cached_property

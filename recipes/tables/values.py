@@ -44,14 +44,13 @@ def is_time(stored: str) -> bool:
 def trimmed(raw: str, stored: str) -> str:
   """Returns the SQL of a value as a text without spaces around."""
   if stored in ("FLOAT", "DOUBLE"):
-    raw = f"CASE WHEN NOT isnan({raw}) THEN CAST({raw} AS VARCHAR) END"
-  elif is_time(stored):
+    return f"CASE WHEN NOT isnan({raw}) THEN CAST({raw} AS VARCHAR) END"
+  if is_time(stored):
     kind = "VARCHAR" if stored == "DATE" else "TIMESTAMP"
-    raw = f"replace(CAST(CAST({raw} AS {kind}) AS VARCHAR), ' ', 'T')"
-  elif stored == "BLOB":
-    raw = f"TRY(decode({raw}))"
-  elif stored not in _TEXTS:
-    raw = f"CAST({raw} AS VARCHAR)"
+    return f"replace(CAST(CAST({raw} AS {kind}) AS VARCHAR), ' ', 'T')"
+  if stored not in _TEXTS:
+    return f"CAST({raw} AS VARCHAR)"
+  raw = f"TRY(decode({raw}))" if stored == "BLOB" else raw
   ends = " OR ".join(f"suffix({raw}, {space})" for space in _SPACES)
   # `trim` takes as long as all else, and values hardly ever begin or end in spaces.
   return f"CASE WHEN {raw} < '!' OR {ends} THEN trim({raw}, {' || '.join(_SPACES)}) ELSE {raw} END"
@@ -60,8 +59,8 @@ def trimmed(raw: str, stored: str) -> str:
 def present(text: str, missing: Sequence[str]) -> str:
   """Returns the SQL of a text that is null where it means no value."""
   absent = sorted({"", *missing, *map(spec.as_text, missing)})
-  longest = max(map(len, absent))
-  return f"CASE WHEN length({text}) > {longest} OR NOT {among(text, absent)} THEN {text} END"
+  longest = max(len(each.encode()) for each in absent)
+  return f"CASE WHEN strlen({text}) > {longest} OR NOT {among(text, absent)} THEN {text} END"
 
 
 def _spelled(text: str) -> str:
@@ -70,7 +69,7 @@ def _spelled(text: str) -> str:
   is_flag = among(f"lower({text})", ("true", "false"))
   return (
     f"CASE WHEN contains({text}, '.0') THEN {whole} "
-    f"WHEN length({text}) < 6 AND {is_flag} THEN lower({text}) ELSE {text} END"
+    f"WHEN strlen({text}) < 6 AND {is_flag} THEN lower({text}) ELSE {text} END"
   )
 
 
@@ -134,7 +133,9 @@ def value_of(
   if is_time(stored) and isinstance(kind, spec.Number | spec.Weight):
     raise DamagedFileError(f"column {name!r} holds times: declare it as time")
   texts = {f"t{place}_{n}": trimmed(*column[1:]) for n, column in enumerate(columns) if not is_list}
-  filled = {f"m{t[1:]}": present(t, missing) for t in texts}
+  is_integer = re.fullmatch("U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?", stored) is not None
+  is_plain = is_integer and not _numbers(missing)
+  filled = {f"m{t[1:]}": t if is_plain else present(t, missing) for t in texts}
   typed, text = f"x{place}", f"m{place}_0"
 
   def value(converted: str, sql: str = typed, bad: str = "false", problem: str = "") -> Value:
@@ -169,7 +170,7 @@ def value_of(
       problem = f"has another number of values than {kind.beside!r}"
       return value(items, f"coalesce({spelled}, [])", bad, problem)
     return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
-  spelled = _spelled(text)
+  spelled = text if is_integer else _spelled(text)
   if _numbers(missing):  # -999.0 is missing where -999 is
     spelled = present(f"({spelled})", missing)
   if isinstance(kind, spec.Label):

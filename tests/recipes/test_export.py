@@ -157,7 +157,7 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
     (tmp_path / name).mkdir()
     return clicks.copy(tmp_path / name, **changes)
 
-  no_table, unfinished = edited("no_table", dataset="criteo"), edited("unfinished")
+  no_table, unfinished = edited("no_table"), edited("unfinished")
   shutil.rmtree(no_table / "serve")
   (unfinished / "result.json").unlink()
   (tmp_path / "occupied").mkdir()

@@ -11,7 +11,7 @@ from recipes import mesh as mesh_lib
 from recipes.evaluation import retrieval
 
 K = 7
-top_k = jax.jit(retrieval.top_k, static_argnames=("k", "mesh", "max_scores", "size"))
+top_k = jax.jit(retrieval.top_k, static_argnames=("k", "mesh", "size"))
 
 
 def slow(scores, k, exclude=None):
@@ -35,6 +35,13 @@ def draw(seed, batch=5, size=83, dim=4):
   return query, candidates, exclude
 
 
+def in_chunks(monkeypatch, max_scores, *arguments, **options):
+  """Returns the answer where a device holds no more scores at once."""
+  monkeypatch.setattr(retrieval, "_MAX_SCORES", max_scores)
+  compiled = jax.jit(functools.partial(retrieval.top_k, **options), static_argnums=2)
+  return compiled(*arguments)
+
+
 def check(found, wanted):
   scores, ids = (np.asarray(x) for x in found)
   np.testing.assert_array_equal(ids, wanted[1])
@@ -42,20 +49,21 @@ def check(found, wanted):
   assert ids.dtype == np.int32
 
 
-def test_ties_in_chunks_and_over_a_mesh():
+def test_ties_in_chunks_and_over_a_mesh(monkeypatch):
   query, candidates, exclude = draw(0)
   wanted = slow(query @ candidates.T, K, exclude)
   assert len(np.unique(wanted[0])) < wanted[0].size / 2  # the test is about ties
   check(top_k(query, candidates, K, exclude), wanted)
-  check(top_k(query, candidates, K, exclude, max_scores=5 * 10), wanted)
-  check(top_k(query, candidates, K, exclude, meshes.make_mesh(), max_scores=5 * 4), wanted)
-  check(top_k(query, candidates, K, max_scores=5 * 10), slow(query @ candidates.T, K))
+  check(in_chunks(monkeypatch, 5 * 10, query, candidates, K, exclude), wanted)
+  mesh = meshes.make_mesh()
+  check(in_chunks(monkeypatch, 5 * 4, query, candidates, K, exclude, mesh=mesh), wanted)
+  check(in_chunks(monkeypatch, 5 * 10, query, candidates, K), slow(query @ candidates.T, K))
 
 
-def test_what_fills_up_chunks_and_shards_never_wins():
+def test_what_fills_up_chunks_and_shards_never_wins(monkeypatch):
   """All scores are negative; a row of zeros would be the best."""
   query, candidates = np.ones((2, 3), np.float32), -np.ones((21, 3), np.float32)
-  scores, ids = top_k(query, candidates, 21, mesh=meshes.make_mesh(), max_scores=4)
+  scores, ids = in_chunks(monkeypatch, 4, query, candidates, 21, mesh=meshes.make_mesh())
   assert ids.tolist() == [list(range(21))] * 2
   assert (np.asarray(scores) == -3).all()
 

@@ -46,6 +46,8 @@ def test_a_plain_dict_is_a_config(tmp_path, monkeypatch):
       train.run(table | {"dimm": 4}, str(tmp_path / "run"))
     with pytest.raises(errors.UserError, match="the config declares no columns"):
       train.run({"files": "log.csv"}, str(tmp_path / "run"))
+    with pytest.raises(errors.UserError, match="a dataset and columns"):
+      train.run(table | {"dataset": "synthetic"}, str(tmp_path / "run"))
 
 
 def lines(workdir):

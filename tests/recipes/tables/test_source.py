@@ -33,14 +33,16 @@ def read(path, columns, *, on_bad_row="raise", by="", split=SPLIT, format=None, 
 
 def values(rows):
   """Returns the values of all rows by declared name."""
-  batches = [*rows.batches()]
-  return {
-    name: [x for batch in batches for x in batch.values[name].to_pylist()] for name in rows.columns
-  }
+  read = [rows.values(parts, [*rows.columns]) for parts, _ in rows.parts()]
+  return {name: [x for each in read for x in each[name].to_pylist()] for name in rows.columns}
 
 
 def splits(rows):
-  return np.concatenate([batch.split for batch in rows.batches()]).tolist()
+  return np.concatenate([split for _, split in rows.parts()]).tolist()
+
+
+def places(rows):
+  return rows.query(f"SELECT place FROM {rows.view}")["place"].to_pylist()
 
 
 def write(path, content, encoding="utf-8"):
@@ -289,8 +291,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path):
   text = "city,price\nOslo,1\nRome,x\na,b,c\nBonn,2\nRome\nLima,y\nParis,3\n"
   rows = read(write(tmp_path / "a.csv", text), TWO, on_bad_row="skip")
   assert values(rows) == {"city": ["Oslo", "Bonn", "Paris"], "price": [1, 2, 3]}
-  places = np.concatenate([batch.place for batch in rows.batches()])
-  assert places.tolist() == [0, 2, 4]  # of the lines of two fields
+  assert places(rows) == [0, 2, 4]  # of the lines of two fields
   assert sorted(note.partition(" (")[0] for note in rows.notes) == [
     "1 row: has too few fields for 2 columns",
     "1 row: has too many fields for 2 columns",
@@ -380,10 +381,8 @@ def test_the_order_of_many_rows_is_that_of_the_files(tmp_path):
     lines = (f"c{i % 7},{part * count + i}\n" for i in range(count))
     write(tmp_path / f"{part}.csv", "city,price\n" + "".join(lines))
   rows = read([str(tmp_path / "0.csv"), str(tmp_path / "1.csv")], TWO, by="order")
-  places = np.concatenate([batch.place for batch in rows.batches()])
-  prices = np.concatenate([batch.values["price"].to_numpy() for batch in rows.batches()])
-  np.testing.assert_array_equal(places, np.arange(2 * count))
-  np.testing.assert_array_equal(prices, np.arange(2 * count))
+  np.testing.assert_array_equal(places(rows), np.arange(2 * count))
+  np.testing.assert_array_equal(values(rows)["price"], np.arange(2 * count))
 
 
 # --- files ----------------------------------------------------------------------------------------
