@@ -33,8 +33,7 @@ _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradi
 def run(config, workdir: str) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `mesh.start`. The same
-  call resumes a run that was stopped, on any number of devices.
+  The same call resumes a run that was stopped, on any number of devices and processes.
 
   Args:
     config: of the run, or a plain dict that declares a table; see `config.complete`.
@@ -78,7 +77,8 @@ def make_train_step(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Returns `(model, optimizer, batch) -> {"loss": ...}`, which trains in place, not compiled.
 
-  Every scalar that it returns is logged, as its mean since the last line.
+  Every scalar that it returns is logged, as its mean since the last line. A teacher is the model of
+  a run that has ended, `run_lib.opened(workdir).model(data, mesh)`.
   """
   del mesh
   losses = functools.partial(loss_fn, labels=data.labels)
@@ -105,14 +105,15 @@ def loss_fn(model: Any, batch: Any, *, labels: data_lib.Labels) -> Any:
   """
   outputs, targets = (x.reshape(len(x), -1).T for x in (model(batch), batch["label"]))
   rows = batch.get("weight", jnp.ones(targets.shape[1], jnp.float32))
-  metrics, total = {}, jnp.float32(0)
+  metrics, total = dict[str, jax.Array](), jnp.float32(0)
   for (name, label), own, target in zip(labels.items(), outputs, targets, strict=True):
     counts = ~jnp.isnan(target)
     weights = jnp.where(counts, rows, 0)
     loss = optax.sigmoid_binary_cross_entropy(own, jnp.where(counts, target, 0)) * weights
-    metrics[f"{name}_loss"] = jnp.sum(loss) / jnp.maximum(jnp.sum(weights), _TINY)
-    total += label.weight * metrics[f"{name}_loss"]
-  return total, metrics if len(labels) > 1 else {}
+    mean = jnp.sum(loss) / jnp.maximum(jnp.sum(weights), _TINY)
+    total += label.weight * mean
+    metrics |= {f"{name}_loss": mean} if len(labels) > 1 else {}
+  return total, metrics
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
