@@ -45,7 +45,7 @@ def modes(path: Path) -> list[str]:
 
 
 def main() -> None:
-  for folder in sorted(path.parent for path in (ROOT / "recipes").glob("*/train.py")):
+  for folder in sorted(path.parent for path in Path(__file__).parent.glob("*/train.py")):
     recipe, about = folder.name, summary(folder / "__init__.py")
     print(f"python -m {__package__}.{recipe} --config=CONFIG --workdir=runs/{recipe}\n  {about}\n")
     for path in sorted((ROOT / "configs" / recipe).glob("*.py")):

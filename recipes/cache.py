@@ -69,7 +69,7 @@ def prepared(
     name: readable prefix of the folder's name.
     settings, build: as of a `DataSet`.
   """
-  about = {"settings": dict(settings), "format": FORMAT}
+  about = {"settings": dict(settings), "format": FORMAT, "package": __package__}
   text = json.dumps(about, sort_keys=True)
   cache = Path(cache_dir).expanduser()
   cache.mkdir(parents=True, exist_ok=True)

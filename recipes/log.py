@@ -77,7 +77,7 @@ class Log:
 
   def __init__(self, workdir: epath.Path, config: Any, start: int, memory: Mapping[str, Any]):
     self.step = start  # the number of steps taken
-    self._config, self._start, self._path = config, start, workdir / FILE
+    self._config, self._path = config, workdir / FILE
     self._lines = [line for line in lines(self._path) if line["step"] <= start]
     self._values: dict[str, list[Any]] = {  # since the last line
       name: list(values) for name, values in memory.get("values", {}).items()
@@ -92,7 +92,7 @@ class Log:
       disable=None if mesh_lib.is_main() else True,
       dynamic_ncols=True,
     )
-    self._began = time.perf_counter()
+    self._began, self._timed_after = time.perf_counter(), start + _COMPILING
     self._restart_clock(start)
 
   def __enter__(self) -> "Log":
@@ -115,7 +115,7 @@ class Log:
       self._values.setdefault(name, []).append(x)
     self.step = step
     self._bar.update()
-    if step <= self._start + _COMPILING:
+    if step <= self._timed_after:
       self._restart_clock(step)
     if step % self._config.log_every and step < self._config.steps:
       return
@@ -141,7 +141,7 @@ class Log:
 
   def memory(self, step: int) -> dict[str, Any]:
     """Returns what a run that resumes after this step needs, as JSON values."""
-    self._restart_clock(step)
+    self._timed_after = step + 1  # so that the rate leaves out the evaluation and the save
     return {"values": self._fetched(step), "seconds": self.seconds}
 
   @property

@@ -105,5 +105,8 @@ class _ConfigFile(flags.ArgumentParser):
     known = modes(file)
     if mode and known and mode not in known:
       raise ValueError(f"it has no mode {mode!r}; {nearest(mode, known)}")
-    config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
+    try:
+      config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
+    except (AttributeError, KeyError) as error:  # which absl would take for an unknown setting
+      raise ValueError(f"{type(error).__name__}: {error}") from error
     return None if config is None else config_lib.complete(self._recipe, config)

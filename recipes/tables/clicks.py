@@ -179,7 +179,5 @@ def _summary(transforms: Transforms) -> str:
   """Returns a line about the features, and the rows of their tables."""
   rows = {feature.table or feature.name: feature.vocabulary_size for feature in transforms.features}
   sizes = ", ".join(f"{name} {size:,}" for name, size in rows.items())
-  features = (
-    f"{len(transforms.dense_names)} numbers, {len(transforms.features)} features with vectors"
-  )
-  return f"{features}; rows of their tables: {sizes}"
+  numbers, features = len(transforms.dense_names), len(transforms.features)
+  return f"{numbers} numbers, {features} features with vectors; rows of their tables: {sizes}"

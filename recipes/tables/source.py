@@ -100,7 +100,7 @@ class File:
     top, *below = name.split(".")
     if below and self.columns.get(top, ("", ""))[1] == "JSON":
       return Column(name, _field(top, *below), "VARCHAR")
-    hint = ". If the first line is a row, name the columns: config.format.names=('…', '…')"
+    hint = " (If the first line is a row, name the columns: config.format.names=('…', '…').)"
     raise DamagedFileError(
       f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}"
       + hint * (file_format(self.path) != "parquet")

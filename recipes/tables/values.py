@@ -174,7 +174,7 @@ def value_of(
   if _numbers(missing):  # -999.0 is missing where -999 is
     spelled = present(f"({spelled})", missing)
   if isinstance(kind, spec.Label):
-    return value(spelled, outcome(kind, typed), *_bad_label(name, kind, typed))
+    return value(spelled, outcome(kind, typed), *_bad_label(kind, typed))
   if isinstance(kind, spec.Split):
     is_none = f"NOT coalesce({among(typed, list(SPLIT_NAMES))}, false)"
     return value(f"lower({text})", typed, is_none, "is no split: write train, valid or test")
@@ -249,12 +249,11 @@ def _time(
   )
 
 
-def _bad_label(name: str, kind: spec.Label, text: str) -> tuple[str, str]:
+def _bad_label(kind: spec.Label, text: str) -> tuple[str, str]:
   """Returns the condition of a label's text that says nothing, and what to write."""
-  column = f"config.columns[{name!r}]"
   problem = (
-    "is neither 0 nor 1. Give the values that are clicks as "
-    f"{column}['positive'], or the smallest as {column}['at_least']"
+    "is neither 0 nor 1. Give the values that are clicks as positive of the label in "
+    "config.columns, or the smallest as at_least"
   )
   if kind.at_least is not None:
     problem = "is no number"

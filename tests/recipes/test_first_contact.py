@@ -100,6 +100,15 @@ def test_a_wrong_flag_is_one_line_that_suggests_the_right_one(command):
     assert (out, err) == ([], []), argument
 
 
+def test_a_mistake_in_a_config_is_no_unknown_setting(command, tmp_path):
+  config = tmp_path / "mine.py"
+  config.write_text("def get_config():\n  return {'files': {}['ADS_FOLDER']}\n")
+  line, *_ = command("dlrm", lambda *_: pytest.fail("a run began"), f"--config={config}")
+  assert "mine.py" in line
+  assert "KeyError: 'ADS_FOLDER'" in line
+  assert "no setting" not in line
+
+
 def test_configs_are_found_from_any_folder(command):
   def run(recipe, config, workdir):
     print(recipe, config.num_users, workdir)

@@ -236,7 +236,7 @@ def test_a_line_has_means_since_the_last_one(tmp_path, monkeypatch):
   assert lines(tmp_path) == found
 
 
-def test_the_rate_is_without_the_steps_that_compile(tmp_path, monkeypatch):
+def test_the_rate_is_without_the_steps_that_compile_and_without_saves(tmp_path, monkeypatch):
   monkeypatch.setattr(log, "_reports", lambda model: {})
   clock = [0.0]
   monkeypatch.setattr(log.time, "perf_counter", lambda: clock[0])
@@ -244,6 +244,9 @@ def test_the_rate_is_without_the_steps_that_compile(tmp_path, monkeypatch):
     for step in range(1, 9):
       clock[0] += 100 if step <= 2 else 1
       writer.train(step, None, {"loss": step})
+      if step == 4:
+        writer.memory(step)
+        clock[0] += 50
   found = log.lines(tmp_path / log.FILE)
   assert [line["examples_per_second"] for line in found] == [8.0, 8.0]
 
