@@ -165,14 +165,11 @@ def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.nd
       for name, block in blocks.items():
         columns[name][start : start + len(chosen)] = block[chosen]
 
-  starts = np.cumsum(sizes) - sizes
+  parts, splits = zip(*rows.parts(), strict=True)
+  counts = [np.bincount(split, minlength=3) for split in splits]
+  starts = np.cumsum([np.cumsum(sizes) - sizes, *counts[:-1]], axis=0)
   with futures.ThreadPoolExecutor(source.WORKERS) as pool:
-    pending = []
-    for parts, split in rows.parts():
-      pending.append(pool.submit(write, parts, split, starts))
-      starts = starts + np.bincount(split, minlength=3)
-    for each in pending:
-      each.result()
+    list(pool.map(write, parts, splits, starts))  # an error cancels what is left
 
 
 def _summary(transforms: Transforms) -> str:
