@@ -6,7 +6,7 @@ Reproduces: the setting of Naumov et al. 2019 (arXiv 1906.00091): seven days in 
 Mode "sample": the first 10,000 rows alone, chronological 70/10/20, as a test of the loader and of
   overfitting, not a benchmark: the standard error of its test AUC is .013.
 Cost of "sample": half a minute on 2 cores, most of it compilation.
-Number of "sample": DCN-V2 .7284 ± .0009 over seeds 0, 1, 2; logistic regression .7337. On so few
+Number of "sample": DCN-V2 .7266 ± .0020 over seeds 0, 1, 2; logistic regression .7329. On so few
   rows the linear model is the better one.
 Command: python -m recipes.dlrm --config=configs/dlrm/criteo_kaggle.py \
            --config.data_dir=<folder of train.txt> --workdir=runs/criteo
