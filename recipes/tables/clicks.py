@@ -160,8 +160,8 @@ def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.nd
       blocks["weight"] = numbers_of(values[weight])
     # Opened for each part: what is mapped counts as memory of the process.
     columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in blocks}
-    for part, start in enumerate(starts):
-      chosen = np.flatnonzero(split == part)
+    for index, start in enumerate(starts):
+      chosen = np.flatnonzero(split == index)
       for name, block in blocks.items():
         columns[name][start : start + len(chosen)] = block[chosen]
 

@@ -367,9 +367,9 @@ class Rows:
     split = self.query(f"SELECT split FROM {self.view}")["split"].to_numpy()
     paths, start = sorted(self.folder.iterdir()), 0
     for first in range(0, len(paths), _TOGETHER):
-      some = paths[first : first + _TOGETHER]
-      stop = start + sum(pq.read_metadata(path).num_rows for path in some)
-      yield some, split[start:stop]
+      group = paths[first : first + _TOGETHER]
+      stop = start + sum(pq.read_metadata(path).num_rows for path in group)
+      yield group, split[start:stop]
       start = stop
 
   def values(self, parts: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array]:
