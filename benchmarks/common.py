@@ -2,11 +2,13 @@
 
 import argparse
 import ast
+import contextlib
 import importlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ sys.path.insert(0, str(ROOT))  # `recipes`, `configs` and `embed` are those of t
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 MIB = 1 << 20
 _PACKAGES = (
-  "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "numpy", "torch", "fbgemm-gpu-cpu"
+  "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "numpy", "torch", "fbgemm-gpu-cpu",
+  "fbgemm-gpu",
 )  # fmt: skip
 
 
@@ -40,6 +43,13 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
       found[package] = "not installed"
   return found
+
+
+def said(*command: str) -> str:
+  """Returns what a command prints; "" if there is no such command."""
+  with contextlib.suppress(OSError):
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+  return ""
 
 
 def about() -> dict[str, Any]:

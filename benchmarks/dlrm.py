@@ -225,7 +225,7 @@ def measure(dim: int, batch: int, seconds: float) -> dict[str, Any]:
       continue
     losses[label] = []
     for i in range(BATCHES):
-      trained.contender.step(i)
+      trained.contender.take(i)
       first.setdefault(label, time.perf_counter() - start)
       losses[label].append(trained.loss())
     made[label] = trained.contender

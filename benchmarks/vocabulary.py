@@ -51,7 +51,7 @@ def forget_peak() -> bool:
 def make(problem: lib.Problem, name: str, label: str) -> dict[str, Contender]:
   """The contenders of a name, one for each number of threads, after a step each."""
   contender = lib.CONTENDERS[label](problem, name)
-  contender.step(0)  # compiles
+  contender.take(0)  # compiles
   return timing.with_threads({label: contender})
 
 
@@ -61,7 +61,7 @@ def peak_beyond(contender: Contender, before: int | None, state: int) -> float |
   if before is None or not forget_peak():
     return None
   for i in range(5):
-    contender.step(i)
+    contender.take(i)
   peak = resident(peak=True)
   assert peak is not None
   return (peak - before - state) / MIB

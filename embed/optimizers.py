@@ -77,6 +77,7 @@ class RowOptimizer:
       slots are a dict, with arrays `[...]` if `per_row`; the rate is a scalar. None if frozen.
     slots: `f(dim) -> {name: embed.Slot}`, the state kept per row.
     linear: True if the step of a sum of gradients is the sum of the steps.
+    takes_dim: True if `equation` also takes `dim=D`, for rows that a kernel has padded with zeros.
   """
 
   name: str
@@ -84,6 +85,7 @@ class RowOptimizer:
   equation: Equation | None
   slots: Any  # may be given as `{name: Slot or initial value}`
   linear: bool = False
+  takes_dim: bool = False
 
   def __post_init__(self):
     if isinstance(self.slots, Mapping):
@@ -326,12 +328,17 @@ def rowwise_adagrad(
   arguments = _arguments("rowwise_adagrad", locals())
   initial, epsilon = _divisor(arguments)
 
-  def equation(g, w, s, lr):
-    a = s["accumulators"] + jnp.mean(g * g, axis=-1)
+  def equation(g, w, s, lr, dim=None):
+    a = s["accumulators"] + _row_mean(g * g, dim)
     return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
 
   slots = {"accumulators": Slot(initial, per_row=True)}
-  return RowOptimizer("rowwise_adagrad", arguments, equation, slots)
+  return RowOptimizer("rowwise_adagrad", arguments, equation, slots, takes_dim=True)
+
+
+def _row_mean(x: jax.Array, dim: int | None) -> jax.Array:
+  """The mean over the columns of each row, the first `dim` of them where others are padding."""
+  return jnp.sum(x, axis=-1) / (dim or x.shape[-1])
 
 
 def adagrad_momentum(
@@ -455,8 +462,8 @@ def adam(
   beta_1, beta_2 = arguments["beta_1"], arguments["beta_2"]
   epsilon = arguments["epsilon"]
 
-  def equation(g, w, s, lr):
-    squares = jnp.mean(g * g, axis=-1) if rowwise else g * g
+  def equation(g, w, s, lr, dim=None):
+    squares = _row_mean(g * g, dim) if rowwise else g * g
     m = beta_1 * s["momenta"] + (1 - beta_1) * g
     v = beta_2 * s["velocities"] + (1 - beta_2) * squares
     slots = {"momenta": m, "velocities": v}
@@ -471,7 +478,7 @@ def adam(
   slots = {"momenta": Slot(), "velocities": Slot(per_row=rowwise)}
   if bias_correction:
     slots["steps"] = Slot(0, per_row=True, dtype="int32")
-  return RowOptimizer("adam", arguments, equation, slots)
+  return RowOptimizer("adam", arguments, equation, slots, takes_dim=True)
 
 
 def _correction(beta: float, t: jax.Array) -> jax.Array | float:

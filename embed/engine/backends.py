@@ -19,8 +19,8 @@ class BackEnd(Protocol):
   def look_up(self, stack: Any, table: Any, bags: Any) -> jax.Array | None:
     """Does the same as `lookup.gather_and_combine`, or returns None to leave the bags to XLA."""
 
-  def step(self, stack: Any, row_step: Any, arrays: Any, at: jax.Array, g: jax.Array) -> Any:
-    """Reads, steps and writes the distinct rows `at` of a table and its slots."""
+  def step(self, stack: Any, scalars: Any, arrays: Any, parts: Any, is_distinct: bool) -> Any:
+    """Does the same as `update.step_sorted`, for gradients with at least one id."""
 
 
 def is_on(variable: str, default: bool) -> bool:

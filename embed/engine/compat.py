@@ -1,6 +1,7 @@
 """JAX names that differ between the versions that `pyproject.toml` allows."""
 
 import functools
+from typing import Any
 
 
 @functools.cache
@@ -11,3 +12,12 @@ def has_sparse_core_indices() -> bool:
   except ImportError:
     return False
   return hasattr(tpu_sc, "Indices")
+
+
+def pallas_triton() -> Any:
+  """Pallas' Triton backend, or None; JAX 0.10 to 0.12 have it."""
+  try:
+    from jax.experimental.pallas import triton
+  except ImportError:
+    return None
+  return triton

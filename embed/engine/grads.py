@@ -244,7 +244,13 @@ _SMALLEST = 8  # the fewest entries of a chunk
 
 
 def in_chunks(
-  body: Callable[..., Any], carry: Any, size: int, ids: jax.Array, *arrays: jax.Array
+  body: Callable[..., Any],
+  carry: Any,
+  size: int,
+  ids: jax.Array,
+  *arrays: jax.Array,
+  chunk: int | None = None,
+  used: jax.Array | None = None,
 ) -> Any:
   """Runs `carry = body(carry, ids, *arrays)` on chunks of ids and of arrays of the same length.
 
@@ -254,11 +260,14 @@ def in_chunks(
     body: takes chunks of the ids and of each array. The last chunk begins within the one before it,
       since padding would copy the arrays; ids that it repeats are `UNUSED`.
     carry: the first argument of the first call.
-    size: elements per entry; a chunk holds `CHUNK` elements.
+    size: elements per entry.
     ids: int32 `[N, ...]`.
     *arrays: `[N, ...]`.
+    chunk: elements that a chunk holds, `CHUNK` if None.
+    used: the number of entries to process, N if None.
   """
-  count, chunk = ids.shape[0], max(_SMALLEST, CHUNK // max(size, 1))
+  count = ids.shape[0]
+  chunk = max(_SMALLEST, (CHUNK if chunk is None else chunk) // max(size, 1))
   if count <= chunk:
     return body(carry, ids, *arrays)
 
@@ -268,10 +277,11 @@ def in_chunks(
     is_new = (start + jnp.arange(chunk) >= k * chunk).reshape(-1, *[1] * (ids.ndim - 1))
     return body(carry, jnp.where(is_new, at, UNUSED), *chunks)
 
-  return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
+  chunks = -(-count // chunk) if used is None else (used + chunk - 1) // chunk
+  return jax.lax.fori_loop(0, chunks, one, carry)
 
 
-def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
+def add_in_chunks(to: Any, parts: Sequence[GradRows], chunk: int | None = None) -> Any:
   """Implements `add_rows` for accelerators.
 
   Works in chunks, since XLA adds in the order of the rows, and sorts a copy of the gradients first.
@@ -286,7 +296,7 @@ def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
   for part in parts:
     gains = () if part.gains is None else (part.gains,)
     numbers = part.grads.shape[1] * part.ids.shape[1]
-    to = in_chunks(add, to, numbers, part.ids, part.grads, *gains)
+    to = in_chunks(add, to, numbers, part.ids, part.grads, *gains, chunk=chunk)
   return to
 
 
@@ -295,10 +305,13 @@ def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
   return jax.lax.platform_dependent(to, list(parts), cpu=add_rows_on_cpu, default=add_in_chunks)
 
 
-def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
+def sum_per_row(
+  parts: Sequence[GradRows], size: int, chunk: int | None = None
+) -> DistinctRows:
   """Sums the gradients of every row that was looked up, over duplicates, features and calls.
 
-  A row counts as looked up even if its gain is 0 or its gradients cancel.
+  A row counts as looked up even if its gain is 0 or its gradients cancel. Accelerators add `chunk`
+  elements at a time, `CHUNK` if None.
 
   Returns:
     Ids `[N]`, `size` in unused entries, and their sums; N is the number of ids in `parts`.
@@ -316,5 +329,7 @@ def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
     ids,
     list(parts),
     cpu=functools.partial(sum_by, distinct_by_hash, add_rows_on_cpu),
-    default=functools.partial(sum_by, distinct_by_sort, add_in_chunks),
+    default=functools.partial(
+      sum_by, distinct_by_sort, functools.partial(add_in_chunks, chunk=chunk)
+    ),
   )

@@ -9,7 +9,7 @@ summed and stepped in large chunks. A kernel may replace either.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -67,6 +67,7 @@ def step_rows(
   w: jax.Array,
   slots: "Slots",
   learning_rate: Any,
+  dim: int | None = None,
 ) -> "tuple[jax.Array, Slots]":
   """Steps rows: clips gradients, decays weights, applies the equation, and clips weights.
 
@@ -76,6 +77,7 @@ def step_rows(
     w: float32 `[..., D]`, the rows.
     slots: `[..., D]` or `[...]` each.
     learning_rate: the learning rate of this step, a scalar.
+    dim: D, where a kernel has padded the rows with zeros.
   """
   assert optimizer.equation is not None
   if optimizer.clipvalue is not None:
@@ -85,7 +87,8 @@ def step_rows(
     if optimizer.multiply_weight_decay_factor_by_learning_rate:
       decay = decay * learning_rate
     w = w - decay * w
-  w, slots = optimizer.equation(g, w, slots, learning_rate)
+  of_rows = {"dim": dim} if optimizer.takes_dim else {}
+  w, slots = optimizer.equation(g, w, slots, learning_rate, **of_rows)
   if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
     w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
   return w, slots
@@ -103,27 +106,40 @@ def step_stored(
     g: float32 `[n, D]`, their gradients.
     arrays: the rows and their slots, `[n, D]` or `[n]`.
   """
+  keys = rounding_keys(stack, scalars.step, local_rows)
+  return step_in_dtype(stack, scalars.rate, keys, g, arrays)
+
+
+def step_in_dtype(
+  stack: StackSpec, rate: jax.Array, keys: jax.Array | None, g: jax.Array, arrays: Arrays
+) -> Arrays:
+  """Does the same as `step_stored`, for rows that a kernel may have padded with zeros.
+
+  `keys`, uint32 `[n]`, are those of `rounding_keys`.
+  """
   assert stack.optimizer is not None
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
-  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate)
-  if stack.uses_stochastic_rounding:
-    assert scalars.step is not None
-    new = _round_rows(stack, scalars.step, local_rows, new)
+  new, slots = step_rows(stack.optimizer, g, w, slots, rate, stack.dim)
+  if keys is not None:
+    new = to_bfloat16(new, rounding_noise(keys, jnp.arange(new.shape[1], dtype=jnp.int32)))
   return {"parameters": new.astype(dtype), **slots}
 
 
-def _round_rows(
-  stack: StackSpec, step: jax.Array, local_rows: jax.Array, new: jax.Array
-) -> jax.Array:
-  """Rounds new rows, float32 `[n, D]`, at random, with noise keyed by table, step and id."""
+def rounding_keys(stack: StackSpec, step: Any, local_rows: jax.Array) -> jax.Array | None:
+  """A key for the noise of each row, uint32 `[n]`, from its table, step and id.
+
+  None if rows are not rounded at random.
+  """
+  if not stack.uses_stochastic_rounding:
+    return None
   shard = mesh.device_index(stack.placement.row_axes)
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
     ids = stack.layout.ids(i, shard, local_rows)
     key = rounding_key(zlib.crc32(name.encode()), step)
     keys = jnp.where(ids < size, ids.astype(jnp.uint32) ^ key, keys)
-  return to_bfloat16(new, rounding_noise(keys, jnp.arange(new.shape[1])))
+  return keys
 
 
 StackGrads = ActivationGrads | DistinctRows
@@ -301,7 +317,7 @@ def step_table(
   `arrays` are the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.as_rows` returns them; they
   are updated in place if they are donated.
   """
-  is_summed = isinstance(received, DistinctRows)
+  is_distinct = isinstance(received, DistinctRows)
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
   if not parts:
@@ -310,50 +326,64 @@ def step_table(
   assert optimizer is not None
   zero = xla.zero_after(scalars.rate)  # orders the step even if its equation does not use the rate
   parts = [part._replace(ids=part.ids + zero) for part in parts]
-  size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
-  if _is_plain_sum(optimizer, table) and stack.back_end is None:
+  if stack.back_end is not None:
+    return BACK_ENDS[stack.back_end].step(stack, scalars, arrays, parts, is_distinct)
+  if _is_plain_sum(optimizer, table):
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
 
   def on_cpu(arrays, parts):
-    ids = grads_lib.flat_ids(parts, size)
-    if is_summed:
+    row_step = functools.partial(step_stored, stack, scalars)
+    ids = grads_lib.flat_ids(parts, table.shape[0])
+    if is_distinct:
       return step_distinct(arrays, ids, jnp.int32(ids.size), parts[0].grads, row_step)
     return step_summed(arrays, ids, parts, row_step)
 
   def on_accelerator(arrays, parts):
-    if is_summed:
-      ids, values = grads_lib.flat_ids(parts, size), parts[0].grads
-    else:
-      summed = grads_lib.sum_per_row(parts, size)
-      ids, values = summed.ids, summed.values
-    return step_in_chunks(stack, row_step, arrays, ids, values)
+    return step_sorted(stack, scalars, arrays, parts, is_distinct)
 
-  if rows_lib.is_direct(stack, table):
+  if isinstance(table, Lines):
     return on_accelerator(arrays, parts)
   return jax.lax.platform_dependent(arrays, parts, cpu=on_cpu, default=on_accelerator)
 
 
-def step_in_chunks(
-  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
+def step_sorted(
+  stack: StackSpec,
+  scalars: StepScalars,
+  arrays: Arrays,
+  parts: Sequence[GradRows],
+  is_distinct: bool,
+  step_part: Callable[..., Arrays] | None = None,
+  chunk: int | None = None,
 ) -> Arrays:
-  """Steps the distinct rows `at` of a table and its slots; skips ids out of range.
+  """Sums the gradients of each row after a sort, and steps these rows in chunks.
 
-  Works in chunks: old and new rows and slots take little memory compared with the gradients.
+  Old and new rows and slots of a chunk take little memory compared with the gradients.
+
+  Args:
+    stack: the stack of the table.
+    scalars: the scalars of the step.
+    arrays: the table and its slots.
+    parts: gradients, with at least one id.
+    is_distinct: whether no row has two gradients.
+    step_part: `f(row_step, arrays, at, g)`, which steps the rows of a chunk; None leaves it to XLA.
+    chunk: the elements of a chunk, `grads.CHUNK` if None.
   """
-  return grads_lib.in_chunks(
-    functools.partial(_step_part, stack, row_step), arrays, stack.dim, at, g
-  )
+  size, row_step = arrays["parameters"].shape[0], functools.partial(step_stored, stack, scalars)
+  if is_distinct:
+    rows = DistinctRows(grads_lib.flat_ids(parts, size), parts[0].grads)
+  else:
+    rows = grads_lib.sum_per_row(parts, size, chunk)
+  entries = jnp.arange(1, rows.ids.shape[0] + 1, dtype=jnp.int32)
+  used = jnp.max(jnp.where(rows.ids < size, entries, 0))  # the entries behind have no rows
+  step = functools.partial(step_part or _step_part, row_step)
+  return grads_lib.in_chunks(step, arrays, stack.dim, rows.ids, rows.values, chunk=chunk, used=used)
 
 
-def _step_part(
-  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
-) -> Arrays:
-  """Steps the distinct rows `at` together.
+def _step_part(row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array) -> Arrays:
+  """Steps the distinct rows `at` of a table and its slots together; skips ids out of range.
 
   Barriers keep XLA from fusing the reads into two consumers, which would make it copy the table.
   """
-  if stack.back_end is not None:
-    return BACK_ENDS[stack.back_end].step(stack, row_step, arrays, at, g)
   old = jax.lax.optimization_barrier(rows_lib.read(arrays, at))
   new = jax.lax.optimization_barrier(row_step(at, g, old))
   return rows_lib.write(arrays, at, new)

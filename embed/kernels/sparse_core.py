@@ -7,18 +7,22 @@ emulation. They are therefore off unless a table's `TablePlan.storage` is "spars
 `SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that they support.
 """
 
+import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.engine import backends, compat
+from embed.engine import backends, compat, update
 from embed.engine import rows as rows_lib
 from embed.engine.bags import Bags, is_row
+from embed.engine.grads import GradRows
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec, row_width
+from embed.engine.update import StepScalars
 
 NAME = "sparse_core"
 SWITCH = "SPARSE_EMBED_SPARSE_CORES"
@@ -68,6 +72,18 @@ def look_up(stack: StackSpec, table: Any, bags: Bags) -> jax.Array | None:
 
 
 def step(
+  stack: StackSpec,
+  scalars: StepScalars,
+  arrays: Arrays,
+  parts: Sequence[GradRows],
+  is_distinct: bool,
+) -> Arrays:
+  """Steps the rows that have gradients, which XLA sums."""
+  step_part = functools.partial(_step_part, stack)
+  return update.step_sorted(stack, scalars, arrays, parts, is_distinct, step_part)
+
+
+def _step_part(
   stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
 ) -> Arrays:
   """Steps the distinct rows `at`; XLA reads and writes arrays that are not float32 rows."""

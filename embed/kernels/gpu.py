@@ -1,0 +1,307 @@
+"""NVIDIA GPUs as a back end: a lookup in one kernel, and an update over the runs of equal ids.
+
+XLA's formulation of an update sums all occurrences of an id into an array `[N, D]`, by atomic
+additions, and then reads, steps and writes rows. Here ids are sorted with their positions, so that
+equal ids are a **run**. A program of the kernel takes a **block** of sorted ids: it sums the runs
+that begin among them, steps their rows by the optimizer's own equation, and writes them in place.
+There is no array of N rows, and the work does not depend on how often an id repeats.
+
+A run may go on in later blocks. What a block has of a run that began in an earlier one is its
+**head**. The heads are again gradients of rows, at most one for each block, with equal rows side by
+side, so their runs are summed in the same way. Every sum has one order: the same inputs give the
+same bits.
+
+Pallas' Triton backend compiles the kernels, since no other compiler both traces an equation that is
+written in JAX and reads rows at any address. Triton itself, by `jax_triton`, takes kernels in its
+own language: each optimizer would be written twice, and a user's not at all. Pallas' Mosaic GPU
+copies regular tiles, on Hopper and later. JAX 0.10 to 0.12 have the backend; since 0.11, JAX
+announces its removal. Where it is missing or cannot compile an equation, XLA's formulation steps
+the rows, and it defines what these kernels compute.
+"""
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from embed.engine import backends, compat, lookup, update
+from embed.engine.bags import Bags
+from embed.engine.grads import GradRows, flat_ids
+from embed.engine.mesh import LOCAL
+from embed.engine.stack import Arrays, StackSpec
+from embed.engine.update import StepScalars
+
+NAME = "gpu"
+triton = compat.pallas_triton()
+
+_BLOCK = 8  # ids of a program: their rows and slots fit in its registers
+_COLUMNS_PER_WARP = 128  # 16 bytes of float32 for each thread
+
+
+def look_up(stack: StackSpec, table: jax.Array, bags: Bags) -> jax.Array:
+  """Sums the rows of each bag, in one kernel unless bags are ragged."""
+  return lookup.gather_and_reduce(table, bags)
+
+
+def step(
+  stack: StackSpec,
+  scalars: StepScalars,
+  arrays: Arrays,
+  parts: Sequence[GradRows],
+  is_distinct: bool,
+) -> Arrays:
+  """Steps the rows that have gradients, in place."""
+
+  def by_xla(scalars, arrays, parts):
+    return update.step_sorted(stack, scalars, arrays, parts, is_distinct, chunk=sys.maxsize)
+
+  if not is_supported(stack):
+    return by_xla(scalars, arrays, parts)
+  by_runs = functools.partial(step_runs, stack, is_distinct=is_distinct)
+  # A layer that was made for a GPU may be lowered for another device.
+  return lax.platform_dependent(scalars, arrays, parts, cuda=by_runs, default=by_xla)
+
+
+def step_runs(
+  stack: StackSpec,
+  scalars: StepScalars,
+  arrays: Arrays,
+  parts: Sequence[GradRows],
+  is_distinct: bool = False,
+  interpret: bool = False,
+) -> Arrays:
+  """Implements `step` by kernels; `interpret` runs them as JAX operations, on any device."""
+  size = arrays["parameters"].shape[0]
+  entries = _sort(parts, size, is_distinct)
+  keys = update.rounding_keys(stack, scalars.step, entries.rows)
+  inputs = entries, _tails(entries, size, interpret), scalars.rate.reshape(1), keys
+  first = len(jax.tree.leaves(inputs))
+  kernel = functools.partial(_step_kernel, stack=stack, size=size)
+  aliases = {first + i: i for i in range(len(arrays))}
+  return _call(kernel, arrays, (*inputs, arrays), interpret, input_output_aliases=aliases)
+
+
+@functools.cache
+def is_supported(stack: StackSpec) -> bool:
+  """Returns True if Triton can compile the step of a stack's rows."""
+  if triton is None or not _allows_padding(stack):
+    return False
+  array = lambda *shape, dtype=np.float32: jax.ShapeDtypeStruct(shape, dtype)
+  rows, dim = stack.layout.shard_rows, stack.dim
+  shape = lambda slot: (rows,) if slot.per_row else (rows, dim)
+  slots = {name: array(*shape(slot), dtype=slot.dtype) for name, slot in stack.slots.items()}
+  arrays = {"parameters": array(rows, dim, dtype=stack.dtype), **slots}
+  part = GradRows(array(2, dim), array(2, _BLOCK, dtype=np.int32), array(2, _BLOCK))
+  scalars = StepScalars(array(), array(dtype=np.int32))
+  on_one = functools.partial(step_runs, dataclasses.replace(stack, placement=LOCAL))
+  try:
+    with warnings.catch_warnings(action="ignore"):
+      jax.jit(on_one).trace(scalars, arrays, [part]).lower(lowering_platforms=("cuda",))
+  except Exception:  # an operation that Triton lacks; XLA reports what else is wrong
+    return False
+  return True
+
+
+def _allows_padding(stack: StackSpec) -> bool:
+  """Returns True if zeros behind the columns of a row leave its step as it is."""
+  optimizer, dim = stack.optimizer, stack.dim
+  assert optimizer is not None
+  missing = _width(dim) - dim
+  if not missing:
+    return True
+  step = functools.partial(update.step_rows, optimizer, learning_rate=0.125, dim=dim)
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, missing))) if x.ndim == 2 else x
+  with jax.ensure_compile_time_eval():
+    rows = jnp.linspace(0.5, 1, dim)[None]
+    shape = lambda slot: (1,) if slot.per_row else (1, dim)
+    slots = {name: jnp.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
+    exact, padded = step(rows, rows, slots), step(*jax.tree.map(pad, (rows, rows, slots)))
+    cut = lambda x: x[:, :dim] if x.ndim == 2 else x
+    pairs = jax.tree.map(lambda a, b: jnp.allclose(a, cut(b), rtol=1e-4), exact, padded)
+    return all(map(bool, jax.tree.leaves(pairs)))
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+class Entries(NamedTuple):
+  """Gradients by row: entry i adds `gains[i] * grads[sources[i]]` to row `rows[i]`.
+
+  Attributes:
+    rows: int32 `[N]`, with equal rows side by side; N is a multiple of the block.
+    sources: int32 `[N]`, indices of `grads`.
+    gains: float32 `[N]`, or None for 1.
+    grads: float32 `[M, D]`.
+  """
+
+  rows: Any
+  sources: Any
+  gains: Any
+  grads: Any
+
+
+def _sort(parts: Sequence[GradRows], size: int, is_distinct: bool) -> Entries:
+  """Sorts gradients by row; ids that are no rows become `size`, the last one."""
+  ids = flat_ids(parts, size)
+  positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
+  if not is_distinct:
+    ids, positions = lax.sort((ids, positions), num_keys=1, is_stable=False)
+  sort = lambda x: _filled(x.reshape(-1).at[positions].get(mode="promise_in_bounds"), 0)
+  first, sources = 0, []
+  for part in parts:
+    rows = first + jnp.arange(part.grads.shape[0], dtype=jnp.int32)
+    sources.append(jnp.broadcast_to(rows[:, None], part.ids.shape).reshape(-1))
+    first += part.grads.shape[0]
+  gains = None
+  if any(part.gains is not None for part in parts):
+    gains = [jnp.ones(x.ids.shape) if x.gains is None else x.gains for x in parts]
+    gains = sort(jnp.concatenate([x.reshape(-1) for x in gains]))
+  grads = jnp.concatenate([part.grads for part in parts])
+  return Entries(_filled(ids, size), sort(jnp.concatenate(sources)), gains, grads)
+
+
+def _filled(x: jax.Array, value: int) -> jax.Array:
+  """Fills the last block of `[N]`."""
+  return jnp.pad(x, (0, -x.shape[0] % _BLOCK), constant_values=value)
+
+
+def _tails(entries: Entries, size: int, interpret: bool) -> jax.Array:
+  """Sums what later blocks have of each run, float32 `[N / _BLOCK, D]`.
+
+  The sum is in the place of the first of these blocks; other places are undefined.
+  """
+  blocks = entries.rows.shape[0] // _BLOCK
+  sums = jax.ShapeDtypeStruct((blocks, entries.grads.shape[1]), jnp.float32)
+  if blocks == 1:
+    return jnp.zeros(sums.shape, sums.dtype)  # there are no later ones
+  heads = _call(functools.partial(_head_kernel, size=size), sums, (entries,), interpret)
+  first, last = entries.rows[::_BLOCK], entries.rows[_BLOCK - 1 :: _BLOCK]
+  rows = jnp.where(jnp.pad(first[1:] == last[:-1], (1, 0)), first, size)  # `size` without a head
+  sources = jnp.arange(blocks, dtype=jnp.int32)
+  of_heads = Entries(_filled(rows, size), _filled(sources, 0), None, heads)
+  inputs = of_heads, _tails(of_heads, size, interpret)
+  return _call(functools.partial(_sum_kernel, size=size), sums, inputs, interpret)
+
+
+def _call(kernel: Any, like: Any, inputs: Any, interpret: bool, **options: Any) -> Any:
+  """Runs a kernel with a program for each block of entries; returns new arrays `like` these."""
+  entries = inputs[0]
+  out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+  if not interpret:
+    warps = max(1, _width(entries.grads.shape[1]) // _COLUMNS_PER_WARP)
+    options["compiler_params"] = triton.CompilerParams(num_warps=warps, num_stages=1)
+  grid = (entries.rows.shape[0] // _BLOCK,)
+  return pl.pallas_call(kernel, out, grid=grid, interpret=interpret, **options)(*inputs)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+# Arrays of Triton have a power of two elements, so a row is `[1, width]`, with zeros behind its
+# columns. Loops over the entries of a block are unrolled, and read all rows before they write any:
+# the compiler then has many reads under way at once.
+
+
+def _width(dim: int) -> int:
+  return 1 << (dim - 1).bit_length()
+
+
+def _load(ref: Any, row: Any, mask: Any) -> Any:
+  """The row `[1, width]` of a table, or `[1]` of a slot with one value for each row; or zeros."""
+  part, mask = _at(ref, row, mask)
+  return triton.load(part, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _store(ref: Any, row: Any, mask: Any, value: Any) -> None:
+  part, mask = _at(ref, row, mask)
+  triton.store(part, value.astype(ref.dtype), mask=mask)
+
+
+def _at(ref: Any, row: Any, mask: Any) -> tuple[Any, Any]:
+  if len(ref.shape) == 1:
+    return ref.at[row], mask
+  columns = jnp.arange(_width(ref.shape[1]), dtype=jnp.int32)[None]
+  return ref.at[row[:, None], columns], mask[:, None] & (columns < ref.shape[1])
+
+
+def _entry(array: Any, i: Any) -> Any:
+  return array[pl.ds(i, 1)]
+
+
+def _gradient(entries: Entries, i: Any, mask: Any) -> Any:
+  """Gain * gradient of an entry, `[1, width]`; zeros where the mask is False."""
+  g = _load(entries.grads, _entry(entries.sources, i), mask)
+  if entries.gains is None:
+    return g
+  return jnp.where(mask[:, None], g * _entry(entries.gains, i)[:, None], 0)
+
+
+def _block(entries: Entries, size: int) -> tuple[Any, Any, Any, Any]:
+  """The number of a program's block, its first entry, its rows, and whether it has a head."""
+  block = pl.program_id(0)
+  start = block * _BLOCK
+  rows = [_entry(entries.rows, start + k) for k in range(_BLOCK)]
+  before = _entry(entries.rows, jnp.maximum(start - 1, 0))
+  return block, start, rows, (block > 0) & (before == rows[0]) & (before < size)
+
+
+def _head_kernel(entries: Entries, heads: Any, *, size: int) -> None:
+  """Writes the head of a block that has one."""
+  block, start, rows, has_head = _block(entries, size)
+  masks = [has_head & (row == rows[0]) for row in rows]
+  parts = [_gradient(entries, start + k, mask) for k, mask in enumerate(masks)]
+  _store(heads, jnp.full(1, block), has_head, functools.reduce(jnp.add, parts))
+
+
+def _runs(entries: Entries, tails: Any, size: int) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+  """For each entry of a block: its number, its row, the first entry of its run, a mask, a sum.
+
+  The mask is True at the last entry here of each run that begins here; the sum is that of the run.
+  """
+  block, start, rows, has_head = _block(entries, size)
+  after = jnp.minimum(start + _BLOCK, entries.rows.shape[0] - 1)
+  first, total = jnp.full(1, start), None
+  for k, row in enumerate(rows):
+    g = _gradient(entries, start + k, row < size)
+    if k:
+      begins = row != rows[k - 1]
+      first = jnp.where(begins, start + k, first)
+      total = jnp.where(begins[:, None], g, total + g)
+    else:
+      total = g
+    mask = (row < size) & ~(has_head & (row == rows[0]))
+    if k + 1 < _BLOCK:
+      yield start + k, row, first, mask & (row != rows[k + 1]), total
+    else:
+      goes_on = (after == start + _BLOCK) & (_entry(entries.rows, after) == row) & mask
+      yield start + k, row, first, mask, total + _load(tails, jnp.full(1, block + 1), goes_on)
+
+
+def _sum_kernel(entries: Entries, tails: Any, sums: Any, *, size: int) -> None:
+  """Writes the sum of each run in the place of its first entry."""
+  for _, _, first, mask, total in _runs(entries, tails, size):
+    _store(sums, first, mask, total)
+
+
+def _step_kernel(
+  entries: Entries, tails: Any, rate: Any, keys: Any, old: Any, new: Any, *, stack: Any, size: int
+) -> None:
+  """Steps the rows of a block's runs; the arrays `new` are in the memory of `old`."""
+  runs = list(_runs(entries, tails, size))
+  read = lambda row, mask: {name: _load(ref, row, mask) for name, ref in new.items()}
+  arrays = [read(row, mask) for _, row, _, mask, _ in runs]
+  for (i, row, _, mask, total), of_row in zip(runs, arrays, strict=True):
+    key = None if keys is None else _entry(keys, i)
+    stepped = update.step_in_dtype(stack, rate[0], key, total, of_row)
+    for name, value in stepped.items():
+      _store(new[name], row, mask, value)
+
+
+backends.BACK_ENDS[NAME] = cast(backends.BackEnd, sys.modules[__name__])
