@@ -245,7 +245,7 @@ class Plan:
       table.stochastic_rounding,
       entry.exchange,
       entry.capacity,
-      back_end=sparse_core.NAME if storage == "sparse_core" else None,
+      back_end=_back_end(storage, placement),
       is_packed=is_packed,
     )
 
@@ -378,7 +378,7 @@ class Plan:
         notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_packed:
         notes.append(f"packed, {stack.row_width} columns to a row")
-      if stack.back_end is not None:
+      if stack.back_end == sparse_core.NAME:
         notes.append("on SparseCores")
       elif self[stack.tables[0]].storage == "sparse_core":
         reason = self._not_on_sparse_cores(stack.tables[0], self[stack.tables[0]])
@@ -479,6 +479,17 @@ def plan(
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   return result
+
+
+def _back_end(storage: str, placement: Placement) -> str | None:
+  """The name of the back end that looks up and steps rows, or None for XLA."""
+  if storage == "sparse_core":
+    return sparse_core.NAME
+  if storage == "rows" and placement.device.platform == "gpu":
+    from embed.kernels import gpu  # Pallas takes a while to import
+
+    return gpu.NAME
+  return None
 
 
 def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None:

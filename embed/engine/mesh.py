@@ -190,13 +190,17 @@ class Placement:
     return P(self.axes)
 
   @property
-  def device_kind(self) -> str:
-    """The device kind, such as "TPU v6 lite"; without a concrete mesh, the default device's."""
+  def device(self) -> jax.Device:
+    """One of the devices; without a concrete mesh, the default device."""
     if isinstance(self.mesh, Mesh):
-      return self.mesh.devices.flat[0].device_kind
+      return self.mesh.devices.flat[0]
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    is_device = isinstance(default, jax.Device)
-    return (default if is_device else jax.local_devices(backend=default)[0]).device_kind
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+  @property
+  def device_kind(self) -> str:
+    """The device kind, such as "TPU v6 lite"."""
+    return self.device.device_kind
 
   # --- meshes and shardings --------------------------------------------------------------------
 

@@ -119,14 +119,18 @@ def _allows_padding(stack: StackSpec) -> bool:
     return True
   step = functools.partial(update.step_rows, optimizer, learning_rate=0.125, dim=dim)
   pad = lambda x: jnp.pad(x, ((0, 0), (0, missing))) if x.ndim == 2 else x
-  with jax.ensure_compile_time_eval():
-    rows = jnp.linspace(0.5, 1, dim)[None]
-    shape = lambda slot: (1,) if slot.per_row else (1, dim)
-    slots = {name: jnp.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
-    exact, padded = step(rows, rows, slots), step(*jax.tree.map(pad, (rows, rows, slots)))
-    cut = lambda x: x[:, :dim] if x.ndim == 2 else x
-    pairs = jax.tree.map(lambda a, b: jnp.allclose(a, cut(b), rtol=1e-4), exact, padded)
-    return all(map(bool, jax.tree.leaves(pairs)))
+  cut = lambda x: x[:, :dim] if x.ndim == 2 else x
+  is_close = lambda a, b: jnp.allclose(a, cut(b), rtol=1e-4)
+
+  def is_same(*rows):
+    pairs = jax.tree.map(is_close, step(*rows), step(*jax.tree.map(pad, rows)))
+    return jnp.all(jnp.array(jax.tree.leaves(pairs)))
+
+  rows = np.linspace(0.5, 1, dim, dtype=np.float32)[None]
+  shape = lambda slot: (1,) if slot.per_row else (1, dim)
+  slots = {name: np.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
+  with jax.ensure_compile_time_eval():  # while a step is traced
+    return bool(jax.jit(is_same)(rows, rows, slots))
 
 
 # --- entries --------------------------------------------------------------------------------------
