@@ -154,13 +154,10 @@ class SparseEmbed(nnx.Module):
     elif features is not None or optimizer is not None:
       plan = plan.with_features(plan.features if features is None else features, optimizer)
     self.spec = Spec.of(plan)
-    self.report = Report(
-      {
-        "dropped_ids": jnp.int32(0),
-        "exchange_rounds": jnp.int32(0),
-        "buffer_fill": jnp.float32(0),
-      }
-    )
+    counts: dict[str, Any] = {"dropped_ids": jnp.int32(0)}
+    if any(not stack.placement.is_local for stack in self.spec.stacks.values()):
+      counts |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
+    self.report = Report(counts)
     keys = {name: rngs.params() for name in plan.tables}
     self.vocabularies = nnx.Dict(
       {
@@ -317,8 +314,10 @@ class SparseEmbed(nnx.Module):
     if not dropped:
       return
     routes = [record.route for record in records if record.route is not None]
-    counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
-    if not all(stack.placement.is_local for stack in self.spec.stacks.values()):
+    before = self.report.get_value()
+    total = _saturated_sum(before["dropped_ids"], functools.reduce(jnp.add, dropped))
+    counted = {"dropped_ids": total}
+    if len(before) > 1:
       counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
     for used in routes:
       most = used.max_rows_per_pair[0]
@@ -327,10 +326,7 @@ class SparseEmbed(nnx.Module):
         "buffer_fill": most.astype(jnp.float32) / used.capacity,
       }
       counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
-    before = self.report.get_value()
-    counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
-    counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
-    _set_report(self, {**before, **counted})
+    _set_report(self, {key: mesh_lib.like(value, before[key]) for key, value in counted.items()})
 
   # --- raw ids -----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """`Optimizer` steps a whole model, and `jit_step` compiles the step around it."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 from embed.gradients import Grads, Owner, RowGrads, Rows, by_stack
 from embed.layer import SparseEmbed, moving, row_keys, sparse_embeds, step_stacks
 from embed.optimizers import RowOptimizer
-from embed.variables import changing, check_alive
+from embed.variables import changing
 
 _HOLDING_BACK = ("MultiStepsState", "ApplyEvery", "ConditionallyMaskState", "ApplyIfFiniteState")
 
@@ -129,11 +130,18 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
   """
   bound = nnx.jit_partial(step, *modules, donate_argnums=0, graph_updates=False)
   variables = [x for _, x in nnx.iter_graph(modules) if isinstance(x, nnx.Variable)]
+  returned: list[Any] = []  # the values that the last step returned: none is shared
 
   @functools.wraps(step)
   def compiled(*args: Any, **kwargs: Any) -> Any:
-    _unshare(variables)
-    return bound(*args, **kwargs)
+    values = [x.get_raw_value() for x in variables]
+    if not returned or any(map(operator.is_not, values, returned)):
+      _unshare(variables)
+    del values
+    returned.clear()  # a table that was replaced must not stay in memory during the step
+    out = bound(*args, **kwargs)
+    returned.extend(x.get_raw_value() for x in variables)
+    return out
 
   return compiled
 
@@ -141,14 +149,12 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
 def _unshare(variables: Sequence[nnx.Variable]) -> None:
   """Copies arrays that several Variables share, such as parameters and their initial average.
 
-  XLA accepts a donated array only once. Raises ValueError if a step of a clone has deleted one.
+  XLA accepts a donated array only once.
   """
   held: set[int] = set()
   for variable in variables:
     value = variable.get_raw_value()
-    leaves = jax.tree.leaves(value)
-    check_alive("Arrays of the model", leaves)
-    ids = {id(x) for x in leaves}
+    ids = set(map(id, jax.tree.leaves(value)))
     if held & ids:
       variable.set_raw_value(jax.tree.map(jnp.copy, value))
     held |= ids

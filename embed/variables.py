@@ -38,10 +38,10 @@ class Report(nnx.Variable):
   """Counts from the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
   - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
-  - `exchange_rounds`, int32: the most rounds of an all-to-all in the last call; 1 where buffers
-    were large enough, 0 without an all-to-all.
-  - `buffer_fill`, float32: the largest used share of a buffer in the last call; above 1, there was
-    more than one round. 0 without a mesh.
+  - `exchange_rounds`, int32, on a mesh: the most rounds of an all-to-all in the last call; 1 where
+    buffers were large enough, 0 without an all-to-all.
+  - `buffer_fill`, float32, on a mesh: the largest used share of a buffer in the last call; above 1,
+    there was more than one round.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
   `max_valency`, or outside a `dense_shape`. By default, eager calls raise for these instead. Like
