@@ -46,9 +46,9 @@ def versions() -> dict[str, str]:
 
 
 def said(*command: str) -> str:
-  """Returns what a command prints; "" if there is no such command."""
-  with contextlib.suppress(OSError):
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+  """Returns what a command prints; "" if there is no such command, or it fails."""
+  with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
   return ""
 
 

@@ -198,14 +198,10 @@ def ours_by_nnx_jit(problem: Problem, name: str) -> Contender:
   return ours(problem, name, bind=call_jit)
 
 
-def bind_whole(step: Callable[..., Any], *modules: Any) -> Callable[..., Any]:
-  """Binds a step to a model and its optimizer by `nnx.jit_partial` alone."""
-  return nnx.jit_partial(step, *modules, donate_argnums=0, graph=False)
+bind_whole = functools.partial(nnx.jit_partial, donate_argnums=0, graph=False)
 
 
-def ours_whole(
-  problem: Problem, name: str, bind: Callable[..., Any] = bind_whole
-) -> Contender:
+def ours_whole(problem: Problem, name: str, bind: Callable[..., Any] = bind_whole) -> Contender:
   """`embed.value_and_grad` of a loss and `embed.Optimizer`, as a model is trained."""
   if name == LOOKUP:
     raise Missing("not measured")

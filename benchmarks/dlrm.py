@@ -100,9 +100,9 @@ def ours(problem: Problem, model: dlrm.DLRM) -> Trained:
 
   def step(i):
     loss[0] = take(next(turn))["loss"]
-    jax.block_until_ready((loss[0], lib.arrays_of(model.embed)))
+    return loss[0], lib.arrays_of(model.embed)
 
-  return Trained(Contender(step, lambda: None), lambda: float(loss[0]))
+  return Trained(Contender(step), lambda: float(loss[0]))
 
 
 def _in_torch(problem: Problem, model: dlrm.DLRM, look_up: Callable, parameters: list) -> Any:
@@ -159,15 +159,12 @@ def _trained(problem: Problem, train_on: Callable, ids: list) -> Trained:
     k = i % len(ids)
     loss[0] = train_on(ids[k], dense[k], labels[k])
 
-  return Trained(Contender(step, lambda: None), lambda: float(loss[0]))
+  return Trained(Contender(step), lambda: float(loss[0]))
 
 
 def torch_sparse(problem: Problem, model: dlrm.DLRM) -> Trained:
   """`EmbeddingBag(sparse=True)` for each table, with torch's Adagrad."""
-  try:
-    import torch
-  except ImportError:
-    raise Missing("torch is not installed") from None
+  torch = lib.torch_of()
   bags = []
   for name in model.names:
     weight = torch.from_numpy(np.array(model.embed.tables[name]))

@@ -30,9 +30,9 @@ row" is the time of a step when many are started and the last one is waited for,
 turns; "each" is the median of steps that are waited for one by one. "ours, jit_step" is "ours,
 whole model" by `embed.jit_step`; "plain JAX" adds up no row's gradients. The tables of all
 contenders are on the GPU at once, 61 GB of them with Adam and the largest table; one that finds no
-room is missing. FBGEMM and torch have to be built for one CUDA, of any version beside JAX's own:
-`pip install torch fbgemm-gpu`, or both from the index of PyTorch for a CUDA version, such as 13.0.
-With `--tiny`, the tables are small, and any device will do.
+room is missing. torch and FBGEMM have to be built for one CUDA, as torch 2.11.0 and fbgemm-gpu
+1.6.0 for CUDA 13.0 are: `pip install torch==2.11.0 fbgemm-gpu==1.6.0`, both from PyTorch's index of
+that CUDA. With `--tiny`, the tables are small, and any device will do.
 """
 
 import argparse
@@ -53,8 +53,6 @@ from common import CORES
 from contenders import (
   BURST,
   CONTENDERS,
-  DIM,
-  IDS,
   LOOKUP,
   ON_GPUS,
   OPTIMIZERS,
@@ -222,7 +220,8 @@ def report(
 
 
 def described(problem: Problem) -> dict[str, Any]:
-  """Prints the sizes of a problem, and returns them."""
+  """Prints the sizes of a problem; returns them."""
+  print("versions: " + ", ".join(f"{k} {v}" for k, v in common.versions().items()))
   (vocabulary, dim), (_, bags, valency) = problem.rows.shape, problem.ids.shape
   ids, distinct = bags * valency, len(np.unique(problem.ids[0]))
   print(f"\ntable {vocabulary:,} x {dim}, {ids:,} ids in {bags:,} bags, {distinct:,} distinct")
@@ -287,7 +286,6 @@ def main() -> int:
   parser.add_argument("--tiny", action="store_true", help="tiny tables in place of a GPU's")
   args = parser.parse_args()
   warnings.filterwarnings("ignore", module="torch|fbgemm_gpu")
-  print("versions: " + ", ".join(f"{k} {v}" for k, v in common.versions().items()))
   return on_gpu(args) if args.device == "gpu" else on_cpu(args)
 
 

@@ -37,14 +37,28 @@ def test_steps_are_timed(device, monkeypatch, capsys):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("scale", [1, 1.001])
+def test_sums_are_compared(device, monkeypatch, scale):
+  apply = embed.SparseEmbed.apply_gradients
+  wrong = lambda layer, grads, residual: apply(layer, grads * scale, residual)
+  monkeypatch.setattr(embed.SparseEmbed, "apply_gradients", wrong)
+  found, text = device.sums_of_a_step(3, "float32", 256)
+  assert bool(found) == (scale != 1), text
+  if found:
+    names = [line.partition(":")[0] for line in found]
+    assert names == ["a power law", "one id", "distinct ids", "ids out of range"]
+
+
+@pytest.mark.ci
 def test_what_fails_is_reported_and_the_rest_runs(device, monkeypatch, capsys):
   monkeypatch.setattr(check, "main", lambda: 1)
   monkeypatch.setattr(embed.SparseEmbed, "apply_gradients", lambda *_, **__: 1 / 0)
+  monkeypatch.setattr(device, "WIDTHS", ())
   report = device.of_way("plain", ARGUMENTS)
   steps = ["16, sgd", "16, rowwise_adagrad", "16, adagrad", "16, adam"]
   assert report["failed"] == "; ".join(["python -m embed check", *steps])
   assert report["ms"]["16, sgd"] == {"failed": "ZeroDivisionError: division by zero"}
-  assert report["ms"]["16, lookup"]["each"] > 0
+  assert report["ms"]["16, lookup"]["each_ms"] > 0
   assert "Traceback" in capsys.readouterr().err
 
 
@@ -54,7 +68,7 @@ def test_a_cpu_is_no_device(device):
 
 
 def run(device, monkeypatch, path, *arguments):
-  monkeypatch.setattr(sys, "argv", ["device.py", *arguments, f"--json={path}"])
+  monkeypatch.setattr(sys, "argv", ["device.py", "--recipes", f"--json={path}", *arguments])
   return device.main(), json.loads(path.read_text())
 
 
