@@ -199,10 +199,12 @@ def time_of(measured: dict[str, Any], contender: str, kind: str) -> float | None
   return min(variants, default=None)
 
 
-def row_of_times(measured: dict[str, Any], contenders: Sequence[str]) -> list[str]:
-  """Returns `best / median` of each contender, the fastest in bold."""
+def row_of_times(
+  measured: dict[str, Any], contenders: Sequence[str], kinds: Sequence[str] = TIMES
+) -> list[str]:
+  """Returns `best / median` of each contender, or times of other kinds, the fastest in bold."""
   cells: list[list[str]] = [[] for _ in contenders]
-  for kind in TIMES:
+  for kind in kinds:
     times = [time_of(measured, contender, kind) for contender in contenders]
     least = min(time for time in times if time is not None)
     for cell, time in zip(cells, times, strict=True):
@@ -232,6 +234,27 @@ def step() -> str:
     table(header, rows)
     + "\nThrough `embed.value_and_grad` and `embed.Optimizer`, a step takes up to "
     f"{max(longer)} % longer.\n" + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
+  )
+
+
+ON_GPU = ("ours", "ours, jit_step", "FBGEMM", "torch", "plain JAX")
+
+
+def step_gpu() -> str:
+  """Returns the steps on a GPU, or a sentence while there is no result file of them."""
+  if not (RESULTS / "step_gpu.json").exists():
+    return "\nThis version has not been timed on a GPU.\n\n"
+  measured, rows = result("step_gpu.json"), []
+  for of in measured["points"]:
+    size = f"{of['vocabulary']:,} x {of['dim']}, {of['ids']:,} ids"
+    for name, times in of["results"].items():
+      rows.append([size, name, *row_of_times(times, ON_GPU, ("in_a_row_ms", "each_ms"))])
+      size = ""
+  versions = ", ".join(f"{x} {measured['versions'][x]}" for x in ("jax", "torch", "fbgemm-gpu"))
+  return (
+    table(("table", "step", *ON_GPU), rows, words=2)
+    + f"\n{measured['device']}, driver {measured['driver']}; {versions}; {measured['date']}; "
+    "`docs/results/step_gpu.json`.\n"
   )
 
 
@@ -472,7 +495,7 @@ def _busy(of: dict[str, Any], name: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
-    clicks, rankings, chosen, costs, speed, step, whole_model, loop, vocabulary,
+    clicks, rankings, chosen, costs, speed, step, step_gpu, whole_model, loop, vocabulary,
     vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
     histories, first_config, first_rankings,
   )
