@@ -18,7 +18,6 @@ The state of a table:
 - `step`: int32, the number of batches admitted.
 - `filled`: int32, the number of rows with an owner.
 - `batch`: int32 `[5]`, the counts named in `COUNTS`, for the last batch.
-- `totals`: uint32 `[5, 2]`, the same counts since the start, as high and low halves.
 """
 
 import functools
@@ -102,7 +101,7 @@ def owners_spec(vocabulary: DynamicVocabulary, placement: Placement) -> P:
 
 def _specs(vocabulary: DynamicVocabulary, placement: Placement) -> dict[str, P]:
   split = {"buckets": owners_spec(vocabulary, placement)}
-  return split | dict.fromkeys(("step", "filled", "batch", "totals"), P())
+  return split | dict.fromkeys(("step", "filled", "batch"), P())
 
 
 def bytes_on_device(vocabulary: DynamicVocabulary, placement: Placement) -> int:
@@ -123,7 +122,6 @@ def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
       "step": jnp.int32(0),
       "filled": jnp.int32(0),
       "batch": jnp.zeros(len(COUNTS), jnp.int32),
-      "totals": jnp.zeros((len(COUNTS), 2), jnp.uint32),
     }
 
   return jax.jit(placement.run(make, (), _specs(vocabulary, placement)))()
@@ -304,10 +302,8 @@ def _admit_on_device(vocabulary, axes: Names, keeps_previous: bool, state: State
   *counts, turned_away = (jnp.sum(mask, dtype=jnp.int32) for mask in masks)
   batch = jnp.stack([*counts, evictions, turned_away])
   batch = lax.psum(batch, axes) if axes else batch
-  low = state["totals"][:, 1] + batch.astype(jnp.uint32)
-  high = state["totals"][:, 0] + (low < state["totals"][:, 1]).astype(jnp.uint32)
-  new = {"buckets": buckets, "step": step, "filled": state["filled"] + batch[2] - batch[3]}
-  new |= {"batch": batch, "totals": jnp.stack([high, low], axis=1)}
+  filled = state["filled"] + batch[2] - batch[3]
+  new = {"buckets": buckets, "step": step, "filled": filled, "batch": batch}
   is_new = _merged(is_new.astype(jnp.int32), axes) > 0
   return Admitted(_merged(rows, axes), is_new), new
 

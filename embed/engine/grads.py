@@ -305,9 +305,7 @@ def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
   return jax.lax.platform_dependent(to, list(parts), cpu=add_rows_on_cpu, default=add_in_chunks)
 
 
-def sum_per_row(
-  parts: Sequence[GradRows], size: int, chunk: int | None = None
-) -> DistinctRows:
+def sum_per_row(parts: Sequence[GradRows], size: int, chunk: int | None = None) -> DistinctRows:
   """Sums the gradients of every row that was looked up, over duplicates, features and calls.
 
   A row counts as looked up even if its gain is 0 or its gradients cancel. Accelerators add `chunk`

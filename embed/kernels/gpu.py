@@ -11,12 +11,10 @@ A run may go on in later blocks. What a block has of a run that began in an earl
 side, so their runs are summed in the same way. Every sum has one order: the same inputs give the
 same bits.
 
-Pallas' Triton backend compiles the kernels, since no other compiler both traces an equation that is
-written in JAX and reads rows at any address. Triton itself, by `jax_triton`, takes kernels in its
-own language: each optimizer would be written twice, and a user's not at all. Pallas' Mosaic GPU
-copies regular tiles, on Hopper and later. JAX 0.10 to 0.12 have the backend; since 0.11, JAX
-announces its removal. Where it is missing or cannot compile an equation, XLA's formulation steps
-the rows, and it defines what these kernels compute.
+Pallas' Triton backend compiles the kernels: no other compiler traces an equation in JAX and reads
+rows at any address. JAX 0.10 to 0.12 have it; since 0.11, JAX announces its removal. Where it is
+missing or cannot compile an equation, XLA's formulation steps the rows. That also defines what the
+kernels compute.
 """
 
 import dataclasses
@@ -40,7 +38,7 @@ from embed.engine.stack import Arrays, StackSpec
 from embed.engine.update import StepScalars
 
 NAME = "gpu"
-triton = compat.pallas_triton()
+triton: Any = compat.pallas_triton()
 
 _BLOCK = 8  # ids of a program: their rows and slots fit in its registers
 _COLUMNS_PER_WARP = 128  # 16 bytes of float32 for each thread
@@ -59,10 +57,7 @@ def step(
   is_distinct: bool,
 ) -> Arrays:
   """Steps the rows that have gradients, in place."""
-
-  def by_xla(scalars, arrays, parts):
-    return update.step_sorted(stack, scalars, arrays, parts, is_distinct, chunk=sys.maxsize)
-
+  by_xla = functools.partial(update.step_sorted, stack, is_distinct=is_distinct, chunk=sys.maxsize)
   if not is_supported(stack):
     return by_xla(scalars, arrays, parts)
   by_runs = functools.partial(step_runs, stack, is_distinct=is_distinct)
@@ -94,16 +89,13 @@ def is_supported(stack: StackSpec) -> bool:
   """Returns True if Triton can compile the step of a stack's rows."""
   if triton is None or not _allows_padding(stack):
     return False
-  array = lambda *shape, dtype=np.float32: jax.ShapeDtypeStruct(shape, dtype)
-  rows, dim = stack.layout.shard_rows, stack.dim
-  shape = lambda slot: (rows,) if slot.per_row else (rows, dim)
-  slots = {name: array(*shape(slot), dtype=slot.dtype) for name, slot in stack.slots.items()}
-  arrays = {"parameters": array(rows, dim, dtype=stack.dtype), **slots}
-  part = GradRows(array(2, dim), array(2, _BLOCK, dtype=np.int32), array(2, _BLOCK))
+  array = lambda *shape, dtype=np.float32: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
+  arrays = {"parameters": array(1, stack.dim, dtype=stack.dtype)} | _slots_of_a_row(stack)
+  part = GradRows(array(1, stack.dim), array(1, 2 * _BLOCK, dtype=np.int32), array(1, 2 * _BLOCK))
   scalars = StepScalars(array(), array(dtype=np.int32))
   on_one = functools.partial(step_runs, dataclasses.replace(stack, placement=LOCAL))
   try:
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):  # of the removal; the program's own one stays
       jax.jit(on_one).trace(scalars, arrays, [part]).lower(lowering_platforms=("cuda",))
   except Exception:  # an operation that Triton lacks; XLA reports what else is wrong
     return False
@@ -112,25 +104,26 @@ def is_supported(stack: StackSpec) -> bool:
 
 def _allows_padding(stack: StackSpec) -> bool:
   """Returns True if zeros behind the columns of a row leave its step as it is."""
-  optimizer, dim = stack.optimizer, stack.dim
+  optimizer, dim, missing = stack.optimizer, stack.dim, _width(stack.dim) - stack.dim
   assert optimizer is not None
-  missing = _width(dim) - dim
   if not missing:
     return True
   step = functools.partial(update.step_rows, optimizer, learning_rate=0.125, dim=dim)
   pad = lambda x: jnp.pad(x, ((0, 0), (0, missing))) if x.ndim == 2 else x
-  cut = lambda x: x[:, :dim] if x.ndim == 2 else x
-  is_close = lambda a, b: jnp.allclose(a, cut(b), rtol=1e-4)
+  is_close = lambda a, b: jnp.allclose(a, b[:, :dim] if b.ndim == 2 else b, rtol=1e-4)
 
   def is_same(*rows):
     pairs = jax.tree.map(is_close, step(*rows), step(*jax.tree.map(pad, rows)))
     return jnp.all(jnp.array(jax.tree.leaves(pairs)))
 
-  rows = np.linspace(0.5, 1, dim, dtype=np.float32)[None]
-  shape = lambda slot: (1,) if slot.per_row else (1, dim)
-  slots = {name: np.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
+  row = np.linspace(0.5, 1, dim, dtype=np.float32)[None]
   with jax.ensure_compile_time_eval():  # while a step is traced
-    return bool(jax.jit(is_same)(rows, rows, slots))
+    return bool(jax.jit(is_same)(row, row, _slots_of_a_row(stack)))
+
+
+def _slots_of_a_row(stack: StackSpec) -> Arrays:
+  shape = lambda slot: (1,) if slot.per_row else (1, stack.dim)
+  return {name: np.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -158,18 +151,16 @@ def _sort(parts: Sequence[GradRows], size: int, is_distinct: bool) -> Entries:
   positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
   if not is_distinct:
     ids, positions = lax.sort((ids, positions), num_keys=1, is_stable=False)
-  sort = lambda x: _filled(x.reshape(-1).at[positions].get(mode="promise_in_bounds"), 0)
-  first, sources = 0, []
+  flat = lambda arrays: jnp.concatenate([x.reshape(-1) for x in arrays])
+  sort = lambda arrays: _filled(flat(arrays).at[positions].get(mode="promise_in_bounds"), 0)
+  gains, sources, first = None, list[jax.Array](), 0
   for part in parts:
-    rows = first + jnp.arange(part.grads.shape[0], dtype=jnp.int32)
-    sources.append(jnp.broadcast_to(rows[:, None], part.ids.shape).reshape(-1))
+    sources.append(first + lax.broadcasted_iota(jnp.int32, part.ids.shape, 0))
     first += part.grads.shape[0]
-  gains = None
   if any(part.gains is not None for part in parts):
-    gains = [jnp.ones(x.ids.shape) if x.gains is None else x.gains for x in parts]
-    gains = sort(jnp.concatenate([x.reshape(-1) for x in gains]))
+    gains = sort(jnp.ones(x.ids.shape) if x.gains is None else x.gains for x in parts)
   grads = jnp.concatenate([part.grads for part in parts])
-  return Entries(_filled(ids, size), sort(jnp.concatenate(sources)), gains, grads)
+  return Entries(_filled(ids, size), sort(sources), gains, grads)
 
 
 def _filled(x: jax.Array, value: int) -> jax.Array:
@@ -271,15 +262,13 @@ def _runs(entries: Entries, tails: Any, size: int) -> Iterator[tuple[Any, Any, A
   """
   block, start, rows, has_head = _block(entries, size)
   after = jnp.minimum(start + _BLOCK, entries.rows.shape[0] - 1)
-  first, total = jnp.full(1, start), None
+  first: Any = start
+  total: Any = 0
   for k, row in enumerate(rows):
     g = _gradient(entries, start + k, row < size)
-    if k:
-      begins = row != rows[k - 1]
-      first = jnp.where(begins, start + k, first)
-      total = jnp.where(begins[:, None], g, total + g)
-    else:
-      total = g
+    begins = row != rows[k - 1] if k else jnp.full(1, True)
+    first = jnp.where(begins, start + k, first)
+    total = jnp.where(begins[:, None], g, total + g)
     mask = (row < size) & ~(has_head & (row == rows[0]))
     if k + 1 < _BLOCK:
       yield start + k, row, first, mask & (row != rows[k + 1]), total
