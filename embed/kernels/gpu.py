@@ -134,7 +134,7 @@ class Entries(NamedTuple):
 
   Attributes:
     rows: int32 `[N]`, with equal rows side by side; N is a multiple of the block.
-    sources: int32 `[N]`, indices of `grads`.
+    sources: int32 `[N]`, indices of `grads`; None for i itself.
     gains: float32 `[N]`, or None for 1.
     grads: float32 `[M, D]`.
   """
@@ -180,8 +180,7 @@ def _tails(entries: Entries, size: int, interpret: bool) -> jax.Array:
   heads = _call(functools.partial(_head_kernel, size=size), sums, (entries,), interpret)
   first, last = entries.rows[::_BLOCK], entries.rows[_BLOCK - 1 :: _BLOCK]
   rows = jnp.where(jnp.pad(first[1:] == last[:-1], (1, 0)), first, size)  # `size` without a head
-  sources = jnp.arange(blocks, dtype=jnp.int32)
-  of_heads = Entries(_filled(rows, size), _filled(sources, 0), None, heads)
+  of_heads = Entries(_filled(rows, size), None, None, heads)
   inputs = of_heads, _tails(of_heads, size, interpret)
   return _call(functools.partial(_sum_kernel, size=size), sums, inputs, interpret)
 
@@ -232,7 +231,8 @@ def _entry(array: Any, i: Any) -> Any:
 
 def _gradient(entries: Entries, i: Any, mask: Any) -> Any:
   """Gain * gradient of an entry, `[1, width]`; zeros where the mask is False."""
-  g = _load(entries.grads, _entry(entries.sources, i), mask)
+  source = jnp.full(1, i) if entries.sources is None else _entry(entries.sources, i)
+  g = _load(entries.grads, source, mask)
   if entries.gains is None:
     return g
   return jnp.where(mask[:, None], g * _entry(entries.gains, i)[:, None], 0)

@@ -11,7 +11,7 @@ import reference
 import embed
 from embed.engine import grads as grads_lib
 from embed.engine import update
-from embed.engine.grads import GradRows
+from embed.engine.grads import DistinctRows, GradRows
 from embed.engine.stack import Layout, StackSpec
 
 # --- distinct ids ---------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ def test_both_formulations_step_alike():
   @jax.jit
   def steps(arrays, part):
     scalars = update.StepScalars.at(stack, 0)
-    row_step = functools.partial(update.step_stored, stack, scalars)
     position, unique, _ = grads_lib.distinct_by_sort(grads_lib.flat_ids([part], v), v)
     sums = grads_lib.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-    at_once = update.step_in_chunks(stack, row_step, arrays, unique, sums)
+    rows = [DistinctRows(unique, sums).as_grad_rows()]
+    at_once = update.step_sorted(stack, scalars, arrays, rows, is_distinct=True)
     return update.step_table(stack, scalars, arrays, [part]), at_once
 
   arrays = {name: x.astype(np.float32) for name, x in before.items()}
@@ -147,12 +147,15 @@ def test_chunks_are_added_and_stepped_once(count, weighted, monkeypatch):
   part = GradRows(numbers(count, d), rng.integers(0, v + 2, (count, 3)).astype(np.int32), gains)
   to = numbers(v, d)
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
+  scalars = update.StepScalars.at(stack, 0)
   ids = rng.permutation(v)[:count].astype(np.int32)
   ids[::5] = v
   arrays = {"parameters": to, "accumulators": np.ones((v, d), np.float32)}
-  step = lambda *x: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(*x)
-  at_once = step(arrays, ids, part.grads)
+  by_sort = functools.partial(update.step_sorted, stack, is_distinct=True)
+  step = lambda: jax.jit(lambda *x: by_sort(*x))(
+    scalars, arrays, [GradRows(part.grads, ids[:, None])]
+  )
+  at_once = step()
   monkeypatch.setattr(grads_lib, "CHUNK", 0)
   monkeypatch.setattr(grads_lib, "_SMALLEST", 64)
   added = jax.jit(lambda to, part: grads_lib.add_in_chunks(to, [part, part]))(to, part)
@@ -163,7 +166,7 @@ def test_chunks_are_added_and_stepped_once(count, weighted, monkeypatch):
   np.testing.assert_array_equal(added, expected)
   # To a unit in the last place: XLA vectorizes loops of another length differently (JAX 0.12).
   once = functools.partial(np.testing.assert_array_max_ulp, maxulp=1)
-  in_chunks = step(arrays, ids, part.grads)
+  in_chunks = step()
   jax.tree.map(lambda a, b: once(np.asarray(a), np.asarray(b)), in_chunks, at_once)
   assert (np.asarray(at_once["parameters"]) != to).any()
 

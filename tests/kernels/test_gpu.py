@@ -158,9 +158,11 @@ def lowered(stack, kind="power law"):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", ["row", *ci(*OPTIMIZERS)])
 def test_every_optimizer_is_lowered(name, on_h100):
-  """No array of a row for each id is in the program."""
+  """It writes rows and slots in place, and has no array of a row for each id."""
   for dim, dtype in itertools.product((3, 128), ("float32", "bfloat16")):
-    text = lowered(stack_of(OPTIMIZERS[name], dim, dtype, rounded=dtype == "bfloat16"))
+    stack = stack_of(OPTIMIZERS[name], dim, dtype, rounded=dtype == "bfloat16")
+    text = lowered(stack)
+    assert text.count("output_operand_alias<") == 1 + len(stack.slots)
     assert "_step_kernel" in text
     ids = 24 * 3 + 30 + 6 * 8
     assert not re.search(rf"tensor<({ids}|{-(-ids // 8) * 8})x{dim}x", text)
