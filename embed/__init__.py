@@ -1,10 +1,10 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
 
-The public API is `__all__`, here and in the modules `checkpoint`, `deltas`, `importers` and
-`transforms`. Everything else may change from one version to the next.
+The public API is `__all__`, here and in the modules `checkpoint`, `deltas` and `transforms`.
+Everything else may change from one version to the next.
 """
 
-from embed import checkpoint, deltas, importers, transforms
+from embed import checkpoint, deltas, transforms
 from embed.config import DynamicVocabulary, FeatureConfig, TableConfig
 from embed.dynamic_vocabulary import Vocabulary
 from embed.export import Exported, export
@@ -74,7 +74,6 @@ __all__ = [
   "ftrl",
   "global_norm",
   "import_variables",
-  "importers",
   "jit_step",
   "plan",
   "raw_ids",

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from embed import checkpoint
 from embed.config import integer
-from embed.engine import admission, cost
+from embed.engine import admission
 from embed.engine.stack import Layout
 from embed.layer import dynamic_table, owned, row_keys, sparse_embeds, stored_arrays
 from embed.storage import changes as changes_lib
@@ -60,7 +60,7 @@ class Owners(NamedTuple):
   changed: TableRows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Delta:
   """The difference between two states of models and optimizers, in NumPy.
 
@@ -87,20 +87,6 @@ class Delta:
   owners: Mapping[str, Mapping[str, Owners]]
   before: Digests
   after: Digests
-
-  @property
-  def num_rows(self) -> int:
-    """The number of changed rows in all tables."""
-    return sum(len(rows.ids) for tables in self.tables.values() for rows in tables.values())
-
-  @property
-  def nbytes(self) -> int:
-    """The size of all arrays in bytes."""
-    return sum(x.nbytes for x in jax.tree.leaves((self.tables, self.state, self.owners)))
-
-  def __repr__(self) -> str:
-    size = cost.readable(self.nbytes)
-    return f"delta of steps {self.since} to {self.step}: {self.num_rows} changed rows, {size}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from embed.inputs import RawInput
 from embed.storage import initial
 from embed.storage import tables as stored_tables
 from embed.structure import Path
-from embed.variables import changing
 
 
 class Vocabulary(nnx.Variable):
@@ -80,11 +79,10 @@ class DynamicTable:
       state, arrays = self.state, {key: x.get_value() for key, x in self.arrays.items()}
       static = self.stack, self.name, made, self.vocabulary, ahead
       rows, *new = _admit(*static, state, arrays, ids)
-      with changing("SparseEmbed.admit"):
-        typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
-        self._set(typed(new[0], state))
-        for key, value in typed(new[1], arrays).items():
-          self.arrays[key].set_value(value)
+      typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
+      self._set(typed(new[0], state))
+      for key, value in typed(new[1], arrays).items():
+        self.arrays[key].set_value(value)
       return rows
 
     return self._with_rows(inputs, rows_of)
@@ -120,8 +118,6 @@ class DynamicTable:
     """The table's entry in `SparseEmbed.vocabulary_report`."""
     state = self.state
     counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
-    totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
-    counts |= {f"total_{key}": x for key, x in zip(admission.COUNTS, totals, strict=True)}
     counts["hit_rate"] = counts["hits"] / jnp.maximum(counts["ids"], 1).astype(jnp.float32)
     counts["fill"] = state["filled"] / jnp.float32(self.vocabulary.capacity)
     return counts

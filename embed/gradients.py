@@ -21,7 +21,7 @@ from embed.engine.xla import is_traced
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`. A pytree.
 
@@ -35,44 +35,10 @@ class RowGrads:
 
   ids: jax.Array
   values: jax.Array
-  stack: StackSpec = dataclasses.field(metadata={"static": True})  # of the table
-  table: str = dataclasses.field(metadata={"static": True})
-
-  def __repr__(self) -> str:
-    return f"RowGrads(ids={self.ids}, values={self.values})"
-
-  def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
-    """The same rows with values `f(values)`, where `f` maps `[N, D]` to `[N, D]`."""
-    is_used = self.ids < self.stack.size(self.table)
-    return dataclasses.replace(self, values=jnp.where(is_used[:, None], f(self.values), 0))
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squared values, a float32 scalar."""
-    return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
-
-
-def by_stack(
-  stack_of: Mapping[str, StackSpec], rows: Mapping[str, RowGrads]
-) -> dict[str, list[StackGrads]]:
-  """The `RowGrads` of some tables as gradients of their stacks, by stack name.
-
-  Raises:
-    ValueError: if they belong to other tables, or if arithmetic has changed their ids.
-  """
-  grads: dict[str, list[StackGrads]] = {}
-  for name, stack in stack_of.items():
-    if name in rows:
-      of_table, of_stack = rows[name], grads.setdefault(stack.name, [])
-      if (of_table.stack, of_table.table) != (stack, name):
-        raise ValueError(
-          f"The row gradients of table {name!r} are of another table or model. Take them with "
-          "embed.value_and_grad of this model."
-        )
-      if of_table.ids.dtype != np.int32:
-        raise ValueError(f"The row gradients of table {name!r} are not gradients: {ARITHMETIC}")
-      if of_table.ids.size:
-        of_stack.append(_from_table_rows(stack, of_table.ids, of_table.values, name))
-  return grads
+    return jnp.sum(jnp.square(self.values))
 
 
 # --- rows as they are kept ------------------------------------------------------------------------
@@ -165,10 +131,8 @@ class Rows(Mapping[str, RowGrads]):
     stack, grads = self.stacks[owner], self.grads[owner]
     number = update.most_rows(stack, grads, table)
     if number:
-      ids, values = _pick(stack, self._sum(owner), table, number)
-    else:
-      ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
-    return RowGrads(ids, values, stack, table)
+      return RowGrads(*_pick(stack, self._sum(owner), table, number))
+    return RowGrads(jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32))
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._tables)
@@ -203,18 +167,18 @@ class Rows(Mapping[str, RowGrads]):
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squared values of all rows that are trained."""
-    trained = {key: stack for key, stack in self.stacks.items() if not _is_frozen(stack)}
-    norms = [_squared_norm(stack, self.grads[key]) for key, stack in trained.items()]
+    is_frozen = lambda optimizer: optimizer is not None and optimizer.equation is None
+    norms = [
+      _squared_norm(stack, self.grads[key])
+      for key, stack in self.stacks.items()
+      if not is_frozen(stack.optimizer)
+    ]
     return sum(norms, jnp.zeros(()))
 
   def scale(self, factor: jax.Array) -> "Rows":
     """Multiplies all gradients by a scalar."""
     scaled = {key: update.scaled(grads, factor) for key, grads in self.grads.items()}
     return Rows(scaled, self.stacks, self.one)
-
-
-def _is_frozen(stack: StackSpec) -> bool:
-  return stack.optimizer is not None and stack.optimizer.equation is None
 
 
 def _map_distinct(
@@ -256,11 +220,11 @@ class Grads:
   Attributes:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.
     rows: a mapping from `"<module path>/<table name>"` (`"<table name>"` if the model itself is
-      the layer) to `RowGrads`. Every table has an entry, empty if nothing was looked up.
+      the layer) to `RowGrads`, to read. Every table has an entry, empty if nothing was looked up.
   """
 
   dense: Any
-  rows: Mapping[str, RowGrads]
+  rows: Rows
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Grads":
     """Applies `f` to every float array: dense gradients and each table's rows, never ids.
@@ -269,9 +233,7 @@ class Grads:
       f: a function that keeps the shape. It gets dense gradients as they are, and rows as
         `[N, D]`.
     """
-    rows = self.rows
-    mapped = rows.map(f) if isinstance(rows, Rows) else {k: r.map(f) for k, r in rows.items()}
-    return Grads(jax.tree.map(f, self.dense), mapped)
+    return Grads(jax.tree.map(f, self.dense), self.rows.map(f))
 
 
 def global_norm(grads: Grads) -> jax.Array:
@@ -283,12 +245,7 @@ def global_norm(grads: Grads) -> jax.Array:
   """
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
-  if isinstance(grads.rows, Rows):
-    of_rows = grads.rows.squared_norm()
-  else:
-    trained = [rows for rows in grads.rows.values() if not _is_frozen(rows.stack)]
-    of_rows = sum((rows.squared_norm() for rows in trained), jnp.zeros(()))
-  return jnp.sqrt(squares + mesh.like(of_rows, squares))
+  return jnp.sqrt(squares + mesh.like(grads.rows.squared_norm(), squares))
 
 
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
@@ -312,15 +269,13 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   if not is_traced(max_norm) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
   rows = grads.rows
-  if isinstance(rows, Rows) and all(s.placement.is_local for s in rows.stacks.values()):
+  if all(stack.placement.is_local for stack in rows.stacks.values()):
     rows = rows.summed()  # once, for the norm and the step; a mesh's sums would be too large
   norm = global_norm(Grads(grads.dense, rows))
   is_clipped = ~(norm <= max_norm)  # True for NaN
   factor = jnp.where(is_clipped, max_norm / jnp.where(is_clipped, norm, 1.0), 1.0)
   scale = lambda g: g * mesh.like(factor, g).astype(g.dtype)
-  if isinstance(rows, Rows):
-    return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
-  return Grads(grads.dense, rows).map(scale)
+  return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
 
 
 def accumulate(grads: Sequence[Grads]) -> Grads:
@@ -330,16 +285,14 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   result, as with one large batch.
 
   Raises:
-    ValueError: for an empty list, gradients of different models, or entries of `rows` that were
-      replaced: accumulate first.
+    ValueError: for an empty list, or gradients of different models.
   """
   if not grads:
     raise ValueError("accumulate takes at least one embed.Grads.")
-  rows = [g.rows.checked() for g in grads if isinstance(g.rows, Rows)]
-  if len(rows) < len(grads) or any(r.stacks != rows[0].stacks for r in rows):
+  rows = [g.rows.checked() for g in grads]
+  if any(r.stacks != rows[0].stacks for r in rows):
     raise ValueError(
-      "accumulate takes gradients as embed.value_and_grad of one model, `map` and "
-      "clip_by_global_norm return them. Accumulate before you replace rows of a table."
+      "accumulate takes gradients of one model, with the same tables, optimizers and mesh."
     )
   if any(r.is_summed for r in rows):
     rows = [r.summed() for r in rows]  # an update takes gradients of one form

@@ -1,19 +1,12 @@
-"""Importers for tables, optimizer states and configs of other libraries.
-
-`from_torch` and `from_keras` return `{table: {"parameters": array, slot: array}}` in NumPy, rows in
-order, with the slot names of this library, for `layer.load_variables`, which checks them. The
-libraries that wrote the files are not imported; `.weights.h5` needs h5py (the extra `importers`).
-"""
+"""Importers for TPUEmbedding's configs, tables and slots. TensorFlow is not imported."""
 
 import functools
 import math
 import numbers
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from embed import config as config_lib
@@ -21,164 +14,7 @@ from embed import initializers, structure
 from embed.layer import SparseEmbed
 from embed.optimizers import OPTIMIZERS, RowOptimizer, named
 
-__all__ = ["from_keras", "from_torch"]
-
 Variables = dict[str, dict[str, np.ndarray]]
-
-# --- torch and TorchRec --------------------------------------------------------------------------
-
-_SLOTS = {
-  "sum": "accumulators",
-  "exp_avg": "momenta",
-  "exp_avg_sq": "velocities",
-  "step": "steps",
-  "momentum1": "accumulators",  # of TorchRec; "momenta" if there is a momentum2
-}
-
-
-def from_torch(
-  state_dict: Mapping[str, Any],
-  optimizer_state: Mapping[str, Any] | None = None,
-  *,
-  tables: Mapping[str, str],
-) -> Variables:
-  """Reads tables of torch or TorchRec, and the state of Adagrad or Adam.
-
-  Args:
-    state_dict: tensors or arrays by name, `[V, D]` each, such as `model.state_dict()`. With torch's
-      optimizer state, give `dict(model.named_parameters())`, which has the optimizer's order.
-    optimizer_state: `optimizer.state_dict()` of torch, or of TorchRec, which is keyed by name.
-    tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`.
-
-  Raises:
-    ValueError: for a missing table, or for optimizer state that fits no table or slot here.
-  """
-  variables: Variables = {}
-  has_state = False
-  for table, key in tables.items():
-    if key not in state_dict:
-      raise ValueError(f"from_torch: there is no parameter {key!r}: {_names(state_dict)}.")
-    rows = _array(state_dict[key])
-    state = _torch_state(optimizer_state or {}, key, list(state_dict))
-    has_state |= bool(state)
-    variables[table] = {"parameters": rows} | _torch_slots(state, rows.shape)
-  if optimizer_state and optimizer_state.get("state") and not has_state:
-    raise ValueError(
-      f"from_torch: the optimizer's state has nothing of {_names(tables.values())}, but has "
-      f"{_names(map(str, optimizer_state['state']))}. Leave it out, or give "
-      "dict(model.named_parameters()) for the model's state."
-    )
-  return variables
-
-
-def _torch_state(
-  optimizer_state: Mapping[str, Any], key: str, order: Sequence[str]
-) -> Mapping[str, Any]:
-  """Returns the state of one parameter, empty if the optimizer does not train it."""
-  states, groups = optimizer_state.get("state", {}), optimizer_state.get("param_groups", [])
-  if key in states:  # TorchRec's: {"movie.momentum1": ...}
-    return {name.rpartition(".")[2]: x for name, x in states[key].items()}
-  indices = [index for group in groups for index in group["params"]]
-  if indices and len(order) != len(indices):
-    raise ValueError(
-      f"from_torch: the optimizer has {len(indices)} parameters, and there are {len(order)} names. "
-      "Give dict(model.named_parameters()) for the model's state."
-    )
-  return states.get(dict(zip(order, indices, strict=False)).get(key), {})
-
-
-def _torch_slots(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-  slot_of = _SLOTS
-  if "momentum2" in state:
-    slot_of = _SLOTS | {"momentum1": "momenta", "momentum2": "velocities"}
-  found = {}
-  for name, x in state.items():
-    slot = slot_of.get(name)
-    if x is None or (name == "step" and "exp_avg" not in state):
-      continue  # Adagrad stores a step that it does not use
-    if slot is None:
-      raise ValueError(
-        f"from_torch: no optimizer here has a slot for {name!r}. Remove it from the state."
-      )
-    array = _array(x)
-    if slot == "steps":
-      array = np.full(shape[:1], array, np.int32)
-    elif array.shape[:1] != shape[:1]:
-      raise ValueError(
-        f"from_torch: the state {name!r} has the shape {array.shape}, and its table {shape}. Give "
-        "dict(model.named_parameters()), which has the optimizer's order."
-      )
-    elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value per row
-      array = array[:, 0]
-    found[slot] = array
-  return found
-
-
-# --- Keras ---------------------------------------------------------------------------------------
-
-
-def from_keras(
-  path: str | os.PathLike[str], *, slots: Mapping[str, Sequence[str]] | None = None
-) -> Variables:
-  """Reads the embedding layers of a `.weights.h5` file of Keras or keras-rs.
-
-  Args:
-    path: a file written by `model.save_weights`.
-    slots: `{table: names of its slots}` in the order in which the optimizer keeps them, such as
-      `("accumulators",)` for Adagrad and `("momenta", "velocities")` for Adam. By default, no slots
-      are read.
-
-  Returns:
-    The tables by the names of their layers; for keras-rs, by the names of its table configs.
-
-  Raises:
-    ValueError: if there is no such table, or if arrays of its shape cannot be told apart: the file
-      has no names for the variables of an optimizer.
-  """
-  try:
-    import h5py
-  except ImportError:
-    raise ImportError("Files of Keras are read by h5py: pip install -e '.[importers]'.") from None
-
-  variables: Variables = {}
-  shapes: list[tuple[int, ...]] = []  # of all weights
-
-  def read(name: str, node: Any) -> None:
-    if not isinstance(node, h5py.Group) or not name.endswith("vars") or "optimizer" in name:
-      return
-    arrays = [np.asarray(node[key]) for key in node]
-    shapes.extend(x.shape for x in arrays)
-    if len(arrays) == 1 and arrays[0].ndim == 2 and "embed" in name:
-      variables[str(node.attrs.get("name", name))] = {"parameters": arrays[0]}
-
-  with h5py.File(path) as file:
-    file.visititems(read)
-    stored = file.get("optimizer/vars", {})
-    state = [np.asarray(stored[key]) for key in sorted(stored, key=int)]
-  for table, names in (slots or {}).items():
-    if table not in variables:
-      raise ValueError(f"from_keras: there is no table {table!r}: {_names(variables)}.")
-    shape = variables[table]["parameters"].shape
-    found = [x for x in state if x.shape == shape]
-    if len(found) != len(names) or shapes.count(shape) != 1:
-      raise ValueError(
-        f"from_keras: {len(found)} arrays of the optimizer and {shapes.count(shape)} weights have "
-        f"the shape {shape} of {table!r}, whose slots are to be {list(names)}. Leave {table!r} out "
-        "of slots, and set them with layer.load_variables."
-      )
-    variables[table] |= zip(names, found, strict=True)
-  return variables
-
-
-def _array(x: Any) -> np.ndarray:
-  """Converts a tensor or an array to NumPy; bfloat16, which NumPy does not have, to float32."""
-  if hasattr(x, "full_tensor"):  # a torch.distributed DTensor
-    x = x.full_tensor()
-  if hasattr(x, "detach"):
-    x = x.detach().cpu()
-    x = x.float() if "bfloat16" in str(x.dtype) else x
-  array = np.asarray(x)
-  return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 def _names(names: Iterable[str]) -> str:
@@ -217,8 +53,7 @@ def from_tpu_embedding(
 
   Args:
     feature_config: any nesting of `tf.tpu.experimental.embedding.FeatureConfig`.
-    optimizer: one of `tf.tpu.experimental.embedding`, or one of the `*Parameters` of
-      `tf.compat.v1.tpu.experimental`. An `embed.RowOptimizer` is kept.
+    optimizer: one of `tf.tpu.experimental.embedding`. An `embed.RowOptimizer` is kept.
     replace: `{TensorFlow table name: arguments}`: arguments of `embed.TableConfig` in place of the
       table's own, for settings without a counterpart here.
 
@@ -329,22 +164,12 @@ def _draw(key, shape, dtype, *, kind, mean, scale):
   return mean + scale * draws[kind]()
 
 
-_ALIASES = {"StochasticGradientDescent": "SGD"}  # of V1, whose classes are named `*Parameters`
-_NAMES_IN_V1 = {
-  "initial_accumulator_value": "initial_accumulator",
-  "beta_1": "beta1",
-  "beta_2": "beta2",
-}
-
-
 def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
   """Converts an optimizer to the registered one of the same name."""
   if theirs is None or isinstance(theirs, RowOptimizer):
     return theirs
   kind = type(theirs).__name__
-  plain = kind.removesuffix("Parameters")
-  by_class = {name.replace("_", ""): name for name in named()}
-  name = by_class.get(_ALIASES.get(plain, plain).lower())
+  name = {name.replace("_", ""): name for name in named()}.get(kind.lower())
   # Keras has optimizers of the same names with other formulas, without this attribute.
   is_known = name is not None and hasattr(theirs, "use_gradient_accumulation")
   get = functools.partial(getattr, theirs)
@@ -366,7 +191,7 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
       f"embed.{name}(learning_rate=f), f being a schedule f(step) such as optax's",
     ),
     (
-      get("slot_variable_creation_fn", None) is not None or get("initial_linear_value", 0) != 0,
+      get("slot_variable_creation_fn", None) is not None,
       "has its own initial values of slots",
       f"embed.{name}(...), and give the layer the slots by `load_variables`",
     ),
@@ -374,11 +199,8 @@ def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
   for is_so, what, write in refusals:
     if is_so:
       raise ValueError(f"The {kind} of {where} {what}: {instead}{write}.")
-  make, arguments = OPTIMIZERS[str(name)], {}
-  for argument in make().arguments:
-    attribute = argument if hasattr(theirs, argument) else _NAMES_IN_V1.get(argument, argument)
-    if hasattr(theirs, attribute):
-      arguments[argument] = getattr(theirs, attribute)
+  make = OPTIMIZERS[str(name)]
+  arguments = {name: getattr(theirs, name) for name in make().arguments if hasattr(theirs, name)}
   clip = tuple(getattr(theirs, f"clip_gradient_{end}", None) for end in ("min", "max"))
   if clip != (None, None):
     arguments["clipvalue"] = clip

@@ -86,9 +86,7 @@ class Sparse:
     values: integers `[N]` (floats for weights); negative ids are padding.
     dense_shape: the shape of the array, static under jit.
 
-  >>> bags = embed.Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4))
-  >>> embed.to_padded(bags).values.tolist()
-  [[3, -1, -1, -1], [-1, -1, 7, -1]]
+  >>> bags = embed.Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4))  # [3], [7]
   """
 
   indices: Array
@@ -515,7 +513,7 @@ def with_stand_ins(config: Any, features: Any) -> Any:
 
 
 def to_padded(
-  bags: Ragged | Sparse | Iterable[Sequence[Any]],
+  bags: Ragged | Iterable[Sequence[Any]],
   max_valency: int | None = None,
   *,
   truncate: bool = False,
@@ -523,44 +521,31 @@ def to_padded(
   """Lays bags out as `Padded`, in NumPy, for input pipelines.
 
   Args:
-    bags: a `Ragged`, a `Sparse` (the position in the bag is the column), or a list of lists:
-      int ids give int32 (int64 where needed) padded with -1, and floats give float32 padded
-      with 0 (as weights).
-    max_valency: L of the result; None takes the longest bag, or the last dimension of a `Sparse`. A
-      fixed L keeps shapes, and so the compiled step, the same from batch to batch.
+    bags: a `Ragged`, or a list of lists: int ids give int32 (int64 where needed) padded with -1,
+      and floats give float32 padded with 0 (as weights).
+    max_valency: L of the result; None takes the longest bag. A fixed L keeps shapes, and so the
+      compiled step, the same from batch to batch.
     truncate: whether longer bags are cut to their first `max_valency` ids; otherwise they raise.
 
   Returns:
-    `Padded` with values `[batch, L]` (`[..., L]` for a `Sparse` of higher rank).
+    `Padded` with values `[batch, L]`.
 
   >>> embed.to_padded([[3, 7], [5]]).values.tolist()
   [[3, 7], [5, -1]]
   >>> embed.to_padded([[0.5, 2.0], [1.0]], max_valency=3).values.tolist()  # weights
   [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]
   """
-  where = "to_padded: "
-  if isinstance(bags, Sparse):
-    values, shape = _flat(np.asarray(_as_array(bags.values, where))), bags.dense_shape[:-1]
-    indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
-    if values.dtype.kind != "f":  # weights have no padding
-      values, indices = values[values >= 0], indices[values >= 0]
-    _check_indices(indices, bags.dense_shape, where)
-    _check_one_id_each(indices, where)
-    rows = np.ravel_multi_index(tuple(indices[:, :-1].T), shape) if len(values) else indices[:, 0]
-    columns, longest = indices[:, -1], bags.dense_shape[-1]
+  if isinstance(bags, Ragged):
+    values = np.asarray(_as_array(bags.values, "to_padded: "))
+    splits = np.asarray(bags.row_splits)
+    _check_row_splits(splits, len(values), "to_padded: ")
+    values, splits = _flat(values[: splits[-1]]), splits.astype(np.int64)
+    lengths = splits[1:] - splits[:-1]
   else:
-    if isinstance(bags, Ragged):
-      values, splits = np.asarray(_as_array(bags.values, where)), np.asarray(bags.row_splits)
-      _check_row_splits(splits, len(values), where)
-      values, splits = _flat(values[: splits[-1]]), splits.astype(np.int64)
-      lengths = splits[1:] - splits[:-1]
-    else:
-      values, lengths = _joined(bags)
-    shape = (len(lengths),)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    columns = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    longest = int(lengths.max(initial=0))
-  length = max(longest, 1)
+    values, lengths = _joined(bags)
+  rows = np.repeat(np.arange(len(lengths)), lengths)
+  columns = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+  length = int(lengths.max(initial=1))
   if max_valency is not None:
     length = config_lib.integer("max_valency", max_valency, 1)
   keep = columns < length
@@ -569,9 +554,9 @@ def to_padded(
       f"Bag {int(rows[~keep][0])} is longer than max_valency={length}. Raise max_valency, or pass "
       "truncate=True to cut it."
     )
-  out = np.full((math.prod(shape), length), 0 if values.dtype.kind == "f" else -1, values.dtype)
+  out = np.full((len(lengths), length), 0 if values.dtype.kind == "f" else -1, values.dtype)
   out[rows[keep], columns[keep]] = values[keep]
-  return Padded(out.reshape(*shape, length))
+  return Padded(out)
 
 
 def _joined(bags: Iterable[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:

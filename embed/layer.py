@@ -32,8 +32,6 @@ from embed.variables import (
   Report,
   Table,
   Tape,
-  changing,
-  check_alive,
   check_array,
   make_variables,
   refuse_in_loss,
@@ -154,10 +152,13 @@ class SparseEmbed(nnx.Module):
     elif features is not None or optimizer is not None:
       plan = plan.with_features(plan.features if features is None else features, optimizer)
     self.spec = Spec.of(plan)
-    counts: dict[str, Any] = {"dropped_ids": jnp.int32(0)}
-    if any(not stack.placement.is_local for stack in self.spec.stacks.values()):
-      counts |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
-    self.report = Report(counts)
+    self.report = Report(
+      {
+        "dropped_ids": jnp.int32(0),
+        "exchange_rounds": jnp.int32(0),
+        "buffer_fill": jnp.float32(0),
+      }
+    )
     keys = {name: rngs.params() for name in plan.tables}
     self.vocabularies = nnx.Dict(
       {
@@ -314,10 +315,8 @@ class SparseEmbed(nnx.Module):
     if not dropped:
       return
     routes = [record.route for record in records if record.route is not None]
-    before = self.report.get_value()
-    total = _saturated_sum(before["dropped_ids"], functools.reduce(jnp.add, dropped))
-    counted = {"dropped_ids": total}
-    if len(before) > 1:
+    counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
+    if not all(stack.placement.is_local for stack in self.spec.stacks.values()):
       counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
     for used in routes:
       most = used.max_rows_per_pair[0]
@@ -326,7 +325,10 @@ class SparseEmbed(nnx.Module):
         "buffer_fill": most.astype(jnp.float32) / used.capacity,
       }
       counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
-    _set_report(self, {key: mesh_lib.like(value, before[key]) for key, value in counted.items()})
+    before = self.report.get_value()
+    counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
+    counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
+    _set_report(self, {**before, **counted})
 
   # --- raw ids -----------------------------------------------------------------------------------
 
@@ -377,13 +379,12 @@ class SparseEmbed(nnx.Module):
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
-    """Counts from `admit` for each table with a `DynamicVocabulary`: scalars, also under jit.
+    """Counts of the last `admit` of each table with a `DynamicVocabulary`: scalars, under jit too.
 
-    - `ids`, `hits`, `turned_away`: in the last batch, the occurrences of all ids, of ids that
-      already had a row, and of ids that got none.
+    - `ids`, `hits`, `turned_away`: the occurrences of all ids, of ids that already had a row, and
+      of ids that got none.
     - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
     - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
-    - `total_ids` and so on: the five counts since the start, exact until rounded to float32.
     """
     return {name: dynamic_table(self, name).report() for name in self.vocabularies}
 
@@ -475,15 +476,13 @@ class SparseEmbed(nnx.Module):
       }
       for stack in stacks
     ]
-    new = stored_tables.store_all(stacks, [_arrays(self, stack) for stack in stacks], replacements)
-    with changing("Loading tables"):
-      for stack, stored in zip(stacks, new, strict=True):
-        replace(self.arrays[stack.name], stored)
-      for name in self.vocabularies:
-        if given := {
-          key: x for key, x in variables.get(name, {}).items() if key in admission.OWNERS
-        }:
-          dynamic_table(self, name).set_owners(owned(self, name) | given)
+    arrays = [stored_arrays(self, stack) for stack in stacks]
+    new = stored_tables.store_all(stacks, arrays, replacements)
+    for stack, stored in zip(stacks, new, strict=True):
+      replace(self.arrays[stack.name], stored)
+    for name in self.vocabularies:
+      if given := {key: x for key, x in variables.get(name, {}).items() if key in admission.OWNERS}:
+        dynamic_table(self, name).set_owners(owned(self, name) | given)
 
 
 # --- the layers of a model ------------------------------------------------------------------------
@@ -546,16 +545,10 @@ def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
   return DynamicTable(name, table, stack, layer.vocabularies[name], layer.arrays[stack.name])
 
 
-def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+  """The rows and slots of a stack, by name."""
   variables = layer.arrays[stack.name]  # iterating would also give what nnx.tabulate keeps there
   return {key: variables[key].get_value() for key in ("parameters", *stack.slots)}
-
-
-def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
-  """The rows and slots of a stack; raises ValueError if a step has deleted them."""
-  arrays = _arrays(layer, stack)
-  check_alive(f"The rows of table {stack.tables[0]!r}", arrays.values())
-  return arrays
 
 
 def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -641,7 +634,6 @@ def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[Stac
         f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number of the "
         "step: pass step=..., or set stochastic_rounding=False in its TableConfig."
       )
-    stored_arrays(layer, stack)
     found.append(stack)
   return found
 
@@ -656,9 +648,8 @@ def step_stacks(
     scalars = update.StepScalars.at(stack, step)
     scalars = scalars.after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
-    with changing("An update of tables"):
-      for key, value in new.items():
-        variables[key].set_value(mesh_lib.like(value, arrays[key]))
+    for key, value in new.items():
+      variables[key].set_value(mesh_lib.like(value, arrays[key]))
 
 
 compiled_step = jax.jit(update.step, static_argnums=0)
@@ -703,7 +694,7 @@ def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStr
   """The shapes of the arrays that `read_variables` returns, as `jax.ShapeDtypeStruct`s."""
 
   def of(name, stack):
-    shapes = stored_tables.shapes(stack, _arrays(layer, stack), name)
+    shapes = stored_tables.shapes(stack, stored_arrays(layer, stack), name)
     vocabulary = layer.spec.tables[name].vocabulary
     if vocabulary is None:
       return shapes

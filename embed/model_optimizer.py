@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from embed.gradients import Grads, Owner, RowGrads, Rows, by_stack
+from embed.gradients import Grads, Owner, Rows
 from embed.layer import SparseEmbed, moving, row_keys, sparse_embeds, step_stacks
 from embed.optimizers import RowOptimizer
-from embed.variables import changing
 
 _HOLDING_BACK = ("MultiStepsState", "ApplyEvery", "ConditionallyMaskState", "ApplyIfFiniteState")
 
@@ -61,12 +60,13 @@ class Optimizer(nnx.Module):
         "nnx.value_and_grad or jax.value_and_grad."
       )
     tables = row_keys(model)
-    if set(tables) != set(grads.rows):
+    if not isinstance(grads.rows, Rows) or set(tables) != set(grads.rows):
       raise ValueError(
         f"The gradients hold rows of {sorted(grads.rows)}, but the model's tables are "
-        f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
+        f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and change them by "
+        "grads.map."
       )
-    rows = grads.rows.checked() if isinstance(grads.rows, Rows) else grads.rows
+    rows = grads.rows.checked()
     step = jnp.asarray(self.step[...], jnp.int32)
     steps = [
       (layer, _by_stack(layer, path, rows), step) for path, layer in sparse_embeds(model).items()
@@ -74,22 +74,25 @@ class Optimizer(nnx.Module):
     for of_layer in steps:
       moving(*of_layer)  # raises before any layer has stepped
     # Optax's arithmetic relies on standard dtype promotion.
-    with changing("An update"), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):
       self.dense.update(model, grads.dense, **kwargs)
     for of_layer in steps:
       step_stacks(*of_layer)
 
 
-def _by_stack(layer: SparseEmbed, path: Any, rows: Mapping[str, RowGrads]) -> Mapping[str, Any]:
+def _by_stack(layer: SparseEmbed, path: Any, rows: Rows) -> dict[str, Any]:
   """A layer's gradients by stack, except for stacks with neither ids nor an optimizer."""
-  stacks = {Owner(path, name): stack for name, stack in layer.spec.stacks.items()}
-  if isinstance(rows, Rows) and stacks.items() <= rows.stacks.items():
-    grads = {owner.name: rows.grads[owner] for owner in stacks}
-    return {name: g for name, g in grads.items() if g or layer.spec.stacks[name].optimizer}
-  of_tables = {name: rows[Owner(path, name).key] for name in layer.spec.tables}
-  optimizers = layer.spec.optimizers
-  used = {name: r for name, r in of_tables.items() if r.ids.size or optimizers[name] is not None}
-  return by_stack(layer.spec.stack_of, used)
+  grads = {}
+  for name, stack in layer.spec.stacks.items():
+    owner = Owner(path, name)
+    if rows.stacks.get(owner) != stack:
+      raise ValueError(
+        f"The row gradients of table {stack.tables[0]!r} are of another model, or of one with "
+        "another config. Take them with embed.value_and_grad of this model."
+      )
+    if rows.grads[owner] or stack.optimizer is not None:
+      grads[name] = rows.grads[owner]
+  return grads
 
 
 def _refuse_holding_back(state: Any) -> None:

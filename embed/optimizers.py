@@ -203,7 +203,6 @@ CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
   "allow_zero_accumulator": _BOOL,
   "sum_inside_sqrt": _BOOL,
   "bias_correction": _BOOL,
-  "rowwise": _BOOL,
   "per_row": _BOOL,
   "update": (callable, "a function"),
   "slots": _optional(lambda x: isinstance(x, Mapping), "{name: initial value or embed.Slot}"),
@@ -329,16 +328,11 @@ def rowwise_adagrad(
   initial, epsilon = _divisor(arguments)
 
   def equation(g, w, s, lr, dim=None):
-    a = s["accumulators"] + _row_mean(g * g, dim)
+    a = s["accumulators"] + jnp.sum(g * g, axis=-1) / (dim or g.shape[-1])
     return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
 
   slots = {"accumulators": Slot(initial, per_row=True)}
   return RowOptimizer("rowwise_adagrad", arguments, equation, slots, takes_dim=True)
-
-
-def _row_mean(x: jax.Array, dim: int | None) -> jax.Array:
-  """The mean over the columns of each row, the first `dim` of them where others are padding."""
-  return jnp.sum(x, axis=-1) / (dim or x.shape[-1])
 
 
 def adagrad_momentum(
@@ -436,7 +430,6 @@ def adam(
   epsilon: float = 1e-7,
   sum_inside_sqrt: bool = True,
   bias_correction: bool = False,
-  rowwise: bool = False,
   **common: Unpack[Common],
 ) -> RowOptimizer:
   """Adam (Kingma and Ba 2015), by default as in TensorFlow for embeddings: no bias correction.
@@ -456,18 +449,15 @@ def adam(
     bias_correction: True divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t`, where `t` counts
       the row's steps, this one included; without sum_inside_sqrt, this is Adam as in torch and
       optax. Adds slot `steps`, int32 `[V]`.
-    rowwise: True keeps one `v` per row, `[V]`, from mean(g²): FBGEMM's PARTIAL_ROWWISE_ADAM.
   """
   arguments = _arguments("adam", locals())
   beta_1, beta_2 = arguments["beta_1"], arguments["beta_2"]
   epsilon = arguments["epsilon"]
 
-  def equation(g, w, s, lr, dim=None):
-    squares = _row_mean(g * g, dim) if rowwise else g * g
+  def equation(g, w, s, lr):
     m = beta_1 * s["momenta"] + (1 - beta_1) * g
-    v = beta_2 * s["velocities"] + (1 - beta_2) * squares
+    v = beta_2 * s["velocities"] + (1 - beta_2) * (g * g)
     slots = {"momenta": m, "velocities": v}
-    v = v[..., None] if rowwise else v
     if bias_correction:
       slots["steps"] = s["steps"] + 1
       t = slots["steps"].astype(jnp.float32)[..., None]
@@ -475,10 +465,10 @@ def adam(
     root = jnp.sqrt(v + epsilon**2) if sum_inside_sqrt else jnp.sqrt(v) + epsilon
     return w - lr * m / root, slots
 
-  slots = {"momenta": Slot(), "velocities": Slot(per_row=rowwise)}
+  slots = {"momenta": Slot(), "velocities": Slot()}
   if bias_correction:
     slots["steps"] = Slot(0, per_row=True, dtype="int32")
-  return RowOptimizer("adam", arguments, equation, slots, takes_dim=True)
+  return RowOptimizer("adam", arguments, equation, slots)
 
 
 def _correction(beta: float, t: jax.Array) -> jax.Array | float:

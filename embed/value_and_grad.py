@@ -20,7 +20,7 @@ from embed.engine.stack import StackSpec
 from embed.engine.xla import is_traced
 from embed.gradients import Grads, Owner, Rows
 from embed.layer import SparseEmbed, layers_of, sparse_embeds
-from embed.variables import LOSSES, Tap, Tape, changing
+from embed.variables import LOSSES, Tap, Tape
 
 
 def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
@@ -70,14 +70,13 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
     outer = {layer: tape for layer, tape in before.items() if isinstance(tape, Tape)}
     token = LOSSES.set((*LOSSES.get(), 0))
     try:
-      with changing("embed.value_and_grad"):
-        # A loss around this one sees the second pass alone.
-        _set_tapes(dict.fromkeys(layers.values(), _ABSENT) | dict.fromkeys(others))
-        found = _find_lookups(loss, model, nodes)
-        _set_tapes({layer: outer.get(layer) for layer in others})  # constant here
-        for path, lookups in found.items():
-          layer = layers[path]
-          layer.tape = Tape(_zeros(layer, lookups), outer.get(layer))
+      # A loss around this one sees the second pass alone.
+      _set_tapes(dict.fromkeys(layers.values(), _ABSENT) | dict.fromkeys(others))
+      found = _find_lookups(loss, model, nodes)
+      _set_tapes({layer: outer.get(layer) for layer in others})  # constant here
+      for path, lookups in found.items():
+        layer = layers[path]
+        layer.tape = Tape(_zeros(layer, lookups), outer.get(layer))
       wrt = nnx.DiffState(0, nnx.Any(nnx.Param, Tap))
       value, grads = nnx.value_and_grad(loss, argnums=wrt, has_aux=has_aux)(model, nodes)
       taps, dense = nnx.split_state(grads, Tap, ...)

@@ -1,10 +1,9 @@
 """The `nnx.Variable`s of a layer."""
 
-import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,10 +37,10 @@ class Report(nnx.Variable):
   """Counts from the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
   - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
-  - `exchange_rounds`, int32, on a mesh: the most rounds of an all-to-all in the last call; 1 where
-    buffers were large enough, 0 without an all-to-all.
-  - `buffer_fill`, float32, on a mesh: the largest used share of a buffer in the last call; above 1,
-    there was more than one round.
+  - `exchange_rounds`, int32: the most rounds of an all-to-all in the last call; 1 where buffers
+    were large enough, 0 without an all-to-all.
+  - `buffer_fill`, float32: the largest used share of a buffer in the last call; above 1, there was
+    more than one round. 0 without a mesh.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
   `max_valency`, or outside a `dense_shape`. By default, eager calls raise for these instead. Like
@@ -176,30 +175,6 @@ def refuse_in_loss(what: str) -> None:
 
 
 # --- checks --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def changing(what: str) -> Iterator[None]:
-  """Raises ValueError with advice if a JAX transformation closes over the model being changed."""
-  try:
-    yield
-  except errors.TraceContextError:
-    raise ValueError(
-      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
-      "the change would be lost. Pass the model as an argument to nnx.jit: "
-      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
-    ) from None
-
-
-def check_alive(what: str, arrays: Iterable[Any]) -> None:
-  """Raises ValueError if any of the arrays was deleted by a step that donated it."""
-  for x in arrays:
-    # Runs at every call of a compiled step, where `isinstance(x, jax.Array)` would be slow.
-    if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
-      raise ValueError(
-        f"{what} are gone: a step of another model that shares them, as nnx.clone(model) does, has "
-        "deleted them. Write nnx.clone(model, arrays=True), which copies them (since Flax 0.12.8)."
-      )
 
 
 def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ def _counts(key: str) -> list[str]:
   """Returns the names of a dynamic vocabulary's counts, which the use of its rows refers to."""
   module, _, name = key.rpartition("/")
   prefix = f"{module}/vocabularies/{name}/admissions/value/".removeprefix("/")
-  return [prefix + part for part in ("step", "batch", "totals")]
+  return [prefix + part for part in ("step", "batch")]
 
 
 def _index(

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 import embed
-from embed import checkpoint, deltas, importers, transforms
+from embed import checkpoint, deltas, transforms
 
 API = pathlib.Path(__file__).parents[1] / "docs" / "api"
 MODULES = {
   "checkpoint": checkpoint,
   "deltas": deltas,
-  "importers": importers,
   "transforms": transforms,
 }
 

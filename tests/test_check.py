@@ -14,7 +14,7 @@ from embed.engine.bags import Bags
 @pytest.fixture
 def failing(monkeypatch, capsys):
   """What two cases on one device say that fail, one of them weighted; the rest is left out."""
-  monkeypatch.setattr(check, "places", lambda: {"one device": check.Place()})
+  monkeypatch.setattr(check, "places", lambda: {"one device": (None, "mod", check.DIM)})
   monkeypatch.setattr(check, "CASES", {name: check.CASES[name] for name in ("sgd", "adagrad")})
 
   def run():
@@ -35,7 +35,7 @@ def test_an_error_is_relative_to_the_largest_value():
 def test_nothing_is_left_out():
   trained = {name for name, make in optimizers.named().items() if make().equation is not None}
   cases = check.CASES.values()
-  assert {case.optimizer for case in cases} == trained
+  assert {case.optimizer.name for case in cases} == trained
   assert {case.combiner for case in cases} == set(embed.config.COMBINERS)
   kinds = {"padded", "ragged", "max_valency", "sparse", "dense", "sequence"}
   assert {case.kind for case in cases} == kinds
@@ -54,9 +54,8 @@ def test_everything_passes_here(capsys):
 
 @pytest.mark.ci
 def test_a_wrong_optimizer_fails(failing, monkeypatch):
-  right = embed.adagrad
-  wrong = lambda *args, **kwargs: right(*args, initial_accumulator_value=0.1001, **kwargs)
-  monkeypatch.setitem(optimizers.OPTIMIZERS, "adagrad", wrong)
+  wrong = embed.adagrad(check.rate, initial_accumulator_value=0.1001)
+  monkeypatch.setitem(check.CASES, "adagrad", check.CASES["adagrad"]._replace(optimizer=wrong))
   line, last = failing()
   assert line.startswith("adagrad  ")
   assert check.TOLERANCE["float32"] < float(line.split()[3]) < 1e-2
@@ -74,35 +73,43 @@ def test_a_wrong_combiner_fails(failing, monkeypatch):
 
 def test_what_is_compared():
   """Activations, rows with gradients and their values, slots by name, and rows left alone."""
-  table, looked_up = np.array([[2.0], [1.0]]), np.array([True, False])
-  rows = SimpleNamespace(ids=np.array([0, check.ROWS]), values=np.ones((2, 1)))
+  table = np.array([[2.0], [1.0]])
+  grads = SimpleNamespace(ids=np.array([0, check.ROWS]), values=np.ones((2, 1)))
 
-  def errors(activations=3.0, gradients=None, touched=(0,), **variables):
-    truth = {"parameters": table, "momenta": table}
-    found = ([[3.0]], rows, {"parameters": table, "momenta": table})
-    gradients = np.ones((2, 1)) if gradients is None else gradients
-    at, expected = np.array(touched), np.array([[activations]])
-    return check.compare(found, expected, gradients, at, truth | variables, looked_up)
+  def wrong(**changed):
+    truth = {
+      "activations": np.array([[3.0]]),
+      "ids": np.array([0]),
+      "row gradients": np.ones((1, 1)),
+    }
+    truth |= {"parameters": table, "momenta": table} | changed
+    found = ([[3.0]], grads, {"parameters": table, "momenta": table})
+    errors = check.compare(found, truth, untouched=np.array([False, True]))
+    return {name: error for name, error in errors.items() if error}
 
-  assert set(errors().values()) == {0.0}
-  assert errors(activations=4.0)["activations"] == 0.25
-  assert errors(gradients=np.full((2, 1), 2.0))["row gradients"] == 0.5
-  assert errors(momenta=2 * table)["momenta"] == 0.5
-  for touched in ((), (0, 1)):
-    assert errors(touched=touched) == {"other rows have gradients": math.inf}
-  assert errors(linears=table) == {"its slots are ['momenta']": math.inf}
-  moved = np.array([[2.0], [3.0]])
-  assert errors(parameters=moved) == {"a row moved that was not looked up": math.inf}
+  assert wrong() == {}
+  assert wrong(activations=np.array([[4.0]])) == {"activations": 0.25}
+  assert wrong(**{"row gradients": np.full((1, 1), 2.0)}) == {"row gradients": 0.5}
+  assert wrong(momenta=2 * table) == {"momenta": 0.5}
+  for ids in ([], [0, 1]):
+    assert wrong(ids=np.array(ids)) == {"ids": math.inf}
+  assert wrong(linears=table) == {"linears": math.inf}
+  moved = np.array([[2.0], [1.0 - 2**-50]])
+  assert wrong(parameters=moved)["rows never looked up"] == math.inf
 
 
-def test_an_error_is_a_failure_and_the_rest_goes_on(monkeypatch):
-  def broken(place):
-    if place.mesh is None:
-      raise NotImplementedError("no such instruction\nand more")
-    return iter([check.Result("sgd", "one device", 0.25, 1.0)])
+def test_an_error_is_a_failure_and_the_rest_goes_on(monkeypatch, capsys):
+  def broken(mesh, strategy, dim):
+    if mesh is None:
+      raise NotImplementedError("no such instruction")
+    return {"sgd": (0.25, 1.0, "parameters")}
 
-  monkeypatch.setattr(check, "places", lambda: {"a": check.Place(), "b": check.Place("mesh")})
+  places = {"here": (None, "mod", 16), "there": ("mesh", "mod", 16)}
+  monkeypatch.setattr(check, "places", lambda: places)
   monkeypatch.setattr(check, "check", broken)
-  failed, rest = check.run()
-  assert (failed.where, failed.ok, rest.where) == ("a", False, "b")
-  assert failed.note == "NotImplementedError: no such instruction"
+  assert check.main() == 1
+  out = capsys.readouterr().out
+  assert "NotImplementedError: no such instruction" in out
+  passed = next(line for line in out.splitlines() if line.startswith("sgd"))
+  assert passed.split() == ["sgd", "there", "2.5e-01", "ok"]
+  assert "1 of 2 checks FAILED" in out

@@ -60,13 +60,10 @@ def test_the_changed_rows_and_their_slots():
   momenta[1], velocities[3, 1] = [1, 2], 1e-30
   delta = after(7, momenta=momenta, velocities=velocities)
   rows = delta.tables["model"]["embed/t"]
-  assert (delta.since, delta.step, rows.ids.tolist(), delta.num_rows) == (7, 8, [1, 3], 2)
+  assert (delta.since, delta.step, rows.ids.tolist()) == (7, 8, [1, 3])
   assert sorted(rows.values) == ["momenta", "parameters", "velocities"]
   assert rows.values["momenta"].tolist() == [[1, 2], [0, 0]]
   assert delta.state["model"]["bias/value"].tolist() == [0]
-  of_rows = 2 * (4 + 3 * 2 * 4)  # ids, and three arrays of two float32
-  assert delta.nbytes - of_rows == sum(x.nbytes for x in delta.state["model"].values())
-  assert repr(delta).startswith("delta of steps 7 to 8: 2 changed rows, ")
 
 
 def test_every_bit_of_a_row_counts():
@@ -96,7 +93,7 @@ def test_many_rows_go_in_pieces(monkeypatch):
   since = embed.deltas.fingerprint(0, model=source)
   source.embed.load_tables({"t": np.ones((ROWS, 2))})
   delta, _ = embed.deltas.changes(since, 1, model=source)
-  assert delta.num_rows == ROWS
+  assert len(delta.tables["model"]["embed/t"].ids) == ROWS
   embed.deltas.apply(delta, 0, model=target)
   assert_same_bits(tree_of({"model": target}), tree_of({"model": source}))
 

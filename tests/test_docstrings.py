@@ -12,7 +12,7 @@ import re
 import pytest
 
 import embed
-from embed import checkpoint, deltas, importers, transforms
+from embed import checkpoint, deltas, transforms
 
 pytestmark = pytest.mark.ci
 
@@ -22,9 +22,7 @@ MODULES = sorted(
   for path in (ROOT / "embed").rglob("*.py")
   if ">>>" in path.read_text()
 )
-PUBLIC = {
-  name for module in (embed, checkpoint, deltas, importers, transforms) for name in module.__all__
-}
+PUBLIC = {name for module in (embed, checkpoint, deltas, transforms) for name in module.__all__}
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Lines, and files where they count. A change may lower a number, and raises none.
 BUDGETS = {
-  "embed/**/*.py": (11_000, 48),
+  "embed/**/*.py": (10_940, 48),
   "recipes/**/*.py": (10_500, 75),
   "configs/**/*.py": (545, None),
-  "benchmarks/**/*.py": (3_256, None),
+  "benchmarks/**/*.py": (3_250, None),
   "tests/*.py tests/[!r]*/**/*.py": (11_000, None),  # all but the recipes' own
   "tests/recipes/**/*.py": (7_700, None),
   "*.md docs/**/*.md recipes/**/*.md colabs/*.md benchmarks/*.md tests/**/*.md": (5_201, None),

@@ -1,5 +1,4 @@
-"""Tables of other libraries: by hand, in arrays of their layout, and their own files where they
-are installed. `tests/parity` has what their libraries wrote.
+"""Configs and tables of TPUEmbedding, by hand.
 
 TensorFlow is not installed: classes stand for its own, by name and attributes (those of
 tpu_embedding_v2_utils.py, of V1's tpu_embedding.py, and of its initializers).
@@ -16,99 +15,10 @@ from cases import refused
 from flax import nnx
 
 import embed
-from embed import importers
-
-
-def layer_of(optimizer):
-  shapes = {"a": (5, 2), "b": (3, 2)}
-  tables = [embed.TableConfig(*shapes[t], name=t, optimizer=optimizer) for t in shapes]
-  return embed.SparseEmbed({t.name: embed.FeatureConfig(t) for t in tables}, rngs=nnx.Rngs(0))
 
 
 def numbers(*shape, first=0):
   return first + np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-
-
-def check(layer, variables):
-  """The layer takes them, and has them."""
-  layer.load_variables(variables)
-  for table, by_key in variables.items():
-    for key, x in by_key.items():
-      np.testing.assert_array_equal(layer.variables[table][key], x)
-
-
-@pytest.mark.programs(25, "loads a layer of two tables and reads it")
-def test_torch_adam():
-  weights = {"body.a.weight": numbers(5, 2), "head": numbers(1, 2), "body.b.weight": numbers(3, 2)}
-  state = {
-    0: {"step": np.float32(7), "exp_avg": numbers(5, 2, first=1), "exp_avg_sq": numbers(5, 2)},
-    2: {"step": np.float32(7), "exp_avg": numbers(3, 2, first=2), "exp_avg_sq": numbers(3, 2)},
-  }
-  tables = {"a": "body.a.weight", "b": "body.b.weight"}
-  optimizer = {"state": state, "param_groups": [{"params": [0, 1, 2], "lr": 0.1}]}
-  read = importers.from_torch(weights, optimizer, tables=tables)
-  check(layer_of(embed.adam(bias_correction=True)), read)
-  assert read["b"]["momenta"][0].tolist() == [2, 3]
-  assert read["a"]["steps"].tolist() == [7] * 5
-  only_tables = importers.from_torch(weights, tables=tables)
-  assert [list(only_tables[name]) for name in "ab"] == [["parameters"]] * 2
-
-
-def test_torchrec():
-  weights = {
-    "ebc.embedding_bags.a.weight": numbers(5, 2),
-    "over.0.weight": numbers(4, 4),
-    "ebc.embedding_bags.b.weight": numbers(3, 2),
-  }
-  state = {
-    f"ebc.embedding_bags.{t}.weight": {f"{t}.momentum1": numbers(n, 1)}
-    for t, n in (("a", 5), ("b", 3))
-  }
-  tables = {name: f"ebc.embedding_bags.{name}.weight" for name in "ab"}
-  read = importers.from_torch(weights, {"state": state}, tables=tables)
-  np.testing.assert_array_equal(read["a"]["parameters"], numbers(5, 2))
-  assert read["b"]["accumulators"].tolist() == [0, 1, 2]
-
-
-def test_keras(tmp_path):
-  h5py = pytest.importorskip("h5py")
-  path, block = tmp_path / "model.weights.h5", "layers/distributed_embedding/_default/embed_reduce"
-  with h5py.File(path, "w") as file:
-    for i, (name, rows) in enumerate({"a": 5, "b": 3}.items()):
-      layer = file.create_group(f"{block}_{i}/vars")
-      layer.attrs["name"], layer["0"] = name, numbers(rows, 2)
-    file["layers/dense/vars/0"] = numbers(2, 1)
-    file["optimizer/vars/0"], file["optimizer/vars/1"] = 12, 0.1
-    for i, rows in enumerate((5, 5, 3, 3)):  # more than nine: "10" is behind "9"
-      file[f"optimizer/vars/{9 + i}"] = numbers(rows, 2, first=i)
-  names = ("momenta", "velocities")
-  read = importers.from_keras(path, slots={"a": names, "b": names})
-  check(layer_of(embed.adam()), read)
-  assert [read[t][n][0, 0] for t in "ab" for n in names] == [0, 1, 2, 3]
-  assert list(importers.from_keras(path)["a"]) == ["parameters"]
-  with pytest.raises(ValueError, match=r"2 arrays of the optimizer .*Leave 'a' out"):
-    importers.from_keras(path, slots={"a": ["accumulators"]})
-
-
-MOVIE = {"movie": "movie.weight"}
-
-
-def test_what_cannot_be_read_is_named():
-  ones, tables = np.ones((3, 2)), {name: f"{name}.weight" for name in ("user", "movie")}
-  weights = dict.fromkeys(tables.values(), ones)
-  adam = {"exp_avg": ones, "exp_avg_sq": ones, "step": 1.0}
-  state = lambda of_parameter: {"state": {0: of_parameter}, "param_groups": [{"params": [0]}]}
-  movie_alone = {"movie.weight": ones}
-  cases = [
-    ((weights, state(adam), tables), r"1 parameters, and there are 2 names.*Give dict"),
-    ((weights, {"state": {7: adam}}, {"user": "user.weight"}), "has nothing of 'user"),
-    ((movie_alone, state({"max_exp_avg_sq": ones}), MOVIE), "a slot for 'max_exp.*Remove it"),
-    ((movie_alone, state({"exp_avg": np.ones((4, 2))}), MOVIE), "and its table"),
-    (({"user": ones}, None, {"a": "usr"}), "no parameter 'usr': 'user'"),
-  ]
-  refused(cases, lambda case: importers.from_torch(*case[:2], tables=case[2]))
-  read = importers.from_torch(movie_alone, state(adam), tables=MOVIE)
-  assert [*read["movie"]] == ["parameters", "momenta", "velocities", "steps"]
 
 
 # --- TPUEmbedding: what stands for TensorFlow -----------------------------------------------------
@@ -189,27 +99,21 @@ ADAGRAD_MOMENTUM = {
   "momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.8, "epsilon": 1e-6
 }  # fmt: skip
 ADAM = {"epsilon": 1e-5, "sum_inside_sqrt": False}
-OPTIMIZERS = [  # of V2 and, named "Parameters", of V1
+OPTIMIZERS = [
   ("SGD", embed.sgd, {}),
   ("Adagrad", embed.adagrad, {"initial_accumulator_value": 0.2}),
   ("AdagradMomentum", embed.adagrad_momentum, ADAGRAD_MOMENTUM),
   ("FTRL", embed.ftrl, FTRL),
   ("Adam", embed.adam, {"beta_1": 0.8, "beta_2": 0.9, **ADAM}),
-  ("StochasticGradientDescentParameters", embed.sgd, {}),
-  ("AdagradParameters", embed.adagrad, {"initial_accumulator": 0.2}),
-  ("AdamParameters", embed.adam, {"beta1": 0.8, "beta2": 0.9, **ADAM}),
-  ("FtrlParameters", embed.ftrl, FTRL),
 ]
-OURS = {"initial_accumulator": "initial_accumulator_value", "beta1": "beta_1", "beta2": "beta_2"}
 
 
 def test_optimizers():
   """Every argument differs from its default."""
   table = tf_feature(tf_table(4, 2, name="t"))
   for name, ours, attributes in OPTIMIZERS:
-    theirs = tf_optimizer(name, learning_rate=0.5, initial_linear_value=0.0, **attributes)
-    renamed = OURS if name.endswith("Parameters") else {}
-    wanted = ours(0.5, **{renamed.get(key, key): value for key, value in attributes.items()})
+    theirs = tf_optimizer(name, learning_rate=0.5, **attributes)
+    wanted = ours(0.5, **attributes)
     assert imported(optimizer=theirs).optimizer == wanted, name
     assert embed.from_tpu_embedding(table, theirs).optimizer == wanted, name
 
@@ -280,13 +184,12 @@ def test_what_has_no_counterpart():
       r"The Adam of table 't' has a learning rate without arg.*learning_rate=f\).*f\(step\)",
     ),
     ({"optimizer": tf_optimizer("Adagrad", slot_variable_creation_fn=rate)}, "load_variables"),
-    ({"optimizer": tf_optimizer("FtrlParameters", initial_linear_value=0.5)}, "load_variables"),
     (
       {"optimizer": tf_optimizer("SGD", use_gradient_accumulation=False)},
       r"The SGD of table 't' steps once for each occurrence.*embed\.sgd",
     ),
     ({"optimizer": tf_optimizer("Adam", lazy_adam=False)}, "Adam of table 't' steps.* every row"),
-    ({"optimizer": tf_optimizer("RMSPropParameters")}, "no counterpart.*embed.from_optax"),
+    ({"optimizer": tf_optimizer("RMSProp")}, "no counterpart.*embed.from_optax"),
     ({"optimizer": "sgd"}, "The str of table 't' has no counterpart"),
     ({"initializer": rate}, r"initializer of table 't'.*f\(key, shape, dtype\)"),
     ({"initializer": tf("Constant", value=[1, 2])}, "initializer of table 't'.*load_tables"),

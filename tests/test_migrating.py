@@ -39,7 +39,8 @@ THEIRS = {"torch": "torch", "torchrec": "torchrec", "keras_rs": "keras_rs"}
 @pytest.mark.weekly
 @pytest.mark.filterwarnings("default")  # theirs
 @pytest.mark.parametrize("page", THEIRS)
-def test_both_sides_of_a_page_train_alike(page, monkeypatch):
+def test_both_sides_of_a_page_train_alike(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("KERAS_BACKEND", "jax")
   pytest.importorskip(THEIRS[page])
   theirs = {"__name__": "__main__"}
@@ -51,18 +52,3 @@ def test_both_sides_of_a_page_train_alike(page, monkeypatch):
   np.testing.assert_allclose(ours["table"], theirs["table"], rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(float(ours["loss"]), float(theirs["loss"]), rtol=1e-5)
   assert abs(ours["table"] - ours["start"]).max() > 0.05
-
-
-@pytest.mark.weekly
-@pytest.mark.filterwarnings("default")
-def test_a_trained_torchrec_collection_is_imported():
-  """The state of a real optimizer, by the page's lines."""
-  pytest.importorskip("torchrec")
-  theirs = {"__name__": "__main__"}
-  for _, code in pages.blocks("moving/torchrec.md", "py"):
-    exec(code, theirs)
-  ours = pages.run("moving/torchrec.md")
-  variables = ours["embed"].importers.from_torch(*theirs["state"], tables=ours["tables"])
-  np.testing.assert_array_equal(variables["movie"]["parameters"], theirs["table"])
-  ours["model"].load_variables(variables)
-  assert (variables["movie"]["accumulators"][[3, 5, 7]] > 0).all()

@@ -49,11 +49,6 @@ EQUATIONS = {
     {"momenta": 0.0, "velocities": 0.0}, 4096.0,
     [-4095.0], {"momenta": 4095.0, "velocities": 2.0**24},
   ),
-  "adam, rowwise": (
-    embed.adam(beta_1=0.5, beta_2=0.0, rowwise=True), [1.0, 7], [0.0, 0],
-    {"momenta": [0.0, 0], "velocities": 0.0}, 10.0,
-    [-1.0, -7], {"momenta": [0.5, 3.5], "velocities": 25.0},
-  ),
   "clip from below": (embed.sgd(clipvalue=(-1, None)), [-4.0, 6], [1.0, 1], {}, 0.5, [1.5, -2], {}),
   "custom": (
     embed.custom_optimizer(
@@ -224,7 +219,7 @@ REFUSED = {  # by optimizer: arguments and values that it does not take
     "initial_accumulator_value": (0.0,), "learning_rate_power": (0.5,),
     "l2_regularization_strength": (-1.0,),
   },
-  "adam": {"beta_1": (1.0, -0.1, "0.9"), "beta_2": (1,), "epsilon": (0.0,), "rowwise": (0,)},
+  "adam": {"beta_1": (1.0, -0.1, "0.9"), "beta_2": (1,), "epsilon": (0.0,)},
   "bias_corrected": {"beta_1": (1.0,), "learning_rate": (-1.0,)},
 }  # fmt: skip
 

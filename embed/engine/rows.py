@@ -139,11 +139,6 @@ def unpacked(rows: Rows) -> jax.Array:
   return unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
-def is_direct(stack: StackSpec, table: Rows) -> bool:
-  """Returns True if rows must be accessed through a back end or `Lines`, not by indexing."""
-  return stack.back_end is not None or isinstance(table, Lines)
-
-
 # --- some rows ------------------------------------------------------------------------------------
 
 

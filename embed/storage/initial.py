@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import TableConfig
-from embed.engine import cost
 from embed.engine import mesh as mesh_lib
 from embed.engine import rows as rows_lib
 from embed.engine.stack import Arrays, StackSpec
@@ -27,23 +26,8 @@ def make(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
 ) -> Arrays:
   """Makes initial rows and slots by name, from the config and random key of each table."""
-  try:
-    slots = {name: _filling(stack, slot)() for name, slot in stack.slots.items()}
-    return {"parameters": _make_rows(stack, tables, keys), **slots}
-  except jax.errors.JaxRuntimeError as error:  # mostly out of memory
-    error.add_note(_about_memory(stack))
-    raise
-
-
-def _about_memory(stack: StackSpec) -> str:
-  rows, slots = (cost.readable(number) for number in stored_tables.stored_bytes(stack))
-  tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
-  return (
-    f"The rows of tables {tables} take {rows} on each device, and their slots {slots}. Print "
-    "embed.plan(features, mesh, batch, optimizer, hbm_bytes=...) to see what every table takes; "
-    "SparseEmbed(plan=...) spreads them over the mesh so that they fit. Rows of bfloat16, or an "
-    "optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
-  )
+  slots = {name: _filling(stack, slot)() for name, slot in stack.slots.items()}
+  return {"parameters": _make_rows(stack, tables, keys), **slots}
 
 
 def _make_rows(

@@ -1,23 +1,14 @@
 """`EmbeddingConfigSpec`: tables, features and their optimizers, from one nested mapping."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax import nnx
 
-from embed import initializers
 from embed.config import FeatureConfig, TableConfig, check, setting
 from embed.layer import SparseEmbed
 from embed.optimizers import RowOptimizer, named
 
-INITIALIZERS = {
-  "constant": jax.nn.initializers.constant,
-  "normal": jax.nn.initializers.normal,
-  "truncated_normal": jax.nn.initializers.truncated_normal,
-  "uniform": jax.nn.initializers.uniform,
-}
 _KEYS = {  # keys of an entry, TensorFlow's first
   "feature": (
     "table_id", "max_sequence_length", "weight_key", "validate_weights_and_indices", "output_shape",
@@ -25,7 +16,7 @@ _KEYS = {  # keys of an entry, TensorFlow's first
   "table": (
     "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication",
     "learning_rate", "learning_rate_fn", "optimization_parameters", "layout",
-    "dim", "optimizer", "dtype", "stochastic_rounding",
+    "dtype", "stochastic_rounding",
   ),
 }  # fmt: skip
 _ALWAYS = ("use_gradient_accumulation", "lazy_adam")  # always True here
@@ -41,10 +32,9 @@ class EmbeddingConfigSpec:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
       may have `weight_key`, the column with the weights of its ids, and `max_sequence_length`,
       `validate_weights_and_indices` and `output_shape`, as in `FeatureConfig`.
-    table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
-      `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
-      0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the shared one, `dtype`, `stochastic_rounding`, and `learning_rate` or
+    table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension`, and may
+      have `combiner`, `initializer`, `dtype` and `stochastic_rounding`, as in `TableConfig`,
+      `optimization_parameters` instead of the shared ones, and `learning_rate` or
       `learning_rate_fn`, a function of the step, instead of the optimizer's own rate. TensorFlow's
       `hot_id_replication` and `layout` have no effect: they place rows on TPUs.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
@@ -161,15 +151,13 @@ def _entries(kind: str, value: Any) -> dict[str, dict[str, Any]]:
     entries[name] = _mapping(what, given)
     for key in entries[name]:
       if key not in known:
-        close = difflib.get_close_matches(key, known, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
-        raise ValueError(f"{what}: unknown key {key!r}. {hint}")
+        raise ValueError(f"{what}: unknown key {key!r}. There are {', '.join(sorted(known))}.")
   return entries
 
 
-def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
-  """Calls the function that `{"name": "adagrad", **arguments}` names."""
-  arguments = _mapping(what, value)
+def _named_optimizer(what: str, value: Any) -> RowOptimizer:
+  """Makes the optimizer that `{"name": "adagrad", **arguments}` names."""
+  arguments, functions = _mapping(what, value), named()
   name = arguments.pop("name", None)
   for key in _ALWAYS:
     if not arguments.pop(key, True):
@@ -186,7 +174,7 @@ def _optimizer(what: str, value: Any, clipping_limit: float | None) -> RowOptimi
   """Makes an optimizer; sets the limit as its `clipvalue` if it trains and has none of its own."""
   if value is None:
     return None
-  optimizer = _call_named(what, value, named()) if hasattr(value, "items") else value
+  optimizer = _named_optimizer(what, value) if hasattr(value, "items") else value
   if not isinstance(optimizer, RowOptimizer):
     raise ValueError(
       f'{what} must be an optimizer such as embed.adagrad(0.1), or {{"name": "adagrad", '
@@ -202,18 +190,13 @@ def _table(
 ) -> TableConfig:
   """Makes the config of a table, with its own optimizer or rate, or with the default optimizer."""
   what = f"Table {name!r}"
-  for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
-    if key in entry and alias in entry:
-      raise ValueError(f"{what}: {key!r} and {alias!r} have the same meaning; give one of them.")
-    if alias in entry:
-      entry[key] = entry.pop(alias)
-  for key in ("vocabulary_size", "dim"):
+  for key in ("vocabulary_size", "dimension"):
     if key not in entry:
       raise ValueError(f"{what} has no {key!r}.")
   for key in ("hot_id_replication", "layout"):
     entry.pop(key, None)
-  optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), clipping_limit)
-  optimizer = optimizer or default
+  own = entry.pop("optimization_parameters", None)
+  optimizer = _optimizer(f"{what}: optimization_parameters", own, clipping_limit) or default
   rate, schedule = (entry.pop(key, None) for key in ("learning_rate", "learning_rate_fn"))
   if rate is not None and schedule is not None:
     raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
@@ -222,12 +205,8 @@ def _table(
     if optimizer is None or optimizer.equation is None:
       raise ValueError(f"{what} has a learning rate, but no optimizer that takes one.")
     optimizer = optimizer.replace(learning_rate=rate)
-  initializer = entry.pop("initializer", None)
-  if hasattr(initializer, "items"):
-    initializer = _call_named(f"{what}: initializer", initializer, INITIALIZERS)
-    initializer = initializers.row_wise(initializer)
   try:
-    return TableConfig(name=name, optimizer=optimizer, initializer=initializer, **entry)
+    return TableConfig(name=name, dim=entry.pop("dimension"), optimizer=optimizer, **entry)
   except ValueError as error:
     raise ValueError(f"{what}: {error}") from None
 

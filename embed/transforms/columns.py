@@ -11,7 +11,6 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import inputs as inputs_lib
-from embed.engine.bags import narrow
 from embed.transforms import hashing
 
 MAX_SIZE = config_lib.MAX_VOCABULARY_SIZE
@@ -25,8 +24,8 @@ class Column:
 
   Args:
     key: the raw feature that a `Transforms` reads. None reads the feature of the same name.
-    max_valency: lists, `Ragged` and `Sparse` become `Padded` of exactly this many columns, so that
-      all batches share one compiled step. None pads lists to the longest one.
+    max_valency: lists and `Ragged` become `Padded` of exactly this many columns, so that all
+      batches share one compiled step. None pads lists to the longest one.
     truncate: True cuts longer bags to their first `max_valency` values; False raises an error.
 
   >>> class Parity(Column):
@@ -57,7 +56,7 @@ class Column:
     """Converts a column, of any kind that `embed.transforms` describes, to ids."""
     if isinstance(column, inputs_lib.KINDS):
       bags = dataclasses.replace(column, values=self._dense(column.values))
-      if isinstance(bags, inputs_lib.Padded) or self.max_valency is None:
+      if self.max_valency is None or not isinstance(bags, inputs_lib.Ragged):
         return bags
     elif _is_list_of_bags(column):
       values, splits = _join(column)
@@ -79,37 +78,6 @@ class Column:
     if key not in batch:
       raise ValueError(f"the batch has no {key!r}, only {sorted(map(str, batch))}.")
     return self(batch[key])
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity(Column):
-  """Takes integers 0 .. num_buckets - 1 as ids; negative ones are padding.
-
-  The counterpart of `tf.feature_column.categorical_column_with_identity`. Larger integers get the
-  id `default_value`; -1 makes them padding, None raises an error.
-  """
-
-  num_buckets: int
-  default_value: int | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    _set_integers(self, num_buckets=(1, MAX_SIZE))
-    _set_integers(self, default_value=(-1, self.num_buckets - 1))
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.num_buckets
-
-  def ids(self, values: np.ndarray) -> np.ndarray:
-    keys = hashing.to_keys(values)
-    if keys.dtype == object:
-      if not (padding := keys == "").all():
-        raise ValueError(f"Identity takes integers. Got {keys[~padding][0]!r}.")
-      return np.full(keys.shape, -1, np.int32)
-    ids = np.maximum(narrow(keys, self.num_buckets), -1)
-    problem = f"is not in 0 .. {self.num_buckets - 1}: raise num_buckets,"
-    return _fill_missing(self, ids, ids >= self.num_buckets, keys, problem)
 
 
 @dataclasses.dataclass(frozen=True)

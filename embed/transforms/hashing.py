@@ -77,40 +77,14 @@ def to_numbers(values: np.ndarray) -> np.ndarray:
 
 # --- hashes --------------------------------------------------------------------------------------
 
-# The primes of XXH64.
-_P1 = np.uint64(0x9E3779B185EBCA87)
-_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
-_P3 = np.uint64(0x165667B19E3779F9)
-_P4 = np.uint64(0x85EBCA77C2B2AE63)
-_P5 = np.uint64(0x27D4EB2F165667C5)
-
 
 def hashes(keys: np.ndarray) -> np.ndarray:
   """Hashes strings as UTF-8, or integers as 8 little-endian bytes, by XXH64: uint64 `[N]`."""
   if keys.dtype != object:
-    return _xxh64(keys.astype(np.uint64))
-  encoded = (key.encode("utf-8", "surrogateescape") for key in keys.tolist())
+    encoded = keys.astype("<u8").view("V8").tolist()
+  else:
+    encoded = [key.encode("utf-8", "surrogateescape") for key in keys.tolist()]
   return np.fromiter(map(xxhash.xxh64_intdigest, encoded), np.uint64, len(keys))
-
-
-def _xxh64(words: np.ndarray) -> np.ndarray:
-  """Hashes the 8 little-endian bytes of each uint64 by XXH64, vectorized.
-
-  A word is one 8-byte lane: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, XXH64, steps 1
-  (special case), 5 and 6.
-  """
-  lane = _rotated(words * _P2, 31) * _P1
-  h = _rotated(lane ^ (_P5 + np.uint64(8)), 27) * _P1 + _P4
-  h ^= h >> np.uint64(33)
-  h *= _P2
-  h ^= h >> np.uint64(29)
-  h *= _P3
-  h ^= h >> np.uint64(32)
-  return h
-
-
-def _rotated(x: np.ndarray, by: int) -> np.ndarray:
-  return (x << np.uint64(by)) | (x >> np.uint64(64 - by))
 
 
 def buckets(hashes: np.ndarray, num_buckets: int) -> np.ndarray:

@@ -21,7 +21,6 @@ OPTIMIZERS = optimizer_cases.STEPS | {
   "adagrad_momentum": embed.adagrad_momentum(0.125, momentum=0.5, exponent=3.0),
   "ftrl": embed.ftrl(0.125, l1_regularization_strength=0.125),
   "adam": embed.adam(0.125, bias_correction=True),
-  "adam, rowwise": embed.adam(0.125, rowwise=True),
   "optax": embed.from_optax(optax.adam(0.125)),
   "optax, per row": embed.from_optax(optax.lamb(0.125), per_row=True),
 }
@@ -119,6 +118,7 @@ def test_rows_are_rounded_with_the_same_noise():
 def test_all_ids_and_dtypes(name, dim):
   for kind, weighted, dtype in itertools.product(IDS, (False, True), ("float32", "bfloat16")):
     check(name, dim, kind, weighted, dtype)
+  jax.clear_caches()  # a process cannot map the code of all of them
 
 
 def test_a_gradient_that_is_not_finite_stays_in_its_row():

@@ -60,15 +60,10 @@ class Dlrm(nnx.Module):
 def imported():
   weights = {k.removeprefix("model/"): x for k, x in theirs().items() if k[:6] == "model/"}
   model = Dlrm(nnx.Rngs(0))
-  state = {i: {"sum": theirs()[f"sum/{i}"]} for i in range(2)}
-  optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.05}]}
-  tables = {name.split(".")[-2]: name for name in weights if "embedding_bags" in name}
-  of_tables = {name: weights[name] for name in tables.values()}
-  variables = embed.importers.from_torch(of_tables, optimizer, tables=tables)
-  assert {name: list(x) for name, x in variables.items()} == {
-    name: ["parameters", "accumulators"] for name in TABLES
-  }
-  model.embed.load_variables(variables)
+  of_tables = [name for name in weights if "embedding_bags" in name]
+  for i, name in enumerate(of_tables):
+    slots = {"accumulators": theirs()[f"sum/{i}"].reshape(-1)}
+    model.embed.load_variables({name.split(".")[-2]: {"parameters": weights[name], **slots}})
   names = {
     "dense_arch.model._mlp.0._linear": model.dense.layers[0],
     "dense_arch.model._mlp.1._linear": model.dense.layers[1],

@@ -165,13 +165,3 @@ def test_a_weighted_mean_that_divides_by_the_count():
   look_up = nnx.jit(lambda layer, ids, weights: layer(ids, weights))
   act = look_up(layer, embed.Padded(step.ids), embed.Padded(by_count.astype(np.float32)))
   close(act, theirs("fbgemm")["weighted_mean"])
-
-
-def test_keras_file():
-  """A real `.weights.h5` of keras-rs, with the state of Adam."""
-  pytest.importorskip("h5py")
-  names = ("momenta", "velocities")
-  read = embed.importers.from_keras(HERE / "keras.weights.h5", slots={"movie": names})
-  np.testing.assert_array_equal(read["movie"]["parameters"], theirs("keras")["adam/sum"])
-  assert (read["movie"]["velocities"] > 0).all()
-  assert (read["movie"]["momenta"] < 0).any()

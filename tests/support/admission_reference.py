@@ -37,7 +37,6 @@ class Reference:
     self.buckets = [[Row() for _ in range(v.bucket_width)] for _ in range(v.buckets)]
     self.step = 0
     self.counts = [0] * 5
-    self.totals = [0] * 5
 
   def bucket(self, raw):
     return mixed(raw)[0] * self.vocabulary.buckets >> 32
@@ -94,7 +93,6 @@ class Reference:
     hits = sum(n for raw, n in batch.items() if found[raw] is not None)
     away = sum(n for raw, n in batch.items() if answers[raw] is None)
     self.counts = [sum(batch.values()), hits, len(new), evictions, away]
-    self.totals = [a + b for a, b in zip(self.totals, self.counts, strict=True)]
     return [answers.get(raw) for raw in raws], set(new)
 
   def rank(self, row):

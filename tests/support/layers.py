@@ -34,5 +34,5 @@ def step(layer, inputs, grads, number=0):
 
 
 def update(layer, rows):
-  """One step from `{table: RowGrads}`; the layer is the whole model."""
+  """One step from the rows of `embed.Grads`; the layer is the whole model."""
   embed.Optimizer(layer, optax.identity()).update(layer, embed.Grads(nnx.State({}), rows))

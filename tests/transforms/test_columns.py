@@ -15,7 +15,6 @@ import embed
 from embed.transforms import (
   Bucketized,
   HashBucket,
-  Identity,
   RawIds,
   Transforms,
   Vocabulary,
@@ -30,21 +29,11 @@ def xxh64(word):
 
 def bags(ids):
   """Ids of any kind as lists without padding."""
+  if isinstance(ids, embed.Sparse):
+    rows = ids.indices[:, 0]
+    return [[i for i in ids.values[rows == row] if i >= 0] for row in range(ids.dense_shape[0])]
   padded = ids if isinstance(ids, embed.Padded) else embed.to_padded(ids)
   return [[i for i in bag if i >= 0] for bag in padded.values.tolist()]
-
-
-def test_identity():
-  column = Identity(num_buckets=5)
-  ids = column(np.array([0, 4, -1, -7], np.int32))
-  assert ids.dtype == np.int32
-  assert ids.tolist() == [0, 4, -1, -1]
-  with pytest.raises(ValueError, match=r"9 is not in 0 .. 4: raise num_buckets.*\(2 such values\)"):
-    column([1, 9, 7])
-  assert Identity(5, default_value=2)([1, 9, 2**63]).tolist() == [1, 2, 2]
-  assert Identity(5, default_value=-1)([1, 2**40]).tolist() == [1, -1]
-  with pytest.raises(ValueError, match=r"Identity takes integers\. Got '3'"):
-    column(["", "3"])
 
 
 def test_hash_bucket():
@@ -78,7 +67,6 @@ def test_bucketized():
 
 def test_id_zero_is_an_id():
   """TensorFlow's estimators took 0 in a dense input for padding."""
-  assert Identity(3)(np.array([[0, 1]])).tolist() == [[0, 1]]
   assert Vocabulary([0, 5])(np.array([0])).tolist() == [0]
   assert HashBucket(10)(np.array([0])).tolist() == [xxh64(0) % 10]
 
@@ -133,7 +121,6 @@ CATEGORIES = [
   HashBucket(97),
   Vocabulary(["drama", "comedy"], num_oov_buckets=3),
   Vocabulary([7, 0], num_oov_buckets=1),
-  Identity(5, default_value=4),
 ]
 
 
@@ -190,14 +177,15 @@ def test_lists_of_lists_are_bags_whatever_their_lengths():
   refused(cases, GENRES)
 
 
-def test_max_valency_makes_any_bags_padded():
+def test_max_valency_makes_lists_and_ragged_bags_padded():
   lists = [["drama"], ["comedy", "drama"]]
   ragged = embed.Ragged(["drama", "comedy", "drama"], [0, 1, 3], max_valency=2)
   sparse = embed.Sparse([[0, 0], [1, 0], [1, 1]], ["drama", "comedy", "drama"], (2, 2))
   assert GENRES(ragged).max_valency == 2
   assert GENRES(sparse).dense_shape == (2, 2)
   column = Vocabulary(["drama", "comedy"], max_valency=3)
-  for each in (lists, ragged, sparse):
+  assert column(sparse).dense_shape == (2, 2)
+  for each in (lists, ragged):
     assert column(each).values.tolist() == [[0, -1, -1], [1, 0, -1]]
   short = functools.partial(Vocabulary, ["drama", "comedy"], max_valency=1)
   with pytest.raises(ValueError, match="Bag 1 is longer than max_valency=1"):

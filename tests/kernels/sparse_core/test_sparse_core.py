@@ -85,7 +85,7 @@ def test_packed_tables(used, dim):
 @pytest.mark.weekly
 def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
   monkeypatch.setenv(sparse_core.SWITCH, "1")
-  assert "rows by SparseCores" in check.header()
-  results = list(check.check(check.places()["one device, 128 columns"]))
-  assert [result for result in results if not result.ok] == []
+  assert "rows by sparse_core" in check.header()
+  results = check.check(*check.places()["one device, 128 columns"])
+  assert [name for name, (error, tolerance, _) in results.items() if error > tolerance] == []
   assert used == {"take", "put", "bag_sum"}
