@@ -243,7 +243,7 @@ ON_GPU = ("ours", "ours, jit_step", "FBGEMM", "torch", "plain JAX")
 def step_gpu() -> str:
   """Returns the steps on a GPU, or a sentence while there is no result file of them."""
   if not (RESULTS / "step_gpu.json").exists():
-    return "\nThis version has not been timed on a GPU.\n\n"
+    return "This version has not been timed on a GPU.\n"
   measured, rows = result("step_gpu.json"), []
   for of in measured["points"]:
     size = f"{of['vocabulary']:,} x {of['dim']}, {of['ids']:,} ids"

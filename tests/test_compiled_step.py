@@ -85,7 +85,7 @@ def test_row_gradients_are_no_larger_than_the_batch():
   assert values.shape == (BATCH * VALENCY, D)
 
 
-@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.ci), "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("rocm", marks=pytest.mark.ci), "tpu"])
 def test_a_training_step_lowers(platform):
   """For platforms that are not here: nothing in a step is written for the CPU alone."""
   tables = [embed.TableConfig(40, 8, name=name) for name in ("a", "b")]

@@ -23,19 +23,6 @@ def device(monkeypatch):
 ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2, cpu=True)
 
 
-@pytest.mark.weekly
-def test_steps_are_timed(device, monkeypatch, capsys):
-  monkeypatch.setattr(check, "main", lambda: 0)
-  for variable, value in device.WAYS["packed"].items():
-    monkeypatch.setenv(variable, value)
-  report = device.of_way("packed", ARGUMENTS)
-  assert (report["kind"], report["devices"], "failed" in report) == ("cpu", 8, False)
-  names = ["lookup", "sgd", "rowwise_adagrad", "adagrad", "adam"]
-  assert list(report["ms"]) == [f"16, {name}" for name in names]
-  assert all(ms > 0 for times in report["ms"].values() for ms in times.values())
-  assert "16 rowwise_adagrad" in capsys.readouterr().out
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("scale", [1, 1.001])
 def test_sums_are_compared(device, monkeypatch, scale):
@@ -60,11 +47,6 @@ def test_what_fails_is_reported_and_the_rest_runs(device, monkeypatch, capsys):
   assert report["ms"]["16, sgd"] == {"failed": "ZeroDivisionError: division by zero"}
   assert report["ms"]["16, lookup"]["each_ms"] > 0
   assert "Traceback" in capsys.readouterr().err
-
-
-def test_a_cpu_is_no_device(device):
-  arguments = argparse.Namespace(**vars(ARGUMENTS) | {"cpu": False})
-  assert device.of_way("plain", arguments)["failed"] == "JAX has found no TPU and no GPU"
 
 
 def run(device, monkeypatch, path, *arguments):

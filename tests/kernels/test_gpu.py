@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 import optax
 import optimizer_cases
 import pytest
+from flax import nnx
 
 import embed
-from embed.engine import update
+from embed.engine import mesh, rows, update
 from embed.engine.grads import GradRows
 from embed.engine.stack import Layout, StackSpec
 from embed.kernels import gpu
@@ -28,7 +30,7 @@ DIMS = (1, 3, 16, 64, 100, 128, 1024)
 IDS = ("power law", "one id", "all distinct", "empty", "out of range")
 SIZE = 170
 
-by_kernel = jax.jit(functools.partial(gpu.step_runs, interpret=True), static_argnums=0)
+by_kernel = jax.jit(functools.partial(gpu.step_runs, interpret=True), static_argnums=(0, 4))
 by_xla = jax.jit(update.step_table, static_argnums=0)
 
 
@@ -52,7 +54,7 @@ def draw(stack, kind, weighted):
     ids = {
       "power law": lambda shape: rng.zipf(1.2, shape) % SIZE,
       "one id": lambda shape: np.full(shape, 7),
-      "all distinct": lambda shape: rng.permutation(SIZE)[: np.prod(shape)].reshape(shape),
+      "all distinct": lambda shape: rng.permutation(SIZE + 9)[: np.prod(shape)].reshape(shape),
       "empty": lambda shape: np.full(shape, -1),
       "out of range": lambda shape: rng.choice([-5, 3, 9, SIZE, SIZE + 1, 2**31 - 1], shape),
     }[kind](shape)
@@ -65,7 +67,8 @@ def check(name, dim, kind, weighted, dtype, rounded=False):
   stack = stack_of(OPTIMIZERS[name], dim, dtype, rounded)
   arrays, parts = draw(stack, kind, weighted)
   scalars = update.StepScalars.at(stack, 5)
-  found, again = (by_kernel(stack, scalars, arrays, parts) for _ in range(2))
+  is_distinct = kind == "all distinct" and not weighted
+  found, again = (by_kernel(stack, scalars, arrays, parts, is_distinct) for _ in range(2))
   tolerance = {"rtol": 2.0**-7} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
   assert (np.asarray(found["parameters"]) != arrays["parameters"]).any() == (kind != "empty")
   for key, x in by_xla(stack, scalars, arrays, parts).items():
@@ -148,8 +151,8 @@ def on_h100():
   gpu.is_supported.cache_clear()
 
 
-def lowered(stack, kind="power law"):
-  arrays, parts = draw(stack, kind, True)
+def lowered(stack):
+  arrays, parts = draw(stack, "power law", True)
   step = jax.jit(functools.partial(gpu.step, stack, is_distinct=False), donate_argnums=1)
   traced = step.trace(update.StepScalars.at(stack, 1), arrays, parts)
   return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -163,7 +166,6 @@ def test_every_optimizer_is_lowered(name, on_h100):
     stack = stack_of(OPTIMIZERS[name], dim, dtype, rounded=dtype == "bfloat16")
     text = lowered(stack)
     assert text.count("output_operand_alias<") == 1 + len(stack.slots)
-    assert "_step_kernel" in text
     ids = 24 * 3 + 30 + 6 * 8
     assert not re.search(rf"tensor<({ids}|{-(-ids // 8) * 8})x{dim}x", text)
 
@@ -176,3 +178,24 @@ def test_what_triton_cannot_compile_is_left_to_xla(on_h100):
   for equation, dim, is_supported in ((sorts, 4, False), (means, 5, False), (means, 4, True)):
     text = lowered(stack_of(embed.custom_optimizer(equation), dim))
     assert ("_step_kernel" in text) == is_supported
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_plan_for_a_gpu_takes_the_kernels(on_h100, monkeypatch):
+  """For two tables of a stack, whose gradients are summed before they are clipped."""
+  device = types.SimpleNamespace(platform="gpu", device_kind=H100.device_kind)
+  monkeypatch.setattr(mesh.Placement, "device", device)
+  features = [embed.FeatureConfig(embed.TableConfig(40, 8, name=name)) for name in "ab"]
+  layer = embed.SparseEmbed(features, embed.adam(), rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(layer, optax.identity())
+
+  @nnx.jit
+  def step(layer, optimizer, ids):
+    _, grads = embed.value_and_grad(lambda layer, ids: sum(x.sum() for x in layer(ids)))(layer, ids)
+    optimizer.update(layer, embed.clip_by_global_norm(grads, 1.0))
+
+  traced = step.trace(layer, optimizer, [embed.to_padded([[1, 2], [3]]), np.array([4, 5])])
+  assert "_step_kernel" in traced.lower(lowering_platforms=("cuda",)).as_text()
+  sent = rows.take(*layer.spec.stacks.values(), jnp.ones((80, 8), jnp.bfloat16), jnp.array([1]))
+  assert sent.dtype == jnp.bfloat16  # as it is stored
