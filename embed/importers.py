@@ -23,8 +23,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 # --- TPUEmbedding: configurations ----------------------------------------------------------------
-# TensorFlow is not imported: objects of `tf.tpu.experimental.embedding`, and the parameter classes
-# of `tf.compat.v1.tpu`, are recognized by the names of their classes and attributes.
+# TensorFlow is not imported: objects of `tf.tpu.experimental.embedding` are recognized by the names
+# of their classes and attributes.
 
 
 class Imported(NamedTuple):

