@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Of a GPU, JAX would take most at once, and leave torch and FBGEMM without.
+# By default JAX reserves most of a GPU's memory, which leaves none for torch and FBGEMM.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -51,7 +51,7 @@ class Contender(NamedTuple):
 
   Attributes:
     step: starts one step, or one lookup, of the batch with a number; returns what to wait for.
-    rows: returns those rows of the table, as they stand, whose numbers it is given.
+    rows: returns the current rows with the given numbers.
     set_up: called before its turn.
     wait: waits for what `step` has returned.
   """

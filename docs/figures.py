@@ -241,7 +241,7 @@ ON_GPU = ("ours", "ours, jit_step", "FBGEMM", "torch", "plain JAX")
 
 
 def step_gpu() -> str:
-  """Returns the steps on a GPU, or a sentence while there is no result file of them."""
+  """Returns the steps on a GPU, or a sentence until they have been timed."""
   if not (RESULTS / "step_gpu.json").exists():
     return "This version has not been timed on a GPU.\n"
   measured, rows = result("step_gpu.json"), []

@@ -48,8 +48,8 @@ class TablePlan:
 
       - "rows": an array of rows.
       - "packed": side by side in lines of 128 columns, each row padded to 8, 16, 32, 64 or a
-        multiple of 128 columns. TPUs would copy a table of any other width in every step. CPUs and
-        GPUs gain nothing from it.
+        multiple of 128 columns. TPUs would copy a table of any other width in every step. CPUs gain
+        nothing from it, and GPUs lose their kernel.
       - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed unless
         the width is a multiple of 128. The kernels are compiled for these chips and checked by
         emulation, but have not run on a TPU.

@@ -1,7 +1,7 @@
 """Configs and tables of TPUEmbedding, by hand.
 
 TensorFlow is not installed: classes stand for its own, by name and attributes (those of
-tpu_embedding_v2_utils.py, of V1's tpu_embedding.py, and of its initializers).
+tpu_embedding_v2_utils.py and of its initializers).
 """
 
 import functools

@@ -14,7 +14,7 @@ rows; `admission` for raw ids. `xla` only orders XLA's work, `hashes` has the bi
 `compat` has the names that differ between versions of JAX.
 
 Two more packages handle only arrays. `embed.storage` makes stored arrays, and reads and loads them
-as tables, which no step needs. `embed.kernels` has compiled code for TPU SparseCores, which
+as tables, which no step needs. `embed.kernels` has compiled code for some accelerators, which
 registers itself with `backends`: `rows` and `update` call it wherever it supports the operation.
 Imports between the packages go one way, as `pyproject.toml` specifies.
 

@@ -10,21 +10,6 @@ from embed.engine.bags import Bags, is_row
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags take several
 
 
-def gather_and_reduce(table: jax.Array, bags: Bags) -> jax.Array:
-  """Does the same as `gather_and_combine`, in one expression of a gather and a sum.
-
-  XLA:GPU makes one kernel of it; others would store all rows, `[N, D]`.
-  """
-  if bags.is_ragged:
-    return gather_and_combine(table, bags)
-  rows = table.at[bags.ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-  rows, gains = rows.astype(jnp.float32), bags.gains
-  if gains is not None and gains.shape == bags.ids.shape:
-    rows, gains = rows * gains[..., None], None
-  act = jnp.sum(rows, axis=-2)
-  return act if gains is None else act * gains
-
-
 def gather_and_combine(table: Any, bags: Bags) -> jax.Array:
   """Sums gain * row over each bag: float32 activations `[*batch, D]`.
 

@@ -113,7 +113,7 @@ def step_stored(
 def step_in_dtype(
   stack: StackSpec, rate: jax.Array, keys: jax.Array | None, g: jax.Array, arrays: Arrays
 ) -> Arrays:
-  """Does the same as `step_stored`, for rows that a kernel may have padded with zeros.
+  """Does what `step_stored` does, for rows that a kernel may have padded with zeros.
 
   `keys`, uint32 `[n]`, are those of `rounding_keys`.
   """
@@ -374,7 +374,7 @@ def step_sorted(
   else:
     rows = grads_lib.sum_per_row(parts, size, chunk)
   entries = jnp.arange(1, rows.ids.shape[0] + 1, dtype=jnp.int32)
-  used = jnp.max(jnp.where(rows.ids < size, entries, 0))  # the entries behind have no rows
+  used = jnp.max(jnp.where(rows.ids < size, entries, 0))  # later entries hold no rows
   step = functools.partial(step_part or _step_part, row_step)
   return grads_lib.in_chunks(step, arrays, stack.dim, rows.ids, rows.values, chunk=chunk, used=used)
 

@@ -1,1 +1,1 @@
-"""Compiled code for SparseCores, which implements operations of the engine."""
+"""Compiled code for accelerators, which implements operations of the engine."""

@@ -6,8 +6,8 @@ equal ids are a **run**. A program of the kernel takes a **block** of sorted ids
 that begin among them, steps their rows by the optimizer's own equation, and writes them in place.
 There is no array of N rows, and the work does not depend on how often an id repeats.
 
-A run may go on in later blocks. What a block has of a run that began in an earlier one is its
-**head**. The heads are again gradients of rows, at most one for each block, with equal rows side by
+A run may go on in later blocks. The part of it that lies in a later block is the **head** of that
+block. The heads are again gradients of rows, at most one for each block, with equal rows side by
 side, so their runs are summed in the same way. Every sum has one order: the same inputs give the
 same bits.
 
@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from embed.engine import backends, compat, lookup, update
+from embed.engine import backends, compat, update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows, flat_ids
 from embed.engine.mesh import LOCAL
@@ -45,9 +45,19 @@ _COLUMNS_PER_WARP = 128  # 16 bytes of float32 for each thread
 _WIDEST = 4096  # columns: 32 warps, the most that a program may have
 
 
-def look_up(stack: StackSpec, table: jax.Array, bags: Bags) -> jax.Array:
-  """Sums the rows of each bag, in one kernel unless bags are ragged."""
-  return lookup.gather_and_reduce(table, bags)
+def look_up(stack: StackSpec, table: jax.Array, bags: Bags) -> jax.Array | None:
+  """Sums the rows of each bag, in an expression that XLA:GPU makes one kernel of.
+
+  None for ragged bags. Other compilers would store all rows, `[N, D]`.
+  """
+  if bags.is_ragged:
+    return None
+  rows = table.at[bags.ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  rows, gains = rows.astype(jnp.float32), bags.gains
+  if gains is not None and gains.shape == bags.ids.shape:
+    rows, gains = rows * gains[..., None], None
+  act = jnp.sum(rows, axis=-2)
+  return act if gains is None else act * gains
 
 
 def step(
@@ -91,12 +101,14 @@ def is_supported(stack: StackSpec) -> bool:
   if triton is None or stack.dim > _WIDEST or not _allows_padding(stack):
     return False
   array = lambda *shape, dtype=np.float32: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
-  arrays = {"parameters": array(1, stack.dim, dtype=stack.dtype)} | _slots_of_a_row(stack)
+  shape = lambda slot: (1,) if slot.per_row else (1, stack.dim)
+  arrays = {name: array(*shape(slot), dtype=slot.dtype) for name, slot in stack.slots.items()}
+  arrays["parameters"] = array(1, stack.dim, dtype=stack.dtype)
   part = GradRows(array(1, stack.dim), array(1, 2 * _BLOCK, dtype=np.int32), array(1, 2 * _BLOCK))
   scalars = StepScalars(array(), array(dtype=np.int32))
   on_one = functools.partial(step_runs, dataclasses.replace(stack, placement=LOCAL))
   try:
-    with warnings.catch_warnings(action="ignore"):  # of the removal; the program's own one stays
+    with warnings.catch_warnings(action="ignore"):  # the program itself still warns of the removal
       jax.jit(on_one).trace(scalars, arrays, [part]).lower(lowering_platforms=("cuda",))
   except Exception:  # an operation that Triton lacks; XLA reports what else is wrong
     return False
@@ -112,11 +124,6 @@ def _allows_padding(stack: StackSpec) -> bool:
   assert optimizer is not None
   reduces = optimizer.name == "custom_optimizer" or optimizer.arguments.get("per_row", False)
   return not reduces or stack.dim == _width(stack.dim)
-
-
-def _slots_of_a_row(stack: StackSpec) -> Arrays:
-  shape = lambda slot: (1,) if slot.per_row else (1, stack.dim)
-  return {name: np.full(shape(x), x.initial, x.dtype) for name, x in stack.slots.items()}
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -162,9 +169,9 @@ def _filled(x: jax.Array, value: int) -> jax.Array:
 
 
 def _tails(entries: Entries, size: int, interpret: bool) -> jax.Array:
-  """Sums what later blocks have of each run, float32 `[N / _BLOCK, D]`.
+  """Sums the part of each run that lies in later blocks, float32 `[N / _BLOCK, D]`.
 
-  The sum is in the place of the first of these blocks; other places are undefined.
+  The sum is stored at the first of these blocks; other entries are undefined.
   """
   blocks = entries.rows.shape[0] // _BLOCK
   sums = jax.ShapeDtypeStruct((blocks, entries.grads.shape[1]), jnp.float32)
