@@ -23,31 +23,57 @@ from embed.planning import aligned
 from . import errors
 from .errors import DamagedFileError, UserError, terminal
 from .tables import source, spec
-from .tables.formats import Format, file_format, paths
+from .tables.formats import Format, file_format, free, paths
 from .tables.values import Column as FileColumn
-from .tables.values import literal, outcome, typed, value_of
+from .tables.values import literal, outcome, typed, value_of, with_point
 
 _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
+_COMMAS, _DATES = "numbers with commas: declare the decimal mark", "dates: declare their format"
+_IMPRESSIONS = "items, each with 0 or 1 for its click: write a row for each of them"
 _SHAPES = {  # of texts that would be categories of what has an order, fields or items
-  "objects, whose fields are columns as user.id": r"(\{|\[[\[{]).*",
+  "objects, whose fields are columns as user.id": r'\{".*|\{\}',
+  "objects or lists of them, which no recipe reads": r"(\{|\[[\[{]|\[\]).*",
   "numbers of a vector, which no recipe reads": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
   "list": r"\[.*\]",
-  "numbers with commas": r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
-  "dates, not as 2024-12-31": r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
-  r"(19|20)\d\d[/.]\d\d?[/.]\d\d?)([T ,].*)?",
+  _IMPRESSIONS: r"\S+-[01]( \S+-[01])*",
+  _COMMAS: r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
+  _DATES: r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(\d\d)?\d\d|(19|20)\d\d[/.]\d\d?[/.]\d\d?|"
+  r"[A-Z][a-z]+ \d\d?,? \d{4}|\d\d? [A-Z][a-z]+ \d{4})([T ,].*)?",
 }
+_MARKS = {  # of numbers with commas by the option that reads them: all texts match, and one tells
+  ("decimal", ","): (r"[+-]?(\d{1,3}(\.\d{3})+|\d*)(,\d+)?", r".*(\..*,|,\d{1,2}|,\d{4,})"),
+  ("thousands", ","): (r"[+-]?(\d{1,3}(,\d{3})+|\d{1,3})(\.\d+)?", r".*,.*[.,].*|\d{1,3}"),
+}
+_CALENDARS = (
+  "%d.%m.",
+  "%d/%m/",
+  "%m/%d/",
+  "%d-%m-",
+  "%m-%d-",
+  "%b %d, ",
+  "%d %b ",
+  "%B %d, ",
+  "%d %B ",
+)
+_CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+_FORMATS = [  # of times that ISO 8601 does not write so
+  f"{date}{clock}"
+  for date in ["%Y/%m/%d", "%Y.%m.%d", *(f"{day}%{year}" for day in _CALENDARS for year in "Yy")]
+  for clock in _CLOCKS
+]
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _SIDES = ("user", "item")
 _FEATURES = ("number", "category", "bag")
+_RESERVED = (*_SIDES, "history")  # names that recipes give a meaning
 _WORDS = {  # parts of names, in addition to those of `_IDS`
-  "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "reader"},
+  "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "session"},
   "item": {"item", "iid", "product", "movie", "film", "track", "song", "video", "book", "sku"},
-  "time": {"time", "timestamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
+  "time": {"time", "stamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
 }
 _IDS = {"id", "ids", "code", "hash", "key"}
 _OTHER_TIMES = {"birth", "born", "release", "released", "published", "expiry", "expires"}
@@ -83,30 +109,43 @@ class Column:
   high: float = _sql("max(number)", 0.0)
   is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
   shape: str = _sql({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
+  has_digits: bool = _sql(r"sum(rows) FILTER (text SIMILAR TO '.*\d.*') >= 0.5 * sum(rows)", False)
   separator: str = _sql(
-    {k: f"sum(rows) FILTER (contains(text, '{k}')) >= 0.3 * sum(rows)" for k in "|;,"}
+    {
+      mark: f"sum(rows) FILTER (contains(text, '{mark}')) >= 0.3 * sum(rows) AND "
+      f"bool_and(regexp_full_match(text, '{pattern}'))"
+      for mark, pattern in {**dict.fromkeys("|;,", ".*"), " ": r"\S*\d\S*( \S*\d\S*)*"}.items()
+    }
   )
   top: Sequence[str] = _sql("arg_min(text, (-rows, text), 6)", ())  # the most frequent values
   counts: Sequence[int] = _sql("max(rows, 6)", ())  # their rows
   kind: str = ""  # of `spec.KINDS`; "" leaves it out
   why: str = ""  # in a few words
   options: dict[str, Any] = dataclasses.field(default_factory=dict)  # that are not the defaults
+  written: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of numbers or times
 
   def become(self, kind: str, why: str = "", **options: Any) -> None:
     """Proposes what the column is."""
-    self.kind, self.why, self.options = kind, why, options
+    written = self.written if kind in ("number", "time") else {}
+    self.kind, self.why, self.options = kind, why, written | options
 
   @property
   def type(self) -> str:
     """The type of the values in a word."""
     if self.rows == self.numbers:
       return "number" if self.rows else "empty"
-    return "time" if self.is_dated else "list" if self.shape == "list" else "text"
+    if self.is_dated or "format" in self.written:
+      return "time"
+    return "list" if self.shape == "list" else "text"
 
   @property
   def value(self) -> str:
     """SQL of a number or a time, in whose order the values are."""
-    return f"TRY_CAST({self.text} AS {'DOUBLE' if self.type == 'number' else 'TIMESTAMPTZ'})"
+    if "format" in self.written:
+      return f"try_strptime({self.text}, {literal(self.written['format'])})"
+    if self.type == "time":
+      return f"TRY_CAST({self.text} AS TIMESTAMPTZ)"
+    return f"TRY_CAST({with_point(self.text, spec.Number(**self.written))} AS DOUBLE)"
 
 
 @dataclasses.dataclass
@@ -131,7 +170,7 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
   con, rows, names, notes = source.connect(), 0, list[str](), list[str]()
   for path in data_files:
     file, values, problems = source.open_file(path, format), {}, collections.Counter[str]()
-    names = names or list(file.columns)
+    names = names or [*file.columns, *file.fields]
     raws = [file.column(name) for name in names]
     for n, column in enumerate(raws):
       text = FileColumn(column.name, f"CAST({column.raw} AS VARCHAR)", "VARCHAR")
@@ -146,7 +185,8 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
       if rows == num_rows:
         break
     problems.update(problem for _, problem, _ in file.unreadable)
-    notes += [f"{count:,} rows: {what}." for what, count in problems.items() if count]
+    counted = ((f"{n:,} row{'s' * (n > 1)}", what) for what, n in problems.items() if n)
+    notes += [f"{number}: {what}." for number, what in counted]
     if rows == num_rows:
       break
   if not rows:
@@ -157,6 +197,7 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
     f"(SELECT unnest(range({len(names)})) AS n, unnest([{', '.join(values)}]) AS text FROM sample) "
     "WHERE text IS NOT NULL GROUP BY n, text"
   )
+  written = _written(con)
   queries = {f.name: f.metadata["sql"] for f in dataclasses.fields(Column) if f.metadata}
   found = con.execute(
     f"SELECT n, {', '.join(queries.values())} FROM (SELECT *, sum(rows) OVER (PARTITION BY n "
@@ -166,10 +207,41 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
   columns = {name: Column(name, n, f"c{n}") for n, name in enumerate(names)}
   for n, *answers in found.fetchall():
     known = {key: x for key, x in zip(queries, answers, strict=True) if x is not None}
-    known["missing"] = 1 - known["rows"] / rows
+    known |= {"missing": 1 - known["rows"] / rows, "written": written.get(n, {})}
     columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
   settings = {"on_bad_row": "skip"} if notes else {}
   return Sample(con, columns, rows, rows < num_rows, notes, settings)
+
+
+def _written(con: Any) -> dict[int, dict[str, Any]]:
+  """Returns how numbers with commas and dates are written, by column, and fills in the numbers.
+
+  Where texts can be read in two ways, as 1/2/2024 and 1,234, there is nothing.
+  """
+  written = dict[int, dict[str, Any]]()
+  matches = lambda pattern: f"regexp_full_match(text, {literal(pattern)})"
+  ask = lambda tests, n: con.execute(
+    f"SELECT {', '.join(tests)} FROM counts WHERE n = {n}"
+  ).fetchone()
+  shapes = f"n, bool_and({matches(_SHAPES[_COMMAS])}), bool_and({matches(_SHAPES[_DATES])})"
+  found = con.execute(
+    f"SELECT {shapes}, count(number) < count(*) FROM counts GROUP BY n"
+  ).fetchall()
+  for n, has_commas, is_dated, _ in (row for row in found if row[-1]):
+    if has_commas:
+      tests = [f"bool_and({matches(a)}) AND bool_or({matches(b)})" for a, b in _MARKS.values()]
+      fits = [option for option, fit in zip(_MARKS, ask(tests, n), strict=True) if fit]
+      if len(fits) == 1:
+        written[n] = dict(fits)
+        number = _FINITE.replace("text", with_point("text", spec.Number(**written[n])))
+        con.execute(f"UPDATE counts SET number = {number} WHERE n = {n}")
+    if is_dated:
+      years = (f"year(try_strptime(text, {literal(each)}))" for each in _FORMATS)
+      tests = [f"bool_and(coalesce({year} BETWEEN 1900 AND 2100, false))" for year in years]
+      fits = [each for each, fit in zip(_FORMATS, ask(tests, n), strict=True) if fit]
+      if len({each.replace("%B", "%b") for each in fits}) == 1:  # all are in May
+        written[n] = {"format": fits[0]}
+  return written
 
 
 # --- what columns are -----------------------------------------------------------------------------
@@ -185,8 +257,10 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Non
   roles |= _guessed(sample, roles)
   for column in columns.values():
     _propose_feature(sample, column, roles.get("time"))
+  if "item" in given and roles["item"].shape == _IMPRESSIONS:
+    raise UserError(f"--item={given['item']} holds {_IMPRESSIONS}")
   for role, column in roles.items():
-    column.become(role)
+    column.become(role, **{"separator": " "} if role == "item" and column.separator == " " else {})
   if "label" in roles:
     y = _propose_label(sample, roles["label"], positive)
     _leave_out_leaks(sample, y)
@@ -196,16 +270,16 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Non
   if {*_SIDES} <= {*roles}:
     sample.recipes = ("sequence", "two_tower") if "time" in roles else ("two_tower",)
     _complete_rankings(sample, roles, y)
-  if y:
+  if y and {column.kind for column in columns.values()} & {*_FEATURES, *_SIDES}:
     sample.recipes = ("dlrm", *reversed(sample.recipes))
     _give_vectors(sample)
-  elif not sample.recipes:
-    sample.notes.append("For a config, give --label, the column to predict, or --user and --item.")
 
 
 def _words(name: str) -> set[str]:
-  """Returns the words of a name in lower case, as of `lastVisit_at`."""
-  return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+  """Returns the words of a name in lower case, as of `lastVisit_at` or `visitorid`."""
+  words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+  cut = (re.sub(r"(...)(id|stamp)$", r"\1 \2", word.lower()).split() for word in words)
+  return {part for word in cut for part in word}
 
 
 def _is_called(column: Column, role: str) -> bool:
@@ -222,13 +296,14 @@ def _is_moment(column: Column) -> bool:
 
 
 def _guessed(sample: Sample, roles: dict[str, Column]) -> dict[str, Column]:
-  """Returns the user and the item, by their names, and the finest time of a row."""
+  """Returns the user and the item, by names and values, and the finest time of a row."""
   columns = [each for each in sample.columns.values() if each not in roles.values()]
   found: dict[str, Column] = {}
-  for column in sorted(columns, key=lambda each: each.distinct):
-    is_id = column.is_whole if column.type == "number" else not column.shape
-    if is_id and 1 < column.distinct <= _ROW_ID * column.rows:
-      found |= {side: column for side in _SIDES if _is_called(column, side)}
+  ids = [column for column in columns if _repeats_ids(column)]
+  # The last of several counts: one with few gaps, a user before a session, with the most values.
+  order = lambda each: (each.missing < 0.3, "session" not in _words(each.name), each.distinct)
+  for column in sorted(ids, key=order):
+    found |= {side: column for side in _SIDES if _is_called(column, side)}
   moments = [column for column in columns if _is_moment(column)]
   named = [column for column in moments if _is_called(column, "time")]
   if named := named or [column for column in moments if column.type == "time"]:
@@ -236,9 +311,57 @@ def _guessed(sample: Sample, roles: dict[str, Column]) -> dict[str, Column]:
     finer = [column for column in moments if _follows(sample, first.value, column)]
     found["time"] = max([first, *finer], key=lambda column: column.distinct)
   found = {role: column for role, column in found.items() if role not in roles}
+  found |= _guessed_by_shape(sample, roles | found, ids)
   guessed = [f"--{side}={found[side].name}" for side in _SIDES if side in found]
   sample.notes.extend(f"Guessed by name and values: {option}." for option in guessed)
   return found
+
+
+def _repeats_ids(column: Column) -> bool:
+  """Returns True if a column may hold ids, each of which several rows have."""
+  is_id = column.is_whole if column.type == "number" else column.type == "text" and not column.shape
+  return is_id and 1 < column.distinct <= _ROW_ID * column.rows
+
+
+def _guessed_by_shape(
+  sample: Sample, roles: dict[str, Column], ids: Sequence[Column]
+) -> dict[str, Column]:
+  """Returns a user or an item that no name tells: many ids, each with many of the other side's.
+
+  Columns that follow from another one, as an artist from a track, are features of it.
+  """
+  pairs = lambda a, b: sample.ask(
+    f"SELECT count(DISTINCT hash({a.text}, {b.text})) FROM sample WHERE {a.text} IS NOT NULL AND "
+    f"{b.text} IS NOT NULL"
+  )[0][0]
+  follow = lambda a, b: pairs(a, b) <= _SAME * max(a.distinct, b.distinct)
+  known = [roles[side] for side in _SIDES if side in roles]
+  others, time = list[Column](), roles.get("time")
+  for column in sorted(ids, key=lambda each: -each.distinct):
+    is_named = bool(_words(column.name) & _IDS) or column.has_zeros or column.low >= 1e8
+    is_id = is_named if column.type == "number" else column.has_digits and not column.separator
+    if is_id and column not in roles.values() and column.distinct**2 >= max(column.rows, 100):
+      others.append(column)
+  if len(known) == 2 or len(others) > 6:  # as the hashed categories of an ad
+    return {}
+  kept = list[Column]()
+  for column in others:
+    if time and column.type == "number" and _follows(sample, time.value, column):
+      continue
+    if any(follow(column, each) for each in known):
+      continue
+    finer = next((each for each in kept if follow(column, each)), None)
+    if finer is None:
+      kept.append(column)
+    elif 2 * column.distinct >= finer.distinct and not _words(finer.name) & _IDS:
+      kept[kept.index(finer)] = column  # the same things, as parents of variants
+  if known and kept:
+    named = [column for column in kept if _words(column.name) & _IDS]
+    side = "item" if "user" in roles else "user"
+    return {side: (named or kept)[0]} if len(named or kept) == 1 else {}
+  # The most frequent item stands out more than the busiest user does.
+  kept.sort(key=lambda column: column.counts[0] * column.distinct / column.rows)
+  return dict(zip(_SIDES, kept, strict=True)) if len(kept) == 2 else {}
 
 
 def _follows(sample: Sample, order: str, column: Column) -> bool:
@@ -262,16 +385,15 @@ def _propose_feature(sample: Sample, column: Column, time: Column | None) -> Non
     return column.become("", "follows the time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
     return column.become("", column.shape or "numbers and texts: name those in format.missing")
-  if name in (*_SIDES, "history"):
-    return column.become("", "its name has another meaning")
+  options: dict[str, Any] = {"column": name} if name in _RESERVED else {}
   if column.type == "list":
-    return column.become("bag")
-  if column.separator:
+    return column.become("bag", **options)
+  if column.separator and column.type == "text":
     parts = f"SELECT unnest(string_split(text, '{column.separator}')) AS part FROM counts"
     query = f"SELECT count(DISTINCT trim(part)), count(*) FROM ({parts} WHERE n = {column.number})"
     of_values, total = sample.ask(query)[0]
     if 2 <= of_values < distinct and total >= 2 * of_values:
-      return column.become("bag", separator=column.separator)
+      return column.become("bag", separator=column.separator, **options)
   is_number = column.type == "number" and not column.has_zeros
   is_id = bool(_words(name) & _IDS) or any(_is_called(column, side) for side in _SIDES)
   is_id |= max(abs(column.low), abs(column.high)) >= 1e10
@@ -282,9 +404,9 @@ def _propose_feature(sample: Sample, column: Column, time: Column | None) -> Non
   if is_number and distinct > 2 and not (column.is_whole and (is_few or is_id)):
     is_positive = column.low >= -column.high / 100 and column.high >= 20
     if is_positive and column.tail > 5 * max(column.median, 1.0):
-      return column.become("number", "heavy tail", log=True)
-    return column.become("number")
-  options: dict[str, Any] = {"min_count": 5} if distinct > 20_000 else {}
+      return column.become("number", "heavy tail", log=True, **options)
+    return column.become("number", **options)
+  options |= {"min_count": 5} if distinct > 20_000 else {}
   return column.become("category", **options)
 
 
@@ -415,7 +537,8 @@ def config(sample: Sample, settings: Mapping[str, Any], command: str) -> str:
   for name, column in sample.columns.items():
     value = {"kind": column.kind, **column.options} if column.options else column.kind
     left = f"      # {name!r}: left out, {column.why}"
-    columns.append(f"      {name!r}: {value!r}," if column.kind else left)
+    declared = free(f"{name}_", sample.columns) if "column" in column.options else name
+    columns.append(f"      {declared!r}: {value!r}," if column.kind else left)
   groups = (settings, sample.settings)
   before, after = ([f"    {name!r}: {x!r}," for name, x in each.items()] for each in groups)
   lines = ['"""The table as first proposed; written by the command below."""', ""]
@@ -444,7 +567,11 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
   yield f"{', '.join(files)}: {len(names)} columns, {rows}"
   yield report(sample)
-  if out and sample.recipes:
+  if not sample.recipes:
+    left = [f"{c.name} is left out: {c.why}" for c in sample.columns.values() if not c.kind]
+    advice = "give --label, the column to predict, or --user and --item"
+    raise UserError(f"nothing to train on: {advice}{'; '.join(['', *left])}")
+  if out:
     settings = {"files": table} | ({"format": format} if format else {})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with open(out, "x", encoding="utf-8") as file:  # a config that has been edited is kept
@@ -454,7 +581,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     workdir = f"runs/{Path(out).stem or 'my'}" + f"_{recipe}" * (recipe != sample.recipes[0])
     quoted = map(shlex.quote, (out or "my.py", workdir))
     lines.append("python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted))
-  yield "\n".join(lines) if sample.recipes else "Nothing is written."
+  yield "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -467,7 +594,8 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
   command = shlex.join(["python", "-m", f"{__package__}.describe", *argv])
   with errors.in_one_line(parser):
-    print(*map(terminal, run(parser.parse_args(argv), command)), sep="\n\n", flush=True)
+    for block in run(parser.parse_args(argv), command):
+      print(terminal(block), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,9 +78,11 @@ class File:
 
   Attributes:
     path: of the file, or a URL.
-    columns: an expression and its type by the name of the column; JSON Lines accepts paths too.
+    columns: an expression and its type by the name of the column; fields of objects are read by
+      their path, as `user.id`.
     schema: of the batches, whose fields the expressions name.
     read: yields batches of the named fields.
+    fields: paths of fields in the objects of the first lines.
     bad: a condition of malformed rows, and the text of the error.
     unreadable: line, problem and text of rows that `read` has left out so far, since they cannot be
       cut into fields. Lines that are blank, and those within quotes, do not count.
@@ -90,6 +92,7 @@ class File:
   columns: Mapping[str, tuple[str, str]]
   schema: pa.Schema
   read: Callable[[Sequence[str]], Iterator[pa.Table]]
+  fields: Sequence[str] = ()
   bad: tuple[str, str] = ("false", "")
   unreadable: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)
 
@@ -98,8 +101,9 @@ class File:
     if name in self.columns:
       return Column(name, *self.columns[name])
     top, *below = name.split(".")
-    if below and self.columns.get(top, ("", ""))[1] == "JSON":
-      return Column(name, _field(top, *below), "VARCHAR")
+    raw, stored = self.columns.get(top, ("", ""))
+    if below and stored == "JSON":
+      return Column(name, _field(raw, *below), "VARCHAR")
     hint = " (If the first line is a row, name the columns: config.format.names=('…', '…').)"
     raise DamagedFileError(
       f"{self.path} has no column {name!r}; {spec.nearest(name, [*self.columns][:30])}"
@@ -241,24 +245,47 @@ def _cut(
   return {"schema": schema, "read": read, "unreadable": unreadable}
 
 
-def _field(*keys: str) -> str:
-  """Returns the SQL of a field in the object of a line, by its keys from the outside in."""
+def _field(text: str, *keys: str) -> str:
+  """Returns the SQL of a field in an object written as JSON, by its keys from the outside in."""
   quoted = (key.replace("\\", "\\\\").replace('"', '\\"') for key in keys)
   path = "$" + "".join(f'."{key}"' for key in quoted)
-  return f"CASE WHEN json_valid(line) THEN line ->> {literal(path)} END"
+  return f"CASE WHEN json_valid({text}) THEN {text} ->> {literal(path)} END"
+
+
+_PYTHON_TO_JSON = (
+  "'import ast, json, sys; [print(json.dumps(ast.literal_eval(x))) for x in sys.stdin]'"
+)
+
+
+def _object(text: str) -> dict[str, Any]:
+  """Returns an object written as JSON; an empty one of another text."""
+  try:
+    found = json.loads(text)
+  except ValueError:
+    return {}
+  return found if isinstance(found, dict) else {}
+
+
+def _paths(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Returns the paths of the fields in objects that rows hold, as `user.id`."""
+  objects = ((name, x) for row in rows for name, x in row.items() if isinstance(x, dict))
+  return [*dict.fromkeys(f"{name}.{key}" for name, found in objects for key in found)]
 
 
 def _json(path: str, format: Format, lines: Sequence[str]) -> File:
-  keys = dict[str, None]()
-  for line in lines:
-    with contextlib.suppress(ValueError):
-      found = json.loads(line)
-      keys |= dict.fromkeys(found if isinstance(found, dict) else ())
+  rows = [*map(_object, lines)]
+  keys = {key for row in rows for key in row}
   if not keys:
-    raise DamagedFileError(f"{path} has no JSON object in its first lines: write one a line")
+    advice = "write one a line"
+    if any(re.match(r"\{u?'", line) for line in lines):
+      advice = (
+        f"its lines are Python's. Convert them: python -c {_PYTHON_TO_JSON} < FILE > NEW.jsonl"
+      )
+    raise DamagedFileError(f"{path} has no JSON object in its first lines: {advice}")
   no_object = "CASE WHEN json_valid(line) THEN json_type(line) <> 'OBJECT' ELSE true END"
-  columns = {key: (_field(key), "JSON") for key in sorted(keys)}
-  return File(path, columns, bad=(no_object, "is no JSON object"), **_cut(path, format, *_LINE))
+  columns = {key: (_field("line", key), "JSON") for key in sorted(keys)}
+  bad = no_object, "is no JSON object"
+  return File(path, columns, fields=_paths(rows), bad=bad, **_cut(path, format, *_LINE))
 
 
 def _text(path: str, format: Format, lines: Sequence[str], is_all: bool) -> File:
@@ -266,7 +293,7 @@ def _text(path: str, format: Format, lines: Sequence[str], is_all: bool) -> File
   has_rows, lines = any(map(str.strip, lines[skip + 1 :])), lines[skip:][:_HEAD_LINES]
   delimiter = format.delimiter or find_delimiter(lines, path, format)
   quote = "" if format.rest or len(delimiter) > 1 else format.quote
-  first = next(iter(fields_of(lines, delimiter, quote)), [])
+  first, *others = fields_of(lines, delimiter, quote) or [[]]
   names = _names(path, format, [name.strip() for name in first])
   has_header = not format.names
   if format.rest or len(delimiter) > 1:
@@ -280,11 +307,13 @@ def _text(path: str, format: Format, lines: Sequence[str], is_all: bool) -> File
       wrong = f"len({parts}) < {last}", "has too few fields"
     return File(path, columns, bad=wrong, **_cut(path, format, *_LINE, skip=skip + has_header))
   fields = [f"f{place}" for place in range(len(names))]
-  columns = {name: (field, "VARCHAR") for name, field in zip(names, fields, strict=True)}
+  rows = [dict(zip(names, map(_object, row), strict=False)) for row in others]
+  types = ("JSON" if any(row.get(name) for row in rows) else "VARCHAR" for name in names)
+  columns = dict(zip(names, zip(fields, types, strict=True), strict=True))
   about = _cut(path, format, fields, delimiter, quote, skip=skip, after=int(has_header))
   if has_header and is_all and not has_rows:
     about["read"] = lambda chosen: iter(())  # which Arrow takes for damaged
-  return File(path, columns, **about)
+  return File(path, columns, fields=_paths(rows), **about)
 
 
 def _names(path: str, format: Format, first: list[str]) -> tuple[str, ...]:

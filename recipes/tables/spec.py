@@ -123,6 +123,7 @@ class Number(Side):
   standardize: bool = True  # by mean and deviation of the training rows
   buckets: int | tuple[float, ...] = 0  # quantiles, or boundaries, of intervals with vectors
   decimal: str = _choice(".", ",")  # the mark before the fraction in texts
+  thousands: str = _choice("", ",", ".", " ", "'")  # between thousands; "." where decimal is ","
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,8 @@ class Time(Kind):
   """When a row happened: a number that grows, or a date or time as ISO 8601 writes it."""
 
   kind: ClassVar[str] = "time"
-  columns: tuple[str, ...] = ()  # of a date in several: year, month, day, hour, minute, second
+  # Year, month, day, hour, minute, second; or a date and a time of day or milliseconds within it.
+  columns: tuple[str, ...] = ()
   format: str = ""  # of other texts, as `strptime` takes it: "%d.%m.%Y %H:%M"
 
 
@@ -245,6 +247,8 @@ def _faults(kind: Any) -> Iterator[str]:
       yield f"{field.name} is {value!r}: choose {' or '.join(map(repr, choices))}"
   if isinstance(kind, Label) and kind.positive and kind.at_least is not None:
     yield "give positive or at_least, not both"
+  if isinstance(kind, Number) and kind.decimal == kind.thousands:
+    yield "decimal and thousands are the same mark"
   boundaries = getattr(kind, "buckets", 0)
   if isinstance(boundaries, tuple) and sorted(set(boundaries)) != [*boundaries]:
     yield "buckets has boundaries that do not increase"

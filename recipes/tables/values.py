@@ -158,8 +158,9 @@ def value_of(
     if isinstance(kind, spec.Weight):
       bad = f"coalesce(NOT {typed} BETWEEN 0 AND {_LARGEST}, true)"
       problem = "is no weight, a number of 0 or more"
-    elif kind.decimal != ",":
+    else:
       problem += " within float32. With decimal commas, declare decimal=','"
+      problem += "; with commas between thousands, thousands=','"
     return value(converted, within, bad, problem)
   if kind.is_list:
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
@@ -169,7 +170,12 @@ def value_of(
       bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
       problem = f"has another number of values than {kind.beside!r}"
       return value(items, f"coalesce({spelled}, [])", bad, problem)
-    return value(items, f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])")
+    # A news log writes what it has shown as `N1-0 N2-1`, where N2 was clicked.
+    shown = rf"regexp_full_match({text}, '\S+-[01](\s\S+-[01])+')"
+    bad = f"coalesce({shown}, false)" if getattr(kind, "separator", "").isspace() else "false"
+    sql = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
+    problem = "holds items, each with 0 or 1 for its click: write a row for each of them"
+    return value(items, sql, bad, problem)
   spelled = text if is_integer else _spelled(text)
   if _numbers(missing):  # -999.0 is missing where -999 is
     spelled = present(f"({spelled})", missing)
@@ -191,20 +197,35 @@ def _number(
   Most texts are plain numbers, and only the others are trimmed and compared.
   """
   plain, written = f"CAST({column.raw} AS DOUBLE)", "CAST(NULL AS VARCHAR)"
-  comma, absent = getattr(kind, "decimal", ".") == ",", _numbers(missing)
+  other, absent = with_point(text, kind), _numbers(missing)
   if column.stored in _TEXTS:
     raw = f"TRY(decode({column.raw}))" if column.stored == "BLOB" else column.raw
-    plain = "CAST(NULL AS DOUBLE)" if comma else f"TRY_CAST({raw} AS DOUBLE)"
+    plain = f"TRY_CAST({raw} AS DOUBLE)" if other == text else "CAST(NULL AS DOUBLE)"
     trim = f"trim({raw}, {' || '.join(_SPACES)})"
     written = (
       f"CASE WHEN coalesce(NOT abs({number}) <= {_LARGEST}, true) THEN {present(trim, missing)} END"
     )
-  other = f"replace(replace({text}, '.', ''), ',', '.')" if comma else text
   flag = f"CASE lower({text}) WHEN 'true' THEN 1 WHEN 'false' THEN 0 END"
   converted = f"coalesce({number}, TRY_CAST({other} AS DOUBLE), {flag})"
   if absent:
     converted = f"(CASE WHEN NOT {among(converted, absent)} THEN {converted} END)"
   return plain, written, converted
+
+
+def with_point(text: str, kind: Any) -> str:
+  """Returns the SQL of a number's text with a decimal point alone; null where its marks are wrong.
+
+  Args:
+    kind: a number, whose `decimal` and `thousands` are the marks.
+  """
+  decimal, thousands = getattr(kind, "decimal", "."), getattr(kind, "thousands", "")
+  if decimal == "." and not thousands:
+    return text
+  thousands = thousands or "."
+  groups = rf"\d{{1,3}}({re.escape(thousands)}\d{{3}})+"
+  pattern = rf"[+-]?({groups}|\d*)({re.escape(decimal)}\d+)?(e[+-]?\d+)?"
+  plain = f"replace(replace({text}, {literal(thousands)}, ''), {literal(decimal)}, '.')"
+  return f"CASE WHEN regexp_full_match(lower({text}), {literal(pattern)}) THEN {plain} END"
 
 
 def _numbers(missing: Sequence[str]) -> list[float]:
@@ -231,6 +252,13 @@ def _time(
   Times are microseconds since 1970, in UTC where no zone is named, or numbers as they are.
   """
   (name, raw, stored), *_ = columns
+  if len(kind.columns) == 2:
+    date, clock = texts
+    day = f"try_strptime({date}, {literal(kind.format or '%Y%m%d')})"
+    if not kind.format:
+      day = f"coalesce({day}, TRY_CAST({date} AS TIMESTAMP))"
+    within = f"coalesce(TRY_CAST({clock} AS DOUBLE) * 1000, epoch_us(TRY_CAST({clock} AS TIME)))"
+    return f"epoch_us({day}) + CAST({within} AS BIGINT)", "is no date with a time or milliseconds"
   if kind.columns:
     parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
     whole = (f"CASE WHEN {part} = trunc({part}) THEN CAST({part} AS BIGINT) END" for part in parts)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import importlib
 import io
+import json
 import runpy
 
 import numpy as np
@@ -101,10 +102,16 @@ KINDS = [
   ([None] * 50, ("", {})),
   ([f"{i:x}" for i in range(50)], ("", {})),
   (list(range(7, 57)), ("", {})),
-  (["1,5", "2,5", "3,1"] * 20, ("", {})),
-  (["1,500", "17", "2,300,000.5"] * 20, ("", {})),
-  (["1/31/2024", "2/1/2024"] * 20, ("", {})),
-  (["31.12.2024 10:00", "1.1.2025 9:30"] * 20, ("", {})),
+  (["68,44", "2,5", "1.203,1"] * 20, ("number", {"decimal": ",", "log": True})),
+  (["1,500", "17", "2,300,000.5"] * 20, ("number", {"thousands": ",", "log": True})),
+  (["1,500", "2,300"] * 20, ("", {})),  # 1500 or 1.5
+  (["1/31/2024", "2/1/2024"] * 20, ("time", {"format": "%m/%d/%Y"})),
+  (["1/2/2024", "2/1/2024"] * 20, ("", {})),  # February or January
+  (["31.12.2024 10:00", "1.1.2025 9:30"] * 20, ("time", {"format": "%d.%m.%Y %H:%M"})),
+  (["11/9/2019 12:04:22 AM", "11/23/2019 1:00:00 PM"] * 20,
+   ("time", {"format": "%m/%d/%Y %I:%M:%S %p"})),
+  (["N1 N23", "N4 N1 N23", "N1", "N4 N4"] * 20, ("bag", {"separator": " "})),
+  (["N1-0 N2-1", "N2-0", "N1-1"] * 20, ("", {})),  # what was shown, and what was clicked
   ([[0.5, 2.0], [3.0, 4.0], []] * 20, ("bag", {})),
   ([[0.5, 2.0], [3.0, 1e-9]] * 20, ("", {})),  # a vector
   ([*np.linspace(-1, 1, 80).astype(str), "-", "-"], ("", {})),
@@ -124,7 +131,7 @@ KINDS = [
   ([17, 90, 25, 33, 41, 60, 18, 19] * 5 + list(range(40)), ("number", {})),
   ([*np.linspace(0, 1, 80).tolist(), None], ("number", {})),
   ([2**i for i in range(20)] * 2 + list(range(60)), ("number", {"log": True})),
-]
+]  # fmt: skip
 
 
 def test_values_decide_the_kind(tmp_path):
@@ -204,6 +211,16 @@ MISTAKES = [
   (["--label=tags"], "say which is a click, as --positive="),
   (["--label=user-agent.os", "--positive=linux"], "and needs clicks and others"),
   (["--label=clicked", "--out=mine.py"], "File exists: 'mine.py'"),
+  (
+    ["news.tsv", "--item=shown"],
+    "--item=shown holds items, each with 0 or 1 for its click: write a",
+  ),
+  (["lists.csv", "--label=y"], "nothing to train on: "),
+  (
+    ["lists.csv", "--label=y"],
+    "id is left out: unique per row; x is left out: numbers of a vector",
+  ),
+  (["games.json"], "its lines are Python's. Convert them: python -c 'import ast, json, sys;"),
   (["rows.csv", "--label=y"], "the first line seems a row: name them, as --names=c1,c2"),
 ]
 
@@ -212,10 +229,20 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "mine.py").write_text("mine")
   write(tmp_path / "clicks.csv", click_columns())
+  (tmp_path / "news.tsv").write_text(
+    "user\tshown\n" + "".join(f"u{i}\tN1-0 N{i}-1\n" for i in range(9))
+  )
+  lists = {
+    "y": [0, 1] * 50,
+    "id": [f"{i:x}" for i in range(100)],
+    "x": ["[0.5, 1.5]", "[2.5]"] * 50,
+  }
+  write(tmp_path / "lists.csv", lists)
+  (tmp_path / "games.json").write_text("{u'id': 1, 'is_free': True}\n" * 9)
   write(tmp_path / "rows.csv", {"1": [1] * ROWS, "2024-01-02": ["2024-01-03"] * ROWS})
 
   def check(arguments, line):
-    files = [] if arguments[0].endswith(".csv") else ["clicks.csv"]
+    files = [] if (tmp_path / arguments[0]).exists() else ["clicks.csv"]
     assert line in refusal(capsys, *files, *arguments)
     assert not (tmp_path / "my.py").exists()
     assert (tmp_path / "mine.py").read_text() == "mine"
@@ -251,6 +278,63 @@ HARD = {
   "unicode": {'😀 "Größe" €': [f"ä{i % 97}" for i in range(ROWS)]},
   "wide": {f"c{n}": RNG.lognormal(3, 2, ROWS) for n in range(80)},
 }
+
+
+LOGS = [  # rows by number, user, item, second; and the columns that become more than features
+  ("timestamp,visitorid,event,itemid,transactionid", "{t}007,{u}7919,view,{i}31,{n}",
+   {"timestamp": "time", "visitorid": "user", "itemid": "item"}),
+  ("session,ms,item,category", "{u},{t}000,2145{i:05},{i}", {"session": "user", "item": "item"}),
+  ("t_dat,customer_id,article_id,price", "{day},{u:064x},0{i},0.0{n}",
+   {"t_dat": "time", "customer_id": "user", "article_id": "item"}),
+  ("user,time_stamp,adgroup_id,pid,nonclk,clk", "{u},{t},{i},430548_1007,1,0",
+   {"user": "user", "time_stamp": "time", "adgroup_id": "item"}),
+  ("msno,song_id,source", "{u:044x},{i:044x},radio", {"msno": "user", "song_id": "item"}),
+  ("steamid,appid,playtime", "7656119796{u:07},{i}0,{n}", {"steamid": "user", "appid": "item"}),
+  ("sessionId;userId;itemId", "{s};NA;{i}", {"sessionId": "user", "itemId": "item"}),
+  ("Kunde;Artikel;Betrag", "K{u:05};A{i:04};{n},50", {"Kunde": "user", "Artikel": "item"}),
+  ("uid,iid", "{u},{i}", {"uid": "user", "iid": "item"}),
+  ("userid\ttimestamp\tartid\tartname\ttraid\ttraname",
+   '{u:x}\t{day}T00:00:00Z\ta{a}\tThe "{a}\tt{i}\tSong {i}',
+   {"userid": "user", "timestamp": "time", "traid": "item"}),
+  ("user_id,video_id,time,date,timestamp", "{u},{i},{day} 10:00:00.5,{short},{t}.5",
+   {"user_id": "user", "video_id": "item", "timestamp": "time"}),
+]  # fmt: skip
+
+
+def test_ids_and_times_of_public_logs(tmp_path):
+  """By the shape of the columns: many ids, each with many of the other side's."""
+  user, item = RNG.integers(40, size=ROWS), RNG.zipf(1.5, ROWS) % 50
+  second = np.sort(1_577_836_800 + RNG.integers(60 * 86_400, size=ROWS))
+
+  def check(number, header, row, expected):
+    path = tmp_path / f"{number}.csv"
+    rows = [
+      row.format(
+        n=n, u=u, i=i, a=i // 4, s=u + n // 100 * 1000, t=t, day=day, short=day.replace("-", "")
+      )
+      for n, (u, i, t) in enumerate(zip(user.tolist(), item.tolist(), second, strict=True))
+      for day in [str(np.datetime64(int(t), "s"))[:10]]
+    ]
+    path.write_text("\n".join([header, *rows]))
+    sample = describe.read([str(path)], Format(), 10_000)
+    describe.propose(sample, {})
+    kinds = {column.name: column.kind for column in sample.columns.values()}
+    assert {name: kinds[name] for name in expected} == expected, kinds
+    assert not {"user", "item", "time"} & {kinds[name] for name in kinds.keys() - expected.keys()}
+    assert "number" not in [kinds.get("date"), kinds.get("transactionid")]  # copies of the time
+
+  each({log[0]: (number, *log) for number, log in enumerate(LOGS)}, check)
+
+
+def test_fields_of_objects_are_proposed(tmp_path):
+  rows = [{"at": {"city": c, "zip": None}, "y": n % 2, "k": [{}]} for n, c in enumerate("aab" * 50)]
+  (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  lines = ["y,about", *(f'{n % 2},"{{""lang"": ""{c}""}}"' for n, c in enumerate("dde" * 50))]
+  (tmp_path / "a.csv").write_text("\n".join(lines))
+  for file, name in (("a.jsonl", "at.city"), ("a.csv", "about.lang")):
+    sample = describe.read([str(tmp_path / file)], Format(), 200)
+    describe.propose(sample, {"label": "y"})
+    assert {c.name for c in sample.columns.values() if c.kind == "category"} == {name}
 
 
 @pytest.mark.ci
