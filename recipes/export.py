@@ -97,7 +97,7 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   transforms = Transforms.load(serve)
   kinds = spec.parse(files.read_json(serve / READING)["columns"])
-  width = sum(feature.columns for feature in transforms.features)
+  width = sum(feature.valency for feature in transforms.features)
   columns = {
     "label": np.zeros(0, np.uint8),
     "dense": np.zeros((0, len(transforms.dense_names)), np.float32),
@@ -106,7 +106,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   data = data_lib.ClickData(columns, clicks.meta_of(kinds, transforms))
   inputs = data_lib.batch_shapes(data, config)
   del inputs["label"]
-  return _Parts(train.build_model(config, data, mesh), train.logits, inputs, {})
+  model = train.build_model(config, data, mesh)
+  return _Parts(model, lambda model, batch: model(batch), inputs, {})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:

@@ -98,7 +98,6 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
     shapes = own["parameters"].shape, old["parameters"].shape
     index = _index(name, *shapes, own_ids.get(name), old_ids.get(name), workdir)
     tables[key] = own | _table(key, own, old, index, read)
-    state |= read("state", _like(state, source["state"], _counts(key)))
   if own_inputs is None or old_inputs in (None, own_inputs):
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, _DENSE))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
@@ -124,13 +123,6 @@ def _like(own: Arrays, old: Arrays, names: Iterable[str]) -> dict[str, jax.Shape
 def _name(key: str) -> str:
   """Returns the name of a table, of its key in checkpoints."""
   return key.rpartition("/")[2]
-
-
-def _counts(key: str) -> list[str]:
-  """Returns the names of a dynamic vocabulary's counts, which the use of its rows refers to."""
-  module, _, name = key.rpartition("/")
-  prefix = f"{module}/vocabularies/{name}/admissions/value/".removeprefix("/")
-  return [prefix + part for part in ("step", "batch")]
 
 
 def _index(

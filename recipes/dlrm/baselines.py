@@ -91,18 +91,10 @@ def logistic_regression(
 
 
 def _part(data: "ClickData", rows: slice) -> tuple[csr_matrix, np.ndarray, np.ndarray]:
-  """Returns one-hot ids with numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows.
-
-  Raw ids of a dynamic vocabulary are hashed to as many columns.
-  """
+  """Returns one-hot ids with numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows."""
   blocks, ids = [], cut_ids(data.columns["ids"][rows], data.features)
   for feature in data.features:
-    own, size = ids[feature.name], feature.vocabulary_size
-    if feature.is_dynamic:
-      high, low = np.moveaxis(own, -1, 0)
-      is_none = (high == 2**32 - 1) & (low == 2**32 - 1)
-      own = np.where(is_none, np.int32(-1), (low % size).astype(np.int32))
-    own = own.reshape(len(own), feature.valency)
+    own, size = ids[feature.name].reshape(-1, feature.valency), feature.vocabulary_size
     ends = np.cumsum([0, *(own >= 0).sum(axis=1)])
     ones = np.ones(ends[-1], np.float32)
     blocks.append(csr_matrix((ones, own[own >= 0], ends), (len(own), size)))

@@ -84,8 +84,6 @@ def make_train_step(
   losses = functools.partial(loss_fn, labels=data.labels)
 
   def train_step(model, optimizer, batch):
-    # Columns with a dynamic vocabulary have raw ids, which get rows here.
-    batch = batch | {"features": model.embed.admit(batch["features"])}
     with jax.named_scope("dense"):
       (loss, metrics), grads = embed.value_and_grad(losses, has_aux=True)(model, batch)
     grads, norm = build.clipped(grads, config.clip_norm)
@@ -119,12 +117,7 @@ def loss_fn(model: Any, batch: Any, *, labels: data_lib.Labels) -> Any:
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
 def predict(model, batch) -> jax.Array:
   """Returns a batch's outputs, `[B]` or `[B, O]`; compiled."""
-  return logits(model, batch)
-
-
-def logits(model, batch) -> jax.Array:
-  """Returns a batch's outputs, `[B]` or `[B, O]`, without admitting raw ids."""
-  return model(batch | {"features": model.embed.translate(batch["features"])})
+  return model(batch)
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):

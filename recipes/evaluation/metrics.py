@@ -88,17 +88,13 @@ class Users:
     """Returns `ids` as numbers of users, int `[N]`, of which negative ones have no part in GAUC.
 
     Args:
-      ids: int32 `[N]`, negative where there is none; raw ids of a dynamic vocabulary uint32
-        `[N, 2]`; or None.
+      ids: int32 `[N]`, negative where there is none; or None.
 
     >>> Users("user", known=2).codes(np.array([0, 1, 2, -1])).tolist()
     [0, 1, -1, -1]
     """
     if ids is None:
       return None
-    if ids.ndim == 2:  # halves of raw ids; all bits set mean that there is none
-      is_none = (ids == np.iinfo(np.uint32).max).all(axis=1)
-      ids = np.where(is_none, -1, np.unique(ids, axis=0, return_inverse=True)[1])
     return np.where(ids < (self.known or np.inf), ids, -1)
 
 

@@ -141,7 +141,7 @@ def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndar
 def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.ndarray) -> None:
   """Writes the columns of rows, those of a split together; `sizes` are rows by split."""
   total, num_dense = int(sizes.sum()), len(transforms.dense_names)
-  width = sum(feature.columns for feature in transforms.features)
+  width = sum(feature.valency for feature in transforms.features)
   kinds = rows.source.kinds
   weight, labels = spec.only(kinds, spec.Weight), spec.labels(kinds)
   shape, dtype = ((), np.uint8) if len(labels) == 1 else ((len(labels),), np.float32)

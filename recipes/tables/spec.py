@@ -140,16 +140,7 @@ class Category(Side):
   oov: int = 1  # rows of the table for other values; 0 gives them no vector
   hash: int = 0  # rows of the table if values are hashed instead of counted
   size: int = 0  # rows of the table if values are ids themselves, from 0 to `size - 1`
-  vocabulary: str = _choice("counted", "dynamic")  # rankings count their users and items
-  capacity: int = 0  # rows of a dynamic vocabulary; a value without one has no vector
-  eviction: str = _choice("lfu", "lru")  # of the value used least often, or longest ago
-  half_life: int = 1000  # batches after which the counts of "lfu" halve; 0 never forgets
   table: str = ""  # the name of a table and vocabulary that several columns share
-
-  @property
-  def is_dynamic(self) -> bool:
-    """Whether values get rows while training."""
-    return self.vocabulary == "dynamic"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,10 +224,7 @@ class Title(Kind):
 _SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
 _KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, *_SINGLE)
 KINDS = {cls.kind: cls for cls in _KINDS}
-OF_TABLE = (  # options that columns of one table share
-  "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life",
-  "optimizer",
-)  # fmt: skip
+OF_TABLE = ("oov", "hash", "size", "optimizer")  # options that columns of one table share
 
 
 def _faults(kind: Any) -> Iterator[str]:
@@ -253,10 +241,8 @@ def _faults(kind: Any) -> Iterator[str]:
   if isinstance(boundaries, tuple) and sorted(set(boundaries)) != [*boundaries]:
     yield "buckets has boundaries that do not increase"
   if isinstance(kind, Category):
-    if bool(kind.hash) + bool(kind.size) + kind.is_dynamic > 1:
-      yield "give one of hash, size and vocabulary='dynamic'"
-    if kind.is_dynamic != bool(kind.capacity):
-      yield "capacity is the number of rows of vocabulary='dynamic': give both"
+    if kind.hash and kind.size:
+      yield "give hash or size, not both"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-import embed
 from embed import transforms
 
 from .. import files
@@ -34,26 +32,23 @@ def lengths_of(lists: pa.Array) -> np.ndarray:
 
 
 def _taken(flat: np.ndarray, first: np.ndarray, kept: np.ndarray, width: int) -> np.ndarray:
-  """Returns `kept` values of a flat array from `first` on, `[B, width, ...]`, -1 after."""
+  """Returns `kept` values of a flat array from `first` on, `[B, width]`, -1 after."""
   places = np.arange(width)
   index, inside = np.minimum(first[:, None] + places, max(len(flat) - 1, 0)), places < kept[:, None]
-  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
-  inside = inside.reshape(*inside.shape, *[1] * (flat.ndim - 1))
-  return np.where(inside, flat[index], none) if len(flat) else none
+  return np.where(inside, flat[index], -1) if len(flat) else np.full(index.shape, -1, np.int32)
 
 
 def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
   """Returns the name of the vocabulary of a column; None of a column without."""
-  if not isinstance(kind, spec.Category) or kind.hash or kind.size or kind.is_dynamic:
+  if not isinstance(kind, spec.Category) or kind.hash or kind.size:
     return None
   return spec.table_of(name, kind)
 
 
 def _by_distinct(ids_of: Callable[[pa.Array], np.ndarray], texts: pa.Array) -> np.ndarray:
-  """Returns int32 ids `[N, ...]` of texts by a function of distinct ones; -1 for null."""
+  """Returns int32 ids `[N]` of texts by a function of distinct ones; -1 for null."""
   encoded = texts.dictionary_encode()
-  ids = ids_of(encoded.dictionary)
-  ids = np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
+  ids = np.append(ids_of(encoded.dictionary), np.int32(-1))
   return ids[pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)]
 
 
@@ -126,10 +121,8 @@ class Transforms:
       about |= {"combiner": kind.combiner}
     if isinstance(kind, spec.Ordered):
       about |= {"history": kind.table or name, "beside": kind.beside}
-    if kind.is_dynamic:
-      about |= {"eviction": kind.eviction, "half_life": kind.half_life}
     counted = len(self.vocabulary(name)) + kind.oov
-    return Feature(name, kind.hash or kind.size or kind.capacity or counted, **about)
+    return Feature(name, kind.hash or kind.size or counted, **about)
 
   def vocabulary(self, name: str) -> tuple[str, ...]:
     """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
@@ -143,8 +136,6 @@ class Transforms:
       kind: Any = self.kinds[name]
       if isinstance(kind, spec.Number):
         rest = f"buckets {tuple(self.numbers[name]['boundaries'])}"
-      elif kind.is_dynamic:
-        rest = f"dynamic {kind.capacity}"
       else:
         rest = "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
       found[feature.table or name] = RowIds(self.vocabulary(name), rest)
@@ -153,7 +144,7 @@ class Transforms:
   def encode(self, values: Values, rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, of each feature in turn."""
     ids = [self.ids(values, feature.name) for feature in self.features]
-    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
+    wide = [block if block.ndim == 2 else block[:, None] for block in ids]
     none = np.empty((rows, 0), np.int32)
     return {"dense": self.dense(values, rows), "ids": np.concatenate([none, *wide], axis=1)}
 
@@ -168,10 +159,7 @@ class Transforms:
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
-    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value.
-
-    Of a dynamic vocabulary the halves of raw ids, int32 `[..., 2]`.
-    """
+    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value."""
     kind = self.kinds[name]
     if isinstance(kind, spec.Number):
       numbers = numbers_of(values[name])
@@ -186,14 +174,12 @@ class Transforms:
     return _taken(ids, stops - (kept if kind.last else lengths), kept, width)
 
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of texts, int32 `[N]`, or halves of raw ids `[N, 2]`."""
+    """Returns the ids of texts, int32 `[N]`."""
     kind: Any = self.kinds[name]
     keys = lambda texts: np.array(texts.to_pylist(), object)
     if kind.size:
       is_id = lambda t: t.isascii() and t.isdecimal() and len(t) < 19 and int(t) < kind.size
       return np.array([int(text) if is_id(text) else -1 for text in keys(texts)], np.int32)
-    if kind.is_dynamic:
-      return embed.raw_ids(transforms.RawIds().ids(keys(texts))).view(np.int32)
     if kind.hash:
       return transforms.HashBucket(kind.hash).ids(keys(texts))
     table = spec.table_of(name, kind)

@@ -19,9 +19,6 @@ class Feature:
     combiner: of the vectors of a bag.
     table: the name of the table, which features may share; "" is the feature's own name.
     optimizer: the name of the table's optimizer; "" is the model's.
-    eviction: of the table's dynamic vocabulary, whose ids are pairs of int32 columns, the halves of
-      a raw id; "" is a fixed vocabulary.
-    half_life: of the counts of "lfu", in batches; 0 never forgets.
     history: the table of ids in the order of time; "" is a bag.
     beside: the sequence whose positions these ids say more of; "" is none.
   """
@@ -32,27 +29,12 @@ class Feature:
   combiner: str = "mean"
   table: str = ""
   optimizer: str = ""
-  eviction: str = ""
-  half_life: int = 0
   history: str = ""
   beside: str = ""
 
-  @property
-  def is_dynamic(self) -> bool:
-    """Whether ids are raw, and get rows while training."""
-    return bool(self.eviction)
-
-  @property
-  def columns(self) -> int:
-    """The number of int32 columns of its ids."""
-    return self.valency * (2 if self.is_dynamic else 1)
-
   def ids(self, columns: np.ndarray) -> np.ndarray:
-    """Returns `[N]`, or `[N, valency]` of a bag; raw ids are uint32 `[..., 2]`."""
-    shape = () if self.valency == 1 else (self.valency,)
-    if self.is_dynamic:
-      return columns.reshape(-1, *shape, 2).view(np.uint32)
-    return columns.reshape(-1, *shape)
+    """Returns `[N]`, or `[N, valency]` of a bag."""
+    return columns.reshape(-1) if self.valency == 1 else columns.reshape(-1, self.valency)
 
 
 def cut_ids(ids: np.ndarray, features: Sequence[Feature]) -> dict[str, np.ndarray]:
@@ -63,7 +45,7 @@ def cut_ids(ids: np.ndarray, features: Sequence[Feature]) -> dict[str, np.ndarra
   """
   by_name, start = {}, 0
   for feature in features:
-    stop = start + feature.columns
+    stop = start + feature.valency
     by_name[feature.name] = feature.ids(np.ascontiguousarray(ids[:, start:stop]))
     start = stop
   return by_name
@@ -94,12 +76,8 @@ def feature_configs(
     if name not in tables:
       # A single id adopts the combiner of the bags that share its table.
       bags = [f for f in features if table_name(f) == table_name(feature) and f.valency > 1]
-      size: Any = feature.vocabulary_size
-      if feature.is_dynamic:
-        half_life = (feature.half_life or None) if feature.eviction == "lfu" else None
-        size = embed.DynamicVocabulary(size, eviction=feature.eviction, half_life=half_life)
       tables[name] = embed.TableConfig(
-        size,
+        feature.vocabulary_size,
         dim,
         initializer=initializer,
         optimizer=optimizer(feature.optimizer) if optimizer and feature.optimizer else None,

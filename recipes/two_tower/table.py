@@ -118,8 +118,3 @@ def _check(table: Table) -> None:
         f"{name!r} is the name of an input of the towers: declare the column by another name, "
         f"with column={name!r}"
       )
-    if isinstance(kind, spec.Category) and kind.is_dynamic:
-      raise UserError(
-        f"column {name!r} has vocabulary='dynamic', which is for dlrm: leave it 'counted' and "
-        "remove capacity, or give hash=<rows> if values come and go"
-      )

@@ -204,12 +204,6 @@ def test_towers_have_all_features_but_the_user(tmp_path):
   each([(case,) for case in [True, False]], check)
 
 
-def test_towers_take_no_dynamic_vocabulary(tmp_path):
-  dynamic = {"kind": "category", "vocabulary": "dynamic", "capacity": 16, "side": "user"}
-  with pytest.raises(UserError, match="'age' has vocabulary='dynamic', which is for dlrm"):
-    load("two_tower", tmp_path, columns=COLUMNS | {"age": dynamic})
-
-
 def test_sequences_need_a_user_with_three_items(tmp_path):
   with pytest.raises(UserError, match="no user has three items"):
     load("sequence", tmp_path, rows=ROWS[:2])
