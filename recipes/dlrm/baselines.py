@@ -22,10 +22,8 @@ if TYPE_CHECKING:  # the data import this module
 def tasks(data: "ClickData", config) -> dict[str, Callable[[], Mapping[str, float]]]:
   """Returns, by name, functions that fit a baseline and return its metrics.
 
-  There are none of several labels, and no regression without validation rows to choose one on.
+  There is no regression without validation rows to choose one on.
   """
-  if len(data.labels) > 1:
-    return {}
   fits: dict[str, Callable[[], Mapping[str, float]]] = {
     "constant rate": lambda: constant_rate(data)
   }
@@ -91,7 +89,7 @@ def logistic_regression(
 
 
 def _part(data: "ClickData", rows: slice) -> tuple[csr_matrix, np.ndarray, np.ndarray]:
-  """Returns one-hot ids with numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows."""
+  """Returns one-hot ids and numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows."""
   blocks, ids = [], cut_ids(data.columns["ids"][rows], data.features)
   for feature in data.features:
     own, size = ids[feature.name].reshape(-1, feature.valency), feature.vocabulary_size

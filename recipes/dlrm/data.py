@@ -1,8 +1,7 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.cache`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels
-float32 `[N, labels]`, NaN where one has no value), `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -19,11 +18,8 @@ import embed
 from .. import cache, pipeline
 from .. import mesh as mesh_lib
 from ..cache import DataSet
-from ..tables import spec
 from ..training.features import Feature, cut_ids, feature_configs
 
-Labels = Mapping[str, spec.Label]
-ONE_CLICK: Labels = {"label": spec.Label()}
 _FILL = {"ids": -1}  # of columns; others get 0
 
 
@@ -51,11 +47,6 @@ class ClickData(cache.Prepared):
     """The features, in the order of their columns in `ids`."""
     return tuple(Feature(**feature) for feature in self.meta["features"])
 
-  @functools.cached_property
-  def labels(self) -> Labels:
-    """What is predicted, by name, in the order of the columns of `label`."""
-    return spec.labels(spec.parse(self.meta.get("labels", {}))) or ONE_CLICK
-
   @property
   def num_examples(self) -> int:
     """Rows that train."""
@@ -75,10 +66,6 @@ class ClickData(cache.Prepared):
     rows = slice(start, min(stop, start + 100_000_000))
     labels, weights = self.columns["label"][rows], self.columns.get("weight")
     weights = None if weights is None else weights[rows]
-    rates = {"label rate": float(np.average(labels, weights=weights))}
-    if len(self.labels) > 1:
-      columns = zip(self.labels, labels.T, strict=True)
-      rates = {f"{name} rate": float(np.nanmean(column)) for name, column in columns}
     return {
       "training rows": self.num_examples,
       "validation rows": len(range(*self.splits["valid"])),
@@ -86,7 +73,7 @@ class ClickData(cache.Prepared):
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      **rates,
+      "label rate": float(np.average(labels, weights=weights)),
     }
 
   def baseline_tasks(self, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:

@@ -4,10 +4,9 @@ A model looks up its features, a backbone makes hidden features of them, and a h
 these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
 
 B is the batch, F the number of vectors, K of dense features, D the width of the tables, H of the
-hidden features, O the number of outputs, one for each label.
+hidden features.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,12 +23,10 @@ from .data import ClickData
 
 Batch = Mapping[str, Any]
 Vectors = Mapping[str, jax.Array]  # by feature, `[B, width]`
-Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
-ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
 
 class Ranker(nnx.Module):
-  """A click model: tables, a backbone and a head, `[B, H]` to float32 logits `[B, O]`."""
+  """A click model: tables, a backbone and a head, `[B, H]` to float32 logits `[B]`."""
 
   embed: embed.SparseEmbed
   inputs: layers.Inputs
@@ -37,7 +34,7 @@ class Ranker(nnx.Module):
   histories: histories_lib.Histories | None = None  # None pools the positions of a history
 
   def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]`, or `[B, O]` of several outputs.
+    """Returns logits `[B]`.
 
     Args:
       batch: has `features` and `dense` `[B, K]`.
@@ -45,9 +42,8 @@ class Ranker(nnx.Module):
     activations = self.embed(batch["features"])
     if self.histories is not None:
       activations = self.histories(activations, batch["features"])
-    vectors, dense_BxK, linear_BxO = self.inputs(activations, batch["dense"])
-    logits_BxO = self.head(self.hidden(vectors, dense_BxK)) + linear_BxO
-    return logits_BxO[:, 0] if logits_BxO.shape[1] == 1 else logits_BxO
+    vectors, dense_BxK, linear_Bx1 = self.inputs(activations, batch["dense"])
+    return (self.head(self.hidden(vectors, dense_BxK)) + linear_Bx1)[:, 0]
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     """Returns the backbone's features `[B, H]`."""
@@ -79,7 +75,6 @@ class DLRM(Ranker):
     top: Sequence[int],
     concat_tables: bool,
     dropout: float,
-    head: Head = ONE_LOGIT,
     **options: Any,
   ):
     self.embed, self.inputs, self.concat_tables = tables, inputs, concat_tables
@@ -89,7 +84,7 @@ class DLRM(Ranker):
     kept = num_vectors if concat_tables else int(num_dense > 0)
     width = kept * dim + num_vectors * (num_vectors - 1) // 2
     self.top = layers.MLP(width, top, dropout=dropout, **options)
-    self.head = head(self.top.out_features, rngs=options["rngs"])
+    self.head = nnx.Linear(self.top.out_features, 1, rngs=options["rngs"])
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     tables = [vectors[name] for name in self.names]
@@ -123,7 +118,6 @@ class DCNV2(Ranker):
     structure: str,
     dropout: float,
     bottom: Sequence[int] = (),
-    head: Head = ONE_LOGIT,
     **options: Any,
   ):
     self.embed, self.inputs, self.names = tables, inputs, tuple(inputs.widths)
@@ -133,7 +127,7 @@ class DCNV2(Ranker):
     self.cross = layers.Cross(width, cross_layers, rank=rank, **options)
     self.deep = layers.MLP(width, deep, dropout=dropout, **options)
     seen = self.deep.out_features + (0 if self.is_stacked else width)
-    self.head = head(seen, rngs=options["rngs"])
+    self.head = nnx.Linear(seen, 1, rngs=options["rngs"])
 
   def hidden(self, vectors: Vectors, dense_BxK: jax.Array) -> jax.Array:
     numbers = dense_BxK if self.bottom is None else self.bottom(dense_BxK)
@@ -163,8 +157,8 @@ def build_model(
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  # First-order weights are more columns of the tables.
-  linear = len(data.labels) if config.linear else 0
+  # First-order weights are the last column of the tables.
+  linear = int(config.linear)
   features = features_lib.feature_configs(
     data.features,
     config.dim + linear,
@@ -181,7 +175,6 @@ def build_model(
     tables,
     layers.Inputs(tables, data.num_dense, linear=linear, **options),
     **sizes,
-    head=functools.partial(nnx.Linear, out_features=len(data.labels)),
     dropout=config.dropout,
     **options,
   )

@@ -1,7 +1,6 @@
 """Trains a click model: `run` reads from top to bottom; what it calls is below it."""
 
 import collections
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +19,14 @@ from .. import config as config_lib
 from .. import mesh as mesh_lib
 from .. import run as run_lib
 from ..errors import from_settings
-from ..evaluation.metrics import Users, label_metrics, label_names
+from ..evaluation.metrics import CLICK_NAMES, Users, click_metrics, gauc
 from ..run import check_select, scalars
 from ..training import build
 from . import data as data_lib
 from .model import CHOICES, build_model
 
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
-_TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
+_TINY = 1e-30  # a batch whose weights are 0 has no loss, and no gradient
 
 
 def run(config, workdir: str) -> dict[str, Any]:
@@ -80,51 +79,36 @@ def make_train_step(
   Every scalar that it returns is logged, as its mean since the last line. A teacher is the model of
   a run that has ended, `run_lib.opened(workdir).model(data, mesh)`.
   """
-  del mesh
-  losses = functools.partial(loss_fn, labels=data.labels)
+  del data, mesh
 
   def train_step(model, optimizer, batch):
     with jax.named_scope("dense"):
-      (loss, metrics), grads = embed.value_and_grad(losses, has_aux=True)(model, batch)
+      loss, grads = embed.value_and_grad(loss_fn)(model, batch)
     grads, norm = build.clipped(grads, config.clip_norm)
     optimizer.update(model, grads)
-    return {"loss": loss} | metrics | norm
+    return {"loss": loss} | norm
 
   return train_step
 
 
-def loss_fn(model: Any, batch: Any, *, labels: data_lib.Labels) -> Any:
-  """Returns the sum of the labels' cross-entropies by their weights, and of several each by name.
-
-  A label's loss is a mean over the rows where it counts, by the batch's `weight` if there is one.
-
-  Args:
-    batch: has `label` `[B]` or `[B, T]`, in the order of the labels, NaN where one does not count.
-  """
-  outputs, targets = (x.reshape(len(x), -1).T for x in (model(batch), batch["label"]))
-  rows = batch.get("weight", jnp.ones(targets.shape[1], jnp.float32))
-  metrics, total = dict[str, jax.Array](), jnp.float32(0)
-  for (name, label), own, target in zip(labels.items(), outputs, targets, strict=True):
-    counts = ~jnp.isnan(target)
-    weights = jnp.where(counts, rows, 0)
-    loss = optax.sigmoid_binary_cross_entropy(own, jnp.where(counts, target, 0)) * weights
-    mean = jnp.sum(loss) / jnp.maximum(jnp.sum(weights), _TINY)
-    total += label.weight * mean
-    metrics |= {f"{name}_loss": mean} if len(labels) > 1 else {}
-  return total, metrics
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+  """Returns the mean cross-entropy of a batch, by its `weight` if there is one."""
+  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
+  weights = batch.get("weight", jnp.ones_like(losses))
+  return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), _TINY)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
 def predict(model, batch) -> jax.Array:
-  """Returns a batch's outputs, `[B]` or `[B, O]`; compiled."""
+  """Returns the logits of a batch, `[B]`; compiled."""
   return model(batch)
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  See `label_metrics`; of users where a table declares one. A row counts by its `weight`, if there
-  is one. A split without rows has no metrics.
+  See `click_metrics`; with `gauc` where a table declares users. A row counts by its `weight`, if
+  there is one. A split without rows has no metrics.
   """
   users = Users(**data.meta.get("user", {}))
 
@@ -141,8 +125,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
       if len(ahead) > _PENDING:
         rows.append(mesh_lib.gather(ahead.popleft()))
     rows += map(mesh_lib.gather, ahead)
-    outputs, targets, weights, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    return label_metrics(data.labels, outputs, targets, weights, users.codes(ids))
+    *parts, ids = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+    counts = parts[-1] > 0
+    outputs, targets, weights = (part[counts] for part in parts)
+    metrics = click_metrics(outputs, targets, weights)
+    if ids is not None and counts.any():
+      metrics |= gauc(outputs, targets, users.codes(ids)[counts], weights)
+    return metrics
 
   return evaluate
 
@@ -160,7 +149,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  names = label_names(data.labels, has_users="user" in data.meta) if has_valid else ()
+  names = (*CLICK_NAMES, *["gauc"] * ("user" in data.meta)) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return config_lib.with_schedule(config, data.num_examples, mesh)
 

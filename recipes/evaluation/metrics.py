@@ -1,7 +1,7 @@
 """Metrics of clicks, also within users, and of rankings, fed batch by batch."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ from scipy.special import entr, expit
 from sklearn.metrics import log_loss, roc_auc_score
 
 from ..errors import UserError
-from ..tables import spec
 
 CLICK_NAMES = ("auc", "logloss", "ne", "calibration")
 
@@ -134,54 +133,6 @@ def gauc(logits, labels, users, weights) -> dict[str, float]:
     return {"gauc_share": 0.0}
   value = np.average(in_order[counted] / pairs[counted], weights=amount[counted])
   return {"gauc": float(value), "gauc_share": float(amount[counted].sum()) / total}
-
-
-# --- labels ---------------------------------------------------------------------------------------
-
-
-def label_metrics(
-  labels: Mapping[str, spec.Label],
-  outputs: np.ndarray,
-  targets: np.ndarray,
-  weights: np.ndarray,
-  users: np.ndarray | None = None,
-) -> dict[str, float]:
-  """Computes `click_metrics`, and `gauc` where there are users, of all rows of a split.
-
-  Of several labels they begin with the label's name, and the weighted sum of all losses is added.
-
-  Args:
-    outputs: float `[N]` or `[N, T]` of T labels.
-    targets: like `outputs`, NaN where a label does not count.
-    weights: float `[N]`, how often a row counts.
-    users: int `[N]`, negative where none is known.
-
-  >>> labels = {"seen": spec.Label(), "liked": spec.Label(weight=2.0)}
-  >>> metrics = label_metrics(labels, np.zeros((2, 2)), np.array([[1, 0], [0, 1]]), np.ones(2))
-  >>> metrics["liked_auc"], round(metrics["logloss"] / metrics["liked_logloss"], 6)
-  (0.5, 3.0)
-  """
-  found: dict[str, float] = {}
-  columns = (x.reshape(len(x), -1).T for x in (outputs, targets))
-  for name, own, target in zip(labels, *columns, strict=True):
-    counts = ~np.isnan(target) & (weights > 0)
-    scores = click_metrics(own[counts], target[counts], weights[counts])
-    if counts.any() and users is not None:
-      scores |= gauc(own[counts], target[counts], users[counts], weights[counts])
-    prefix = f"{name}_" if len(labels) > 1 else ""
-    found |= {f"{prefix}{metric}": value for metric, value in scores.items()}
-  losses = {f"{name}_logloss": label.weight for name, label in labels.items()}
-  if losses.keys() <= found.keys():
-    found["logloss"] = sum(weight * found[loss] for loss, weight in losses.items())
-  return found
-
-
-def label_names(labels: Mapping[str, spec.Label], *, has_users: bool) -> list[str]:
-  """Returns the names of the metrics of labels that can select a state."""
-  names = [*CLICK_NAMES, *["gauc"] * has_users]
-  if len(labels) == 1:
-    return names
-  return [f"{label}_{metric}" for label in labels for metric in names] + ["logloss"]
 
 
 # --- rankings -------------------------------------------------------------------------------------

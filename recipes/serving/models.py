@@ -101,8 +101,7 @@ class ClickModel:
     features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
     self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
-    several = tuple(f"score_{name}" for name in spec.labels(kinds))
-    self.names = several if len(several) > 1 else ("score",)
+    self.names = ("score",)
 
   def predict(self, rows: Any, *, source: str = "rows", first_row: int = 1) -> np.ndarray:
     """Returns the probability of a click for every row, above 0 and below 1, float64 `[N]`.

@@ -1,4 +1,4 @@
-"""A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
+"""A table as clicks: a label, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
 import tempfile
@@ -21,8 +21,6 @@ from .values import SPLITS
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
-
-  `label` is uint8 `[N]` of one label, else float32 `[N, labels]`, NaN where a label has no value.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -53,10 +51,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def meta_of(kinds: Mapping[str, spec.Kind], transforms: Transforms) -> dict[str, Any]:
-  """Returns what the meta says of the columns: `features`, `labels`, and `user` if there is one."""
+  """Returns what the meta says of the columns: `features`, and `user` if there is one."""
   meta: dict[str, Any] = {
     "features": [dataclasses.asdict(feature) for feature in transforms.features],
-    "labels": spec.as_dicts(spec.labels(kinds)),
   }
   if user := spec.only(kinds, spec.User):  # see `evaluation.metrics.Users`
     meta["user"] = {"feature": user, "known": len(transforms.vocabulary(user))}
@@ -101,40 +98,35 @@ def _fitted(table: Table, rows: Rows) -> tuple[Transforms, list[str], np.ndarray
 
 
 def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:
-  """Returns the rows by split, int64 `[3]`, and a line about those of each label."""
+  """Returns the rows by split, int64 `[3]`, and a line about them."""
   also = "".join(f"; {line}" for line in rows.notes)
-  sizes, lines = np.zeros(3, np.int64), []
-  for label in spec.labels(table.kinds):
-    counts, weights = _outcomes(table, rows, label)
-    sizes, of_label = counts.sum(axis=1), f" of {label!r}" * (len(spec.labels(table.kinds)) > 1)
-    parts = []
-    for split, (misses, clicks, none), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
-      known = misses + clicks
-      parts.append(f"{known:,} {split} rows{of_label} ({clicks / max(known, 1):.1%} clicks)")
-      if not known + none and (split == "train" or table.split[split]):
-        raise UserError(f"the {split} split has no rows: see config.split{also}")
-      if known + none and not totals[:2].all():
-        raise UserError(
-          f"{clicks} of the {known} rows{of_label} of the {split} split are clicks, and both "
-          "outcomes are needed, with weights above 0: see config.split and the label's positive "
-          f"or at_least{also}"
-        )
-    lines.append(", ".join(parts))
-  return sizes, lines
+  counts, weights = _outcomes(table, rows)
+  parts = []
+  for split, (misses, clicks), totals in zip(SPLITS, counts.tolist(), weights, strict=True):
+    number = misses + clicks
+    parts.append(f"{number:,} {split} rows ({clicks / max(number, 1):.1%} clicks)")
+    if not number and (split == "train" or table.split[split]):
+      raise UserError(f"the {split} split has no rows: see config.split{also}")
+    if number and not totals.all():
+      raise UserError(
+        f"{clicks} of the {number} rows of the {split} split are clicks, and both outcomes are "
+        "needed, with weights above 0: see config.split and the label's positive or at_least"
+        f"{also}"
+      )
+  return counts.sum(axis=1), [", ".join(parts)]
 
 
-def _outcomes(table: Table, rows: Rows, label: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns by split the rows without and with a click and without a label, `[3, 3]`; weights."""
-  name, column = table.name_of(spec.Weight), rows.columns[label]
+def _outcomes(table: Table, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the rows without and with a click by split, `[3, 2]`, and their weights."""
+  name, label = table.name_of(spec.Weight), rows.columns[str(table.name_of(spec.Label))]
   weight = f"sum({rows.columns[name]})" if name else "count(*)"
   answer = rows.query(
-    f"SELECT split, {column} AS outcome, count(*) AS n, {weight} AS weight FROM {rows.view} "
-    f"GROUP BY split, {column}"
+    f"SELECT split, {label} AS clicked, count(*) AS n, {weight} AS weight FROM {rows.view} "
+    "GROUP BY split, clicked"
   )
-  counts, weights = np.zeros((3, 3), np.int64), np.zeros((3, 3))
-  for split, value, number, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
-    at = split, 2 if value is None else value
-    counts[at], weights[at] = number, total
+  counts, weights = np.zeros((3, 2), np.int64), np.zeros((3, 2))
+  for split, clicked, *found in zip(*(x.to_pylist() for x in answer.columns), strict=True):
+    counts[split, clicked], weights[split, clicked] = found
   return counts, weights
 
 
@@ -143,19 +135,17 @@ def write_columns(rows: Rows, transforms: Transforms, folder: Path, sizes: np.nd
   total, num_dense = int(sizes.sum()), len(transforms.dense_names)
   width = sum(feature.valency for feature in transforms.features)
   kinds = rows.source.kinds
-  weight, labels = spec.only(kinds, spec.Weight), spec.labels(kinds)
-  shape, dtype = ((), np.uint8) if len(labels) == 1 else ((len(labels),), np.float32)
-  cache.column(folder, "label", (total, *shape), dtype)
+  weight, label = spec.only(kinds, spec.Weight), str(spec.only(kinds, spec.Label))
+  cache.column(folder, "label", (total,), np.uint8)
   cache.column(folder, "dense", (total, num_dense), np.float32)
   cache.column(folder, "ids", (total, width), np.int32)
   if weight:
     cache.column(folder, "weight", (total,), np.float32)
-  names = [*transforms.kinds, *labels, *([weight] if weight else [])]
+  names = [*transforms.kinds, label, *([weight] if weight else [])]
 
   def write(parts: Sequence[Path], split: np.ndarray, starts: np.ndarray) -> None:
     values = rows.values(parts, names)
-    label = np.stack([numbers_of(values[name]) for name in labels], axis=1)
-    blocks = {"label": label.reshape(-1, *shape), **transforms.encode(values, len(split))}
+    blocks = {"label": numbers_of(values[label]), **transforms.encode(values, len(split))}
     if weight:
       blocks["weight"] = numbers_of(values[weight])
     # Opened for each part: what is mapped counts as memory of the process.

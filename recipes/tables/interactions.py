@@ -63,10 +63,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
   Raises:
     UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  if len(spec.labels(table.kinds)) > 1:
-    raise UserError(
-      "two_tower and sequence take one label, whose clicks are the interactions: remove the others"
-    )
   with source.connect() as con, tempfile.TemporaryDirectory(dir=folder) as stage:
     log = _Log(con, table, by, Path(stage))
     user, item, split = _cleaned(table, by, log)

@@ -483,8 +483,7 @@ def read(
   kinds = source.kinds
   opened = [open_file(path, source.format) for path in source.all_files]
   rows = Rows(con, source, folder, on_bad_row)
-  labels = [declared for declared, kind in kinds.items() if isinstance(kind, spec.Label)]
-  required = [*required, *labels] if len(labels) == 1 else [*required]
+  required = [*required, *filter(None, [spec.only(kinds, spec.Label)])]
   parts = (folder / f"{number:06d}.parquet" for number in itertools.count())
   bar = files.progress("reading", len(opened), "file")
   with futures.ThreadPoolExecutor(WORKERS) as pool, bar:

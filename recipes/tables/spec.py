@@ -99,7 +99,6 @@ class Label(Kind):
   positive: tuple[str, ...] = ()  # the values that are clicks; all others are none
   at_least: float | None = None  # the smallest number that is a click
   drop: tuple[str, ...] = ()  # values whose rows are left out
-  weight: float = 1.0  # of the loss in the sum over labels
 
   def __post_init__(self):
     for name in ("positive", "drop"):
@@ -221,8 +220,8 @@ class Title(Kind):
   kind: ClassVar[str] = "title"
 
 
-_SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
-_KINDS: tuple[type[Kind], ...] = (Label, Number, Category, Bag, Ordered, *_SINGLE)
+_SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
+_KINDS: tuple[type[Kind], ...] = (*_SINGLE, Number, Category, Bag, Ordered)
 KINDS = {cls.kind: cls for cls in _KINDS}
 OF_TABLE = ("oov", "hash", "size", "optimizer")  # options that columns of one table share
 
@@ -240,9 +239,8 @@ def _faults(kind: Any) -> Iterator[str]:
   boundaries = getattr(kind, "buckets", 0)
   if isinstance(boundaries, tuple) and sorted(set(boundaries)) != [*boundaries]:
     yield "buckets has boundaries that do not increase"
-  if isinstance(kind, Category):
-    if kind.hash and kind.size:
-      yield "give hash or size, not both"
+  if isinstance(kind, Category) and kind.hash and kind.size:
+    yield "give hash or size, not both"
   if isinstance(kind, Bag) and not kind.separator:
     yield "separator is the text between two values, and not empty"
 
@@ -330,11 +328,6 @@ def _as_texts(files: Any) -> Any:
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
   """Returns kinds as declarations with all options, so that each can be set by a flag."""
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
-
-
-def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
-  """Returns the labels by name, in the order of the declaration."""
-  return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -100,14 +100,6 @@ def test_gauc_equals_scikit_learn():
   assert 0.5 < found["gauc_share"] < 1
 
 
-def test_raw_ids_tell_users_apart():
-  none = 2**32 - 1
-  users = np.array([[0, 7], [1, 7], [0, 7], [1, 7], [none, none]], np.uint32)
-  rows = np.array([2.0, 1.0, 1.0, 2.0, 9.0]), np.array([1, 1, 0, 0, 0])
-  found = gauc(*rows, Users("user").codes(users), np.ones(5))
-  assert found == {"gauc": 0.5, "gauc_share": 0.8}  # one user's pair is in order
-
-
 # --- rankings -------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ def test_everything_left_out_is_the_default(tmp_path):
   assert config.dlrm.top == (8,)
   assert config.dlrm.bottom == (128,)
   assert config.columns["y"].to_dict() == {
-    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (), "weight": 1.0,
+    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (),
   }  # fmt: skip
 
 
