@@ -17,7 +17,6 @@ CONFIG may be a file of your own as well. [:smoke] is a mode: configs/dlrm/synth
 the same code in seconds. Without --config a recipe trains on its synthetic.py, which downloads
 nothing. Any setting can be given: --config.batch_size=4096.
 
-python -m {here}.minimal                        columns to a tested model in one file, to copy
 python -m {here}.describe FILE                  your own table, and a config that trains on it
 python -m {here}.baselines runs/dlrm            baselines of a run whose data are not small
 python -m {here}.evaluate runs/dlrm             the metrics of a run, or on other --files

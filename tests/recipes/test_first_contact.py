@@ -27,7 +27,7 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   listing.main()
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
-  programs = ["minimal", "describe", "baselines", "evaluate", "export", "predict", "report"]
+  programs = ["describe", "baselines", "evaluate", "export", "predict", "report"]
   assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS
