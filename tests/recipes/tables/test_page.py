@@ -4,12 +4,14 @@ makes histories.
 
 import dataclasses
 import re
+import runpy
 
 import duckdb
 import pytest
 from pages import DOCS, blocks
 from small_tables import write_csv
 
+from recipes import describe
 from recipes.dlrm import train
 from recipes.tables import settings, spec
 
@@ -44,3 +46,18 @@ def test_the_statement_makes_histories_that_a_run_reads(tmp_path, monkeypatch):
   small = {"batch_size": 32, "steps": 2, "cache_dir": "cache", "baseline": {"max_rows": 0}}
   small |= {"dim": 4, "dcnv2": {"cross_layers": 1, "deep": (8,)}}
   assert 0 < train.run(scope["config"] | small, "run")["metrics"]["test_auc"] < 1
+
+
+@pytest.mark.ci
+def test_the_statement_makes_a_row_of_each_impression(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  lines = [f"{n}\tU{n % 9}\t11/9/2019 1:0{n % 10}:00 PM\tN1 N2\tN{n % 7}-0 N8-1" for n in range(60)]
+  (tmp_path / "behaviors.tsv").write_text("\n".join(lines))
+  (code,) = (code for _, code in blocks(PAGE, "py") if "impressions" in code)
+  exec(code, {})
+  made = duckdb.sql("SELECT user, item, clicked, history FROM 'news.parquet'").fetchmany(2)
+  assert made == [("U0", "N0", "0", "N1 N2"), ("U0", "N8", "1", "N1 N2")]
+  describe.main(["news.parquet", "--label=clicked", "--item=item", "--out=news.py"])
+  columns = runpy.run_path("news.py")["get_config"]()["columns"]
+  assert (columns["user"], columns["item"], columns["clicked"]) == ("user", "item", "label")
+  assert columns["time"] == {"kind": "time", "format": "%m/%d/%Y %I:%M:%S %p"}
