@@ -5,6 +5,9 @@ model.npz       the program of the model, as `jax.export` writes it, and the arr
 candidates.npy  two_tower, sequence: the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 
+`--vectors` and `--user-vectors` also write raw ids and vectors of items and users as Parquet, for a
+vector store. Their dot products are the scores of recommendations.
+
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
@@ -27,7 +31,7 @@ from . import config as config_lib
 from . import errors, files
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import from_settings
+from .errors import UserError, from_settings
 from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
@@ -47,7 +51,14 @@ class _Parts(NamedTuple):
   candidates: Callable[[], np.ndarray] | None = None  # of the restored model
 
 
-def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = PLATFORMS) -> Path:
+def export(
+  workdir: str | Path,
+  out: str | Path,
+  *,
+  platforms: Sequence[str] = PLATFORMS,
+  vectors: str | Path = "",
+  user_vectors: str | Path = "",
+) -> Path:
   """Exports the tested state of a run; returns the folder.
 
   Neither the data nor the cache of the run is read, nor does it matter how many devices trained it.
@@ -57,11 +68,18 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
     workdir: of a run on a table that has ended.
     out: the folder; an earlier export there is replaced.
     platforms: that the program can run on, of "cpu", "cuda", "rocm" and "tpu".
+    vectors, user_vectors: Parquet files to write with the raw ids and vectors of items and users,
+      of two_tower and sequence; see `Recommender.vectors`.
 
   Raises:
-    UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
+    UserError: the run is of no table, has not ended, is damaged, or has no such vectors; or `out`
+      holds other files.
   """
   out, run = Path(out), run_lib.opened(workdir)
+  if run.recipe == "dlrm" and (vectors or user_vectors):
+    raise UserError(
+      "dlrm scores rows and has no vectors of items and users: export one of two_tower or sequence"
+    )
   serve = run.serve
   files.check_out(out, models_lib.NAME)
   mesh = mesh_lib.start()
@@ -87,6 +105,10 @@ def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = P
       np.save(partial / models_lib.CANDIDATES, parts.candidates())
     shutil.copytree(serve, partial / models_lib.TRANSFORMS)
     files.write_json(partial / models_lib.NAME, about | parts.about)
+  for of, path in (("item", vectors), ("user", user_vectors)):
+    if path:
+      model: Any = models_lib.load(out)
+      pq.write_table(model.vectors(of), path)
   return out
 
 
@@ -163,10 +185,13 @@ def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.export", __doc__)
   parser.add_argument("run", help="the workdir of a run on a table that has ended")
   parser.add_argument("--out", required=True, help="the folder to write")
+  parser.add_argument("--vectors", default="", help="a .parquet file to write, of items' vectors")
+  parser.add_argument("--user-vectors", default="", help="a .parquet file to write, of users'")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   with errors.in_one_line(parser):
-    out = export(arguments.run, arguments.out)
+    files_of = {"vectors": arguments.vectors, "user_vectors": arguments.user_vectors}
+    out = export(arguments.run, arguments.out, **files_of)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

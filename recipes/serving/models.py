@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.special import expit
 
@@ -27,6 +28,7 @@ TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
 
 _HISTORY = "history"  # the column with a user's own items
+_ALLOW, _DENY = "allow", "deny"  # those with the only items to recommend, and with items not to
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
 
@@ -60,10 +62,8 @@ def load(folder: str | Path) -> "ClickModel | Recommender":
     stored = dict(file)
   program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   mesh, candidates = Mesh(np.array(jax.local_devices()), ("data",)), None
-  if (folder / CANDIDATES).exists():  # split over the mesh, zeros at the end; no device holds all
-    rows = np.load(folder / CANDIDATES)
-    rows = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
-    candidates = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+  if (folder / CANDIDATES).exists():
+    candidates = _split(np.load(folder / CANDIDATES), mesh)
   served = Served(
     transforms=folder / TRANSFORMS,
     about=about,
@@ -74,6 +74,12 @@ def load(folder: str | Path) -> "ClickModel | Recommender":
     mesh=mesh,
   )
   return ClickModel(served) if about["recipe"] == "dlrm" else Recommender(served)
+
+
+def _split(vectors: np.ndarray, mesh: Mesh) -> jax.Array:
+  """Splits vectors over the mesh, zeros at the end; no device holds all."""
+  padded = np.pad(vectors, ((0, -len(vectors) % mesh.size), (0, 0)))
+  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -135,7 +141,7 @@ class ClickModel:
 
 
 class Recommended(NamedTuple):
-  """The best items of N rows, the best first; `top` of each.
+  """The best items of N rows, the best first, or users like others; `top` of each.
 
   Attributes:
     items: raw ids, object `[N, top]`, None where there are fewer candidates.
@@ -157,10 +163,12 @@ class Recommender:
   Attributes:
     user: the name of the user's declaration; "" where training has none.
     columns: that rows may have, of which they need at least one.
+    ids: the names of the columns with raw ids, of each "item" and "user".
   """
 
   def __init__(self, served: Served):
-    self.served = served
+    assert served.candidates is not None
+    self.served, self._candidates = served, served.candidates
     folder, about, kinds = served.transforms, served.about, served.kinds
     self._users, self._items = Entities.load(folder, "users"), Entities.load(folder, "items")
     self._history = np.load(folder / "history.npy", mmap_mode="r")
@@ -168,7 +176,7 @@ class Recommender:
     count = len(self._items.texts)
     popularity = np.bincount(self._history, minlength=count)
     if about.get("popularity"):  # scores have it, and rank a query of nothing in this order
-      popularity = np.asarray(served.candidates)[:count, -1]
+      popularity = np.asarray(self._candidates)[:count, -1]
     self._popular = np.argsort(-popularity, kind="stable").astype(np.int32)
     self.user = spec.only(kinds, spec.User) or ""
     of_users = self._users.transforms.kinds
@@ -176,19 +184,35 @@ class Recommender:
     read = {self.user: kinds[self.user]} if self.user else {}
     read |= of_users if self._features else {}
     read |= {_HISTORY: spec.Bag()}
-    self._reader = rows_lib.Reader(read, served.text_format.missing, required=False)
+    missing, lists = served.text_format.missing, {_ALLOW: spec.Bag(), _DENY: spec.Bag()}
+    self._reader = rows_lib.Reader(read, missing, required=False)
+    self._list_reader = rows_lib.Reader(lists, missing, required=False)
+    self._id_reader = rows_lib.Reader({"id": spec.Category()}, missing)
     self.columns = self._reader.columns
-    search = functools.partial(retrieval.top_k, mesh=served.mesh, size=count)
-    self._top_k = jax.jit(search, static_argnames="k")
+    self._declared = {column for name, kind in kinds.items() for column in kind.sources(name)}
+    item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
+    named = {"item": item, "user": self.user}
+    self.ids = {of: kinds[name].sources(name)[0] if name else of for of, name in named.items()}
+    self._directions: dict[str, tuple[np.ndarray, jax.Array]] = {}
+    self._top_k = jax.jit(functools.partial(retrieval.top_k, mesh=served.mesh), static_argnames="k")
 
   def recommend(
-    self, rows: Any, top: int | None = None, *, source: str = "rows", first_row: int = 1
+    self,
+    rows: Any,
+    top: int | None = None,
+    *,
+    allow: Iterable[Any] | None = None,
+    deny: Iterable[Any] | None = None,
+    source: str = "rows",
+    first_row: int = 1,
   ) -> Recommended:
     """Returns the best items for every row.
 
     Args:
       rows: N of them; see `rows.as_table`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
+      allow: raw ids of the only items to recommend; None is all.
+      deny: raw ids of items that are not recommended.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
@@ -201,44 +225,171 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    values, count = self._reader.read(table, source, first_row), len(table)
-    num_items, is_new = len(self._items.texts), self.served.about["exclude_seen"]
-    top = min(10, num_items) if top is None else top
-    if not 1 <= top <= num_items:
-      raise UserError(f"top is {top}: choose 1 to {num_items}, the number of items")
-    users = np.full(count, -1, np.int32)
+    top, every = _checked(top, len(self._items.texts), "items"), np.arange(len(self._items.texts))
+    among = np.ones(len(every), bool)
+    if allow is not None:
+      among &= np.isin(every, self._numbers(self._items, allow, _ALLOW))
+    if deny is not None:
+      among &= np.isin(every, self._numbers(self._items, deny, _DENY), invert=True)
+    values = self._reader.read(table, source, first_row)
+    users = np.full(len(table), -1, np.int32)
     if self.user in values:
       users = self._users.codes.find(values[self.user])
+    vectors, own, is_known = self._queries(users, values)
+    listed, only = self._listed(table, own, source, first_row)
+    ids, scores = self._best(vectors, self._candidates, top, listed, only, among)
+    scores[~is_known] = np.nan
+    for row in np.flatnonzero(~is_known):
+      is_left = among[self._popular] & (np.isin(self._popular, listed[row]) == only[row])
+      liked = self._popular[is_left][:top]
+      ids[row] = [*liked, *[-1] * (top - len(liked))]
+    return _answers(self._items, ids, scores, ~is_known)
+
+  def similar(
+    self,
+    ids: Iterable[Any],
+    of: str = "item",
+    top: int | None = None,
+    *,
+    source: str = "ids",
+    first_row: int = 1,
+  ) -> Recommended:
+    """Returns the items or users most like others, without these; blanks for unknown ids.
+
+    Scores are cosines of their vectors without popularity.
+
+    Args:
+      ids: N raw ids.
+      of: "item" or "user".
+      top: how many, 1 to the number of items or users; None is 10, or all where they are fewer.
+      source, first_row: as for `recommend`.
+
+    Raises:
+      UserError: there are not `top`.
+    """
+    entities = self._of(of)
+    top = _checked(top, len(entities.texts), f"{of}s")
+    codes = self._numbers(entities, ids, source, first_row)
+    if of not in self._directions:
+      vectors = self._vectors(of)[:, : -1 if self.served.about.get("popularity") else None]
+      lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+      unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+      self._directions[of] = unit, _split(unit, self.served.mesh)
+    unit, split = self._directions[of]
+    # An unknown id has only itself, which is none.
+    among = np.ones(len(unit), bool)
+    best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, among)
+    return _answers(entities, *best, np.zeros(len(codes), bool))
+
+  def vectors(self, of: str) -> pa.Table:
+    """Returns the columns `id`, raw, and `vector`, lists of float32, of all items or users.
+
+    The dot product of an item's vector and a user's, as training has stored the user, is the score
+    of `recommend`.
+
+    Args:
+      of: "item" or "user".
+    """
+    entities, vectors = self._of(of), self._vectors(of)
+    starts = np.arange(len(vectors) + 1, dtype=np.int32) * vectors.shape[1]
+    lists = pa.ListArray.from_arrays(starts, vectors.ravel())
+    return pa.table({"id": entities.texts, "vector": lists})
+
+  def _vectors(self, of: str) -> np.ndarray:
+    """Returns the vectors of all items or users, float32 `[N, D]`."""
+    if of == "item":
+      return np.asarray(self._candidates)[: len(self._items.texts)]
+    users = np.arange(len(self._of(of).texts), dtype=np.int32)
+    starts = range(0, len(users), _SCORED)
+    parts = [self._queries(users[start : start + _SCORED], {})[0] for start in starts]
+    return np.concatenate(parts)
+
+  def _of(self, of: str) -> Entities:
+    if of not in self.ids:
+      raise UserError(f"of is {of!r}: choose 'item' or 'user'")
+    return self._items if of == "item" else self._users
+
+  def _numbers(
+    self, entities: Entities, ids: Iterable[Any], source: str, first_row: int = 1
+  ) -> np.ndarray:
+    """Returns the numbers of raw ids, int32 `[N]`; -1 for unknown ones."""
+    if isinstance(ids, str):
+      raise UserError(f"{source} is {ids!r}: give a list of raw ids")
+    table = rows_lib.as_table({"id": ids})
+    return entities.codes.find(self._id_reader.read(table, source, first_row)["id"])
+
+  def _best(
+    self,
+    vectors: np.ndarray,
+    candidates: jax.Array,
+    top: int,
+    listed: Sequence[np.ndarray],
+    only: np.ndarray,
+    among: np.ndarray,
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids of the best candidates, -1 and NaN where none is left; see `top_k`."""
+    among = np.pad(among, (0, len(candidates) - len(among)))
+    shape = len(vectors), top
+    ids, scores = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    for part, places in _batches(len(vectors), _RANKED):
+      lists = [listed[place] for place in places]
+      padded = _padded(lists, retrieval.list_width(max(map(len, lists))))
+      options = {"listed": padded, "only": only[places], "among": among}
+      best = self._top_k(vectors[places], candidates, k=top, **options)
+      scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
+    scores[ids < 0] = np.nan
+    return ids, scores
+
+  def _queries(
+    self, users: np.ndarray, values: Mapping[str, Any]
+  ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """Returns vectors float32 `[N, D]`, known items and what is known; see `_inputs`."""
     own = self._histories(users, values)
     inputs, is_known = self._inputs(users, own, values)
-    ids, scores = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
-    for part, places in _batches(count, _RANKED):
+    vectors = np.empty((len(users), self._candidates.shape[1]), np.float32)
+    for part, places in _batches(len(users), _RANKED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      vectors = np.asarray(self.served.run(batch))  # for any number of devices
-      lists = [own[place] for place in places]
-      seen = _padded(lists, retrieval.list_width(max(map(len, lists)))) if is_new else None
-      best = self._top_k(vectors, self.served.candidates, k=top, exclude=seen)
-      scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
-    scores[(ids < 0) | ~is_known[:, None]] = np.nan
-    for row in np.flatnonzero(~is_known):
-      liked = self._popular[: top + len(own[row])]
-      liked = liked[~np.isin(liked, own[row])][:top] if is_new else liked[:top]
-      ids[row] = [*liked, *[-1] * (top - len(liked))]
-    texts = lambda each: np.array([*each, None], object)[ids]
-    titles = None if self._items.titles is None else texts(self._items.titles)
-    return Recommended(texts(self._items.texts), scores, titles, ~is_known)
+      vectors[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
+    return vectors, own, is_known
+
+  def _lists(self, lists: pa.Array) -> list[np.ndarray]:
+    """Returns the known items of each list."""
+    items = self._items.codes.find(lists.flatten())
+    return [row[row >= 0] for row in np.split(items, np.cumsum(lengths_of(lists)))[:-1]]
 
   def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the known items of rows, or else of their users."""
-    given = values.get(_HISTORY, pa.nulls(len(users), pa.list_(pa.string())))
-    items = self._items.codes.find(given.flatten())
-    own, start = [], 0
-    for user, count in zip(users.tolist(), lengths_of(given).tolist(), strict=True):
-      row = items[start : (start := start + count)]
-      if not count and user >= 0:
-        row = self._history[self._offsets[user] : self._offsets[user + 1]]
-      own.append(row[row >= 0])
+    given = values.get(_HISTORY, _no_lists(len(users)))
+    own = self._lists(given)
+    for row in np.flatnonzero((lengths_of(given) == 0) & (users >= 0)):
+      start, stop = self._offsets[users[row] : users[row] + 2]
+      own[row] = self._history[start:stop]
     return own
+
+  def _listed(
+    self, table: pa.Table, own: Sequence[np.ndarray], source: str, first_row: int
+  ) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the items that each row leaves out, or the only ones where `only` `[N]` is True."""
+    given = [name for name in (_ALLOW, _DENY) if name in table.column_names]
+    if clash := [name for name in given if name in self._declared]:
+      raise UserError(
+        f"{source} has the column {clash[0]!r}, of lists of items, but training has declared it as "
+        "something else: leave it out, or rename it in the table and train again"
+      )
+    values = self._list_reader.read(table, source, first_row) if given else {}
+    allow, deny = (self._lists(values.get(x, _no_lists(len(own)))) for x in (_ALLOW, _DENY))
+    only = np.zeros(len(own), bool)
+    if _ALLOW in given:
+      only = _is_list(table[_ALLOW], self.served.text_format.missing)
+    if self.served.about["exclude_seen"]:
+      deny = [np.concatenate(pair) for pair in zip(deny, own, strict=True)]
+    every = np.arange(len(self._items.texts), dtype=np.int32)
+    for row in range(len(own)):
+      if not only[row] and 2 * len(deny[row]) > len(every):  # few others are left, a shorter list
+        allow[row], only[row] = every, True
+      if only[row]:
+        deny[row] = allow[row][~np.isin(allow[row], deny[row])]
+    return deny, only
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
     """Returns a feature's ids: of the row where it has one, else of the user."""
@@ -270,6 +421,39 @@ class Recommender:
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
     features = (f for f in self._users.transforms.features if f.name in inputs)
     return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
+
+
+def _checked(top: int | None, most: int, of: str) -> int:
+  """Returns how many are asked for; raises UserError where there are not as many."""
+  top = min(10, most) if top is None else top
+  if not 1 <= top <= most:
+    raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}")
+  return top
+
+
+def _answers(
+  entities: Entities, ids: np.ndarray, scores: np.ndarray, is_popular: np.ndarray
+) -> Recommended:
+  places = ids.ravel().tolist()
+
+  def shown(texts: Sequence[str | None]) -> np.ndarray:
+    padded = [*texts, None]
+    return np.array([padded[place] for place in places], object).reshape(ids.shape)
+
+  titles = None if entities.titles is None else shown(entities.titles)
+  return Recommended(shown(entities.texts), scores, titles, is_popular)
+
+
+def _no_lists(rows: int) -> pa.Array:
+  return pa.nulls(rows, pa.list_(pa.string()))
+
+
+def _is_list(cells: pa.ChunkedArray, missing: Sequence[str]) -> np.ndarray:
+  """Returns which cells have a list, bool `[N]`: an empty list is one, an empty text is none."""
+  if not pa.types.is_nested(cells.type):
+    texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
+    cells = pc.if_else(pc.is_in(texts, pa.array(["", *missing])), None, texts)
+  return cells.is_valid().to_numpy()
 
 
 def _is_given(ids: np.ndarray) -> np.ndarray:
