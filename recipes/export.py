@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 from flax import nnx
@@ -108,7 +109,8 @@ def export(
   for of, path in (("item", vectors), ("user", user_vectors)):
     if path:
       model: Any = models_lib.load(out)
-      pq.write_table(model.vectors(of), path)
+      ids, rows = model.vectors(of)
+      pq.write_table(pa.table({"id": ids, "vector": [*rows]}), path)
   return out
 
 

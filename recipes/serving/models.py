@@ -225,7 +225,7 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    top, every = _checked(top, len(self._items.texts), "items"), np.arange(len(self._items.texts))
+    top, every = _checked(top, self._items, "item"), np.arange(len(self._items.texts))
     among = np.ones(len(every), bool)
     if allow is not None:
       among &= np.isin(every, self._numbers(self._items, allow, _ALLOW))
@@ -245,33 +245,19 @@ class Recommender:
       ids[row] = [*liked, *[-1] * (top - len(liked))]
     return _answers(self._items, ids, scores, ~is_known)
 
-  def similar(
-    self,
-    ids: Iterable[Any],
-    of: str = "item",
-    top: int | None = None,
-    *,
-    source: str = "ids",
-    first_row: int = 1,
-  ) -> Recommended:
-    """Returns the items or users most like others, without these; blanks for unknown ids.
+  def similar(self, ids: Iterable[Any], of: str = "item", top: int | None = None) -> Recommended:
+    """Returns those most like each of N raw ids, without itself; blanks for an unknown one.
 
-    Scores are cosines of their vectors without popularity.
+    Scores are cosines of vectors without popularity.
 
     Args:
-      ids: N raw ids.
       of: "item" or "user".
-      top: how many, 1 to the number of items or users; None is 10, or all where they are fewer.
-      source, first_row: as for `recommend`.
-
-    Raises:
-      UserError: there are not `top`.
+      top: as for `recommend`.
     """
-    entities = self._of(of)
-    top = _checked(top, len(entities.texts), f"{of}s")
-    codes = self._numbers(entities, ids, source, first_row)
+    entities = self._entities(of)
+    top, codes = _checked(top, entities, of), self._numbers(entities, ids, "ids")
     if of not in self._directions:
-      vectors = self._vectors(of)[:, : -1 if self.served.about.get("popularity") else None]
+      vectors = self.vectors(of)[1][:, : -1 if self.served.about.get("popularity") else None]
       lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
       unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
       self._directions[of] = unit, _split(unit, self.served.mesh)
@@ -281,42 +267,32 @@ class Recommender:
     best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, among)
     return _answers(entities, *best, np.zeros(len(codes), bool))
 
-  def vectors(self, of: str) -> pa.Table:
-    """Returns the columns `id`, raw, and `vector`, lists of float32, of all items or users.
+  def vectors(self, of: str) -> tuple[list[str], np.ndarray]:
+    """Returns the raw ids and the vectors, float32 `[N, D]`, of all items or users.
 
-    The dot product of an item's vector and a user's, as training has stored the user, is the score
-    of `recommend`.
+    Dot products of the two are the scores of `recommend` for users as training has stored them.
 
     Args:
       of: "item" or "user".
     """
-    entities, vectors = self._of(of), self._vectors(of)
-    starts = np.arange(len(vectors) + 1, dtype=np.int32) * vectors.shape[1]
-    lists = pa.ListArray.from_arrays(starts, vectors.ravel())
-    return pa.table({"id": entities.texts, "vector": lists})
-
-  def _vectors(self, of: str) -> np.ndarray:
-    """Returns the vectors of all items or users, float32 `[N, D]`."""
+    texts = self._entities(of).texts
     if of == "item":
-      return np.asarray(self._candidates)[: len(self._items.texts)]
-    users = np.arange(len(self._of(of).texts), dtype=np.int32)
-    starts = range(0, len(users), _SCORED)
-    parts = [self._queries(users[start : start + _SCORED], {})[0] for start in starts]
-    return np.concatenate(parts)
+      return texts, np.asarray(self._candidates)[: len(texts)]
+    users = np.arange(len(texts), dtype=np.int32)
+    parts = np.split(users, range(_SCORED, len(users), _SCORED))
+    return texts, np.concatenate([self._queries(part, {})[0] for part in parts])
 
-  def _of(self, of: str) -> Entities:
+  def _entities(self, of: str) -> Entities:
     if of not in self.ids:
       raise UserError(f"of is {of!r}: choose 'item' or 'user'")
     return self._items if of == "item" else self._users
 
-  def _numbers(
-    self, entities: Entities, ids: Iterable[Any], source: str, first_row: int = 1
-  ) -> np.ndarray:
+  def _numbers(self, entities: Entities, ids: Iterable[Any], name: str) -> np.ndarray:
     """Returns the numbers of raw ids, int32 `[N]`; -1 for unknown ones."""
     if isinstance(ids, str):
-      raise UserError(f"{source} is {ids!r}: give a list of raw ids")
-    table = rows_lib.as_table({"id": ids})
-    return entities.codes.find(self._id_reader.read(table, source, first_row)["id"])
+      raise UserError(f"{name} is {ids!r}: give a list of raw ids")
+    texts = self._id_reader.read(rows_lib.as_table({"id": ids}), name)["id"]
+    return entities.codes.of_distinct(texts)
 
   def _best(
     self,
@@ -329,13 +305,12 @@ class Recommender:
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of the best candidates, -1 and NaN where none is left; see `top_k`."""
     among = np.pad(among, (0, len(candidates) - len(among)))
-    shape = len(vectors), top
-    ids, scores = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    ids, scores = (np.empty((len(vectors), top), kind) for kind in (np.int32, np.float32))
     for part, places in _batches(len(vectors), _RANKED):
       lists = [listed[place] for place in places]
       padded = _padded(lists, retrieval.list_width(max(map(len, lists))))
-      options = {"listed": padded, "only": only[places], "among": among}
-      best = self._top_k(vectors[places], candidates, k=top, **options)
+      lists_of = {"listed": padded, "only": only[places], "among": among}
+      best = self._top_k(vectors[places], candidates, k=top, **lists_of)
       scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
     scores[ids < 0] = np.nan
     return ids, scores
@@ -352,19 +327,19 @@ class Recommender:
       vectors[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
     return vectors, own, is_known
 
-  def _lists(self, lists: pa.Array) -> list[np.ndarray]:
-    """Returns the known items of each list."""
+  def _lists(self, values: Mapping[str, Any], name: str, rows: int) -> list[np.ndarray]:
+    """Returns the items in the lists of a column, -1 for unknown ones; none without the column."""
+    lists = values.get(name, pa.nulls(rows, pa.list_(pa.string())))
     items = self._items.codes.find(lists.flatten())
-    return [row[row >= 0] for row in np.split(items, np.cumsum(lengths_of(lists)))[:-1]]
+    return np.split(items, np.cumsum(lengths_of(lists)))[:-1]
 
   def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the known items of rows, or else of their users."""
-    given = values.get(_HISTORY, _no_lists(len(users)))
-    own = self._lists(given)
-    for row in np.flatnonzero((lengths_of(given) == 0) & (users >= 0)):
-      start, stop = self._offsets[users[row] : users[row] + 2]
-      own[row] = self._history[start:stop]
-    return own
+    own = self._lists(values, _HISTORY, len(users))
+    for row, user in enumerate(users.tolist()):
+      if not len(own[row]) and user >= 0:
+        own[row] = self._history[self._offsets[user] : self._offsets[user + 1]]
+    return [items[items >= 0] for items in own]
 
   def _listed(
     self, table: pa.Table, own: Sequence[np.ndarray], source: str, first_row: int
@@ -377,18 +352,18 @@ class Recommender:
         "something else: leave it out, or rename it in the table and train again"
       )
     values = self._list_reader.read(table, source, first_row) if given else {}
-    allow, deny = (self._lists(values.get(x, _no_lists(len(own)))) for x in (_ALLOW, _DENY))
+    allow, deny = (self._lists(values, name, len(own)) for name in (_ALLOW, _DENY))
     only = np.zeros(len(own), bool)
     if _ALLOW in given:
       only = _is_list(table[_ALLOW], self.served.text_format.missing)
     if self.served.about["exclude_seen"]:
       deny = [np.concatenate(pair) for pair in zip(deny, own, strict=True)]
     every = np.arange(len(self._items.texts), dtype=np.int32)
-    for row in range(len(own)):
-      if not only[row] and 2 * len(deny[row]) > len(every):  # few others are left, a shorter list
+    for row, items in enumerate(deny):
+      if not only[row] and 2 * len(items) > len(every):  # what is left is the shorter list
         allow[row], only[row] = every, True
       if only[row]:
-        deny[row] = allow[row][~np.isin(allow[row], deny[row])]
+        deny[row] = allow[row][~np.isin(allow[row], items)]
     return deny, only
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
@@ -423,37 +398,30 @@ class Recommender:
     return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
 
 
-def _checked(top: int | None, most: int, of: str) -> int:
+def _checked(top: int | None, entities: Entities, of: str) -> int:
   """Returns how many are asked for; raises UserError where there are not as many."""
+  most = len(entities.texts)
   top = min(10, most) if top is None else top
   if not 1 <= top <= most:
-    raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}")
+    raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}s")
   return top
 
 
 def _answers(
   entities: Entities, ids: np.ndarray, scores: np.ndarray, is_popular: np.ndarray
 ) -> Recommended:
-  places = ids.ravel().tolist()
-
-  def shown(texts: Sequence[str | None]) -> np.ndarray:
-    padded = [*texts, None]
-    return np.array([padded[place] for place in places], object).reshape(ids.shape)
-
+  listed = lambda texts: [texts[place] if place >= 0 else None for place in ids.flat]
+  shown = lambda texts: np.array(listed(texts), object).reshape(ids.shape)
   titles = None if entities.titles is None else shown(entities.titles)
   return Recommended(shown(entities.texts), scores, titles, is_popular)
 
 
-def _no_lists(rows: int) -> pa.Array:
-  return pa.nulls(rows, pa.list_(pa.string()))
-
-
 def _is_list(cells: pa.ChunkedArray, missing: Sequence[str]) -> np.ndarray:
   """Returns which cells have a list, bool `[N]`: an empty list is one, an empty text is none."""
-  if not pa.types.is_nested(cells.type):
-    texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
-    cells = pc.if_else(pc.is_in(texts, pa.array(["", *missing])), None, texts)
-  return cells.is_valid().to_numpy()
+  if pa.types.is_nested(cells.type):
+    return cells.is_valid().to_numpy()
+  texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
+  return ~pc.is_in(texts, pa.array(["", None, *missing])).to_numpy()
 
 
 def _is_given(ids: np.ndarray) -> np.ndarray:
