@@ -62,7 +62,8 @@ def top_k(
   batch, rows = query.shape[0], candidates.shape[0]
   listed = jnp.full((batch, 1), -1, jnp.int32) if listed is None else listed
   only = jnp.zeros(batch, bool) if only is None else only
-  among = jnp.arange(rows) < (rows if size is None else size) if among is None else among
+  if among is None:
+    among = jnp.arange(rows) < (rows if size is None else size)
   if mesh is None:
     return _without_ids(*_scan(query, candidates, among, 0, listed, only, k))
   axes, shards = mesh.axis_names, mesh.size
@@ -159,12 +160,11 @@ def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
 def _scores(query, rows, ids, keep, listed, only) -> jax.Array:
   """Returns scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those to leave out."""
   scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
-  column, width = listed - ids[0], len(ids)
   # Negative columns would count from the end; beyond the end they are dropped.
-  column = jnp.where(column >= 0, column, width)
+  column = jnp.where(listed >= ids[0], listed - ids[0], len(ids))
   is_listed = jnp.zeros(scores.shape, bool)
   is_listed = is_listed.at[jnp.arange(len(query))[:, None], column].set(True, mode="drop")
-  return jnp.where(keep & (is_listed == only[:, None]), scores, -jnp.inf)
+  return jnp.where(keep[None] & (is_listed == only[:, None]), scores, -jnp.inf)
 
 
 def _best(scores: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -211,8 +211,8 @@ class Recommender:
     Args:
       rows: N of them; see `rows.as_table`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
-      allow: raw ids of the only items to recommend; None is all.
-      deny: raw ids of items that are not recommended.
+      allow: raw ids of the only items to recommend to any row; None is all.
+      deny: raw ids of items that are recommended to none.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
@@ -225,12 +225,13 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    top, every = _checked(top, self._items, "item"), np.arange(len(self._items.texts))
+    entities, top = self._asked("item", top)
+    every = np.arange(len(entities.texts))
     among = np.ones(len(every), bool)
     if allow is not None:
-      among &= np.isin(every, self._numbers(self._items, allow, _ALLOW))
+      among &= np.isin(every, self._numbers(entities, allow, _ALLOW))
     if deny is not None:
-      among &= np.isin(every, self._numbers(self._items, deny, _DENY), invert=True)
+      among &= np.isin(every, self._numbers(entities, deny, _DENY), invert=True)
     values = self._reader.read(table, source, first_row)
     users = np.full(len(table), -1, np.int32)
     if self.user in values:
@@ -243,7 +244,7 @@ class Recommender:
       is_left = among[self._popular] & (np.isin(self._popular, listed[row]) == only[row])
       liked = self._popular[is_left][:top]
       ids[row] = [*liked, *[-1] * (top - len(liked))]
-    return _answers(self._items, ids, scores, ~is_known)
+    return _answers(entities, ids, scores, ~is_known)
 
   def similar(self, ids: Iterable[Any], of: str = "item", top: int | None = None) -> Recommended:
     """Returns those most like each of N raw ids, without itself; blanks for an unknown one.
@@ -254,17 +255,17 @@ class Recommender:
       of: "item" or "user".
       top: as for `recommend`.
     """
-    entities = self._entities(of)
-    top, codes = _checked(top, entities, of), self._numbers(entities, ids, "ids")
+    entities, top = self._asked(of, top)
+    codes = self._numbers(entities, ids, "ids")
     if of not in self._directions:
       vectors = self.vectors(of)[1][:, : -1 if self.served.about.get("popularity") else None]
       lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
       unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
       self._directions[of] = unit, _split(unit, self.served.mesh)
     unit, split = self._directions[of]
-    # An unknown id has only itself, which is none.
-    among = np.ones(len(unit), bool)
-    best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, among)
+    every = np.ones(len(unit), bool)
+    # An unknown id may find nothing but its list, which is empty.
+    best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, every)
     return _answers(entities, *best, np.zeros(len(codes), bool))
 
   def vectors(self, of: str) -> tuple[list[str], np.ndarray]:
@@ -275,17 +276,23 @@ class Recommender:
     Args:
       of: "item" or "user".
     """
-    texts = self._entities(of).texts
+    texts = self._asked(of)[0].texts
     if of == "item":
       return texts, np.asarray(self._candidates)[: len(texts)]
     users = np.arange(len(texts), dtype=np.int32)
     parts = np.split(users, range(_SCORED, len(users), _SCORED))
     return texts, np.concatenate([self._queries(part, {})[0] for part in parts])
 
-  def _entities(self, of: str) -> Entities:
+  def _asked(self, of: str, top: int | None = None) -> tuple[Entities, int]:
+    """Returns the items or users, and how many of them are asked for; UserError for no such."""
     if of not in self.ids:
       raise UserError(f"of is {of!r}: choose 'item' or 'user'")
-    return self._items if of == "item" else self._users
+    entities = self._items if of == "item" else self._users
+    most = len(entities.texts)
+    top = min(10, most) if top is None else top
+    if not 1 <= top <= most:
+      raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}s")
+    return entities, top
 
   def _numbers(self, entities: Entities, ids: Iterable[Any], name: str) -> np.ndarray:
     """Returns the numbers of raw ids, int32 `[N]`; -1 for unknown ones."""
@@ -396,15 +403,6 @@ class Recommender:
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
     features = (f for f in self._users.transforms.features if f.name in inputs)
     return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
-
-
-def _checked(top: int | None, entities: Entities, of: str) -> int:
-  """Returns how many are asked for; raises UserError where there are not as many."""
-  most = len(entities.texts)
-  top = min(10, most) if top is None else top
-  if not 1 <= top <= most:
-    raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}s")
-  return top
 
 
 def _answers(
