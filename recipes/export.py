@@ -52,14 +52,7 @@ class _Parts(NamedTuple):
   candidates: Callable[[], np.ndarray] | None = None  # of the restored model
 
 
-def export(
-  workdir: str | Path,
-  out: str | Path,
-  *,
-  platforms: Sequence[str] = PLATFORMS,
-  vectors: str | Path = "",
-  user_vectors: str | Path = "",
-) -> Path:
+def export(workdir: str | Path, out: str | Path, *, platforms: Sequence[str] = PLATFORMS) -> Path:
   """Exports the tested state of a run; returns the folder.
 
   Neither the data nor the cache of the run is read, nor does it matter how many devices trained it.
@@ -69,18 +62,11 @@ def export(
     workdir: of a run on a table that has ended.
     out: the folder; an earlier export there is replaced.
     platforms: that the program can run on, of "cpu", "cuda", "rocm" and "tpu".
-    vectors, user_vectors: Parquet files to write with the raw ids and vectors of items and users,
-      of two_tower and sequence; see `Recommender.vectors`.
 
   Raises:
-    UserError: the run is of no table, has not ended, is damaged, or has no such vectors; or `out`
-      holds other files.
+    UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
   """
   out, run = Path(out), run_lib.opened(workdir)
-  if run.recipe == "dlrm" and (vectors or user_vectors):
-    raise UserError(
-      "dlrm scores rows and has no vectors of items and users: export one of two_tower or sequence"
-    )
   serve = run.serve
   files.check_out(out, models_lib.NAME)
   mesh = mesh_lib.start()
@@ -106,11 +92,6 @@ def export(
       np.save(partial / models_lib.CANDIDATES, parts.candidates())
     shutil.copytree(serve, partial / models_lib.TRANSFORMS)
     files.write_json(partial / models_lib.NAME, about | parts.about)
-  for of, path in (("item", vectors), ("user", user_vectors)):
-    if path:
-      model: Any = models_lib.load(out)
-      ids, rows = model.vectors(of)
-      pq.write_table(pa.table({"id": ids, "vector": [*rows]}), path)
   return out
 
 
@@ -192,8 +173,16 @@ def main(argv: Sequence[str]) -> None:
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   with errors.in_one_line(parser):
-    files_of = {"vectors": arguments.vectors, "user_vectors": arguments.user_vectors}
-    out = export(arguments.run, arguments.out, **files_of)
+    stores = {"item": arguments.vectors, "user": arguments.user_vectors}
+    if any(stores.values()) and run_lib.opened(arguments.run).recipe == "dlrm":
+      raise UserError("dlrm has no vectors of items and users: export a two_tower or sequence run")
+    out = export(arguments.run, arguments.out)
+    for of, path in stores.items():
+      if path:
+        model: Any = models_lib.load(out)
+        ids, vectors = model.vectors(of)
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"id": ids, "vector": [*vectors]}), path)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

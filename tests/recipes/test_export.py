@@ -202,9 +202,8 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   ]
   call = lambda given: export.export(*given)
   refused([(given, rf"^[^\n]*{text}[^\n]*$") for given, text in cases], call, UserError)
-  with pytest.raises(UserError, match="has no vectors of items and users"):
-    export.export(run, out, user_vectors=tmp_path / "users.parquet")
-  with pytest.raises(SystemExit):
-    export.main([str(tmp_path), f"--out={out}"])
-  assert capsys.readouterr().err.startswith("error: ")
+  for given in ([str(tmp_path)], [str(run), "--vectors=items.parquet"]):
+    with pytest.raises(SystemExit):
+      export.main([*given, f"--out={out}"])
+    assert capsys.readouterr().err.startswith("error: ")
   assert not out.exists()
