@@ -5,6 +5,9 @@ model.npz       the program of the model, as `jax.export` writes it, and the arr
 candidates.npy  two_tower, sequence: the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 
+`--vectors` and `--user-vectors` also write raw ids and vectors of items and users as Parquet, for a
+vector store. Their dot products are the scores of recommendations.
+
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
@@ -27,7 +32,7 @@ from . import config as config_lib
 from . import errors, files
 from . import mesh as mesh_lib
 from . import run as run_lib
-from .errors import from_settings
+from .errors import UserError, from_settings
 from .evaluation import retrieval
 from .serving import models as models_lib
 from .tables import spec
@@ -164,10 +169,21 @@ def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.export", __doc__)
   parser.add_argument("run", help="the workdir of a run on a table that has ended")
   parser.add_argument("--out", required=True, help="the folder to write")
+  parser.add_argument("--vectors", default="", help="a .parquet file to write, of items' vectors")
+  parser.add_argument("--user-vectors", default="", help="a .parquet file to write, of users'")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   with errors.in_one_line(parser):
+    stores = {"item": arguments.vectors, "user": arguments.user_vectors}
+    if any(stores.values()) and run_lib.opened(arguments.run).recipe == "dlrm":
+      raise UserError("dlrm has no vectors of items and users: export a two_tower or sequence run")
     out = export(arguments.run, arguments.out)
+    for of, path in stores.items():
+      if path:
+        model: Any = models_lib.load(out)
+        ids, vectors = model.vectors(of)
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"id": ids, "vector": [*vectors]}), path)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

@@ -2,14 +2,17 @@
 
     python -m recipes.predict served < rows.csv > out.csv
     python -m recipes.predict served rows.parquet --top=5 --out=out.parquet
+    python -m recipes.predict served rows.csv --allow=in_stock.txt --deny=recalled.txt
+    python -m recipes.predict served ids.csv --similar=item
 
 Rows are CSV, Parquet or JSON Lines, with the columns of the training file in any order; text has a
 header. Columns that training has not read may be there, and label, weight, split and time may be
 missing. Rows are written in their order, as CSV in UTF-8 or as Parquet, with more columns: of dlrm
 `score`, the probability of a click, or `score_<label>` of several labels, and of two_tower and
-sequence `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids. The
-package `recipes.serving`, which does the same from Python, says what is done with unknown and
-missing values.
+sequence `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids.
+`--similar` reads the column of items or users alone, and adds those like them. The package
+`recipes.serving`, which does the same from Python, says what is done with lists, and with unknown
+and missing values.
 """
 
 import contextlib
@@ -27,10 +30,21 @@ import pyarrow.parquet as pq
 from . import errors, serving
 from .errors import UserError
 from .serving.rows import of_file
+from .tables import spec
 from .tables.formats import free
+from .tables.source import reading
 
 
-def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
+def predict(
+  folder: str,
+  path: str,
+  out: Any,
+  *,
+  top: int | None = None,
+  allow: str | None = None,
+  deny: str | None = None,
+  similar: str | None = None,
+) -> str:
   """Reads rows, writes them with predictions, and returns a line about them.
 
   Args:
@@ -38,13 +52,21 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
     path: of the rows; "-" is CSV from the standard input.
     out: a file for CSV, or the path of a Parquet file.
     top: how many items, of two_tower and sequence; None is 10, or all where they are fewer.
+    allow, deny: files of raw ids, one a line: the only items to recommend, and items not to.
+    similar: "item" or "user" adds those like the ones in the rows.
 
   Raises:
     UserError: the folder or the rows cannot be read; names row, column and value.
   """
   model = serving.load(folder)
-  if isinstance(model, serving.ClickModel) and top is not None:
-    raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
+  options = {"top": top, "allow": allow, "deny": deny, "similar": similar}
+  given = [f"--{name}" for name, value in options.items() if value is not None]
+  if isinstance(model, serving.ClickModel) and given:
+    raise UserError(f"{given[0]} is for two_tower and sequence: dlrm predicts a score a row")
+  if similar and (allow or deny):
+    raise UserError("--similar ranks all items or users: leave out --allow and --deny")
+  encoding = model.served.text_format.encoding
+  allowed, denied = (_lines(file, encoding) for file in (allow, deny))
   rows, blank, writer = 0, 0, None
   with tempfile.TemporaryDirectory() as temporary:
     source = path
@@ -59,7 +81,14 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
         scores = scores.reshape(len(scores), len(model.names)).T
         added = dict(zip(model.names, map(pa.array, scores), strict=True))
       else:
-        added = _of_items(model.recommend(table, top, **where))
+        if similar is None:
+          answers = model.recommend(table, top, allow=allowed, deny=denied, **where)
+        elif (name := model.ids[similar]) in table.column_names:
+          answers = model.similar(table[name], similar, top)
+        else:
+          hint = spec.nearest(name, table.column_names)
+          raise UserError(f"{source} has no column {name!r}, with the raw ids: {hint}")
+        added = _added(similar or "item", answers)
         blank += added["score_1"].null_count
       for name, column in added.items():
         table = table.append_column(free(name, table.column_names), column)
@@ -73,8 +102,15 @@ def predict(folder: str, path: str, out: Any, *, top: int | None = None) -> str:
       rows += len(table)
   if writer is not None:
     writer.close()
-  why = f", {blank:,} without scores: no known user, feature or history, or no item left"
-  return f"{rows:,} rows{why if blank else ''}"
+  why = "an unknown id" if similar else "no known user, feature or history, or no item left"
+  return f"{rows:,} rows" + f", {blank:,} without scores: {why}" * (blank > 0)
+
+
+def _lines(path: str | None, encoding: str) -> list[str] | None:
+  if path is None:
+    return None
+  with reading(path):
+    return Path(path).read_text(encoding).removeprefix("\ufeff").split("\n")
 
 
 def texts_of(table: pa.Table) -> list[pa.ChunkedArray]:
@@ -88,12 +124,12 @@ def texts_of(table: pa.Table) -> list[pa.ChunkedArray]:
   return columns
 
 
-def _of_items(answers: serving.Recommended) -> dict[str, pa.Array]:
-  """Returns the columns that are added, by name; what is missing is null."""
-  parts = {"item": answers.items, "score": answers.scores, "title": answers.titles}
-  types = {"item": pa.string(), "score": pa.float32(), "title": pa.string()}
+def _added(of: str, answers: serving.Recommended) -> dict[str, pa.Array]:
+  """Returns the columns of items or users that are added, by name; what is missing is null."""
+  parts = {of: answers.items, "score": answers.scores, "title": answers.titles}
+  type_of = lambda name: pa.float32() if name == "score" else pa.string()
   return {
-    f"{name}_{place + 1}": pa.array(part[:, place], types[name], from_pandas=True)
+    f"{name}_{place + 1}": pa.array(part[:, place], type_of(name), from_pandas=True)
     for place in range(answers.items.shape[1])
     for name, part in parts.items()
     if part is not None
@@ -106,12 +142,16 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("rows", nargs="?", default="-", help="a file; default: the standard input")
   parser.add_argument("--out", default="", help="a .csv or .parquet file; default: standard output")
   parser.add_argument("--top", type=int, help="two_tower, sequence: how many items; default: 10")
+  parser.add_argument("--allow", metavar="FILE", help="a raw id a line: recommend only these items")
+  parser.add_argument("--deny", metavar="FILE", help="a raw id a line: recommend none of these")
+  parser.add_argument("--similar", choices=("item", "user"), help="add those like the ones in rows")
   arguments = parser.parse_args(argv)
   out: Any = arguments.out or sys.stdout
   with errors.in_one_line(parser), contextlib.ExitStack() as stack:
     if arguments.out and not arguments.out.endswith((".parquet", ".pq")):
       out = stack.enter_context(open(out, "w", encoding="utf-8", newline=""))
-    print(predict(arguments.served, arguments.rows, out, top=arguments.top), file=sys.stderr)
+    options = {name: getattr(arguments, name) for name in ("top", "allow", "deny", "similar")}
+    print(predict(arguments.served, arguments.rows, out, **options), file=sys.stderr)
 
 
 if __name__ == "__main__":

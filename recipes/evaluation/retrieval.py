@@ -1,6 +1,6 @@
 """The best k of many candidates, exact, over any number of devices.
 
-B is the number of queries, N of candidates, D the width of both, E the ids to leave out per query.
+B is the number of queries, N of candidates, D the width of both, E the ids listed per query.
 """
 
 import functools
@@ -31,9 +31,11 @@ def top_k(
   query: jax.Array,
   candidates: jax.Array,
   k: int,
-  exclude: jax.Array | None = None,
+  listed: jax.Array | None = None,
   mesh: Mesh | None = None,
   size: int | None = None,
+  only: jax.Array | None = None,
+  among: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the k candidates of the largest dot products, by brute force; jittable.
 
@@ -44,40 +46,45 @@ def top_k(
     query: float `[B, D]`.
     candidates: float `[N, D]`; a candidate's id is its row.
     k: at most N.
-    exclude: int `[B, E]`, ids that are left out for the query of this row, such as items that the
+    listed: int `[B, E]`, ids that are left out for the query of this row, such as items that the
       user has seen; a negative one is none.
     mesh: every device scores its own N / n candidates and sends its k best, which are merged.
       Candidates that are split over the mesh already, as by `joined`, stay where they are.
     size: the number of candidates, the first rows; None means all N. Other rows fill up the last
       devices' parts.
+    only: bool `[B]`, queries that find nothing but their listed ids.
+    among: bool `[N]`, the candidates that any query may find, in place of `size`.
 
   Returns:
     scores float32 `[B, k]` and ids int32 `[B, k]`, the best first. Where fewer than k candidates
     are left, -inf and -1.
   """
-  size = candidates.shape[0] if size is None else size
-  if exclude is None:
-    exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
+  batch, rows = query.shape[0], candidates.shape[0]
+  listed = jnp.full((batch, 1), -1, jnp.int32) if listed is None else listed
+  only = jnp.zeros(batch, bool) if only is None else only
+  if among is None:
+    among = jnp.arange(rows) < (rows if size is None else size)
   if mesh is None:
-    return _without_ids(*_scan(query, candidates, 0, size, exclude, k))
+    return _without_ids(*_scan(query, candidates, among, 0, listed, only, k))
   axes, shards = mesh.axis_names, mesh.size
-  per_shard = -(-candidates.shape[0] // shards)
-  missing = per_shard * shards - candidates.shape[0]
-  padded = jnp.pad(candidates, ((0, missing), (0, 0))) if missing else candidates
+  per_shard = -(-rows // shards)
+  if missing := per_shard * shards - rows:
+    candidates = jnp.pad(candidates, ((0, missing), (0, 0)))
+    among = jnp.pad(among, (0, missing))
 
   @functools.partial(
     jax.shard_map,
     mesh=mesh,
-    in_specs=(P(), P(axes), P()),
+    in_specs=(P(), P(axes), P(axes), P(), P()),
     out_specs=(P(None, axes), P(None, axes)),
     check_vma=False,  # the scan's first carry, -inf everywhere, is the same on all devices
   )
-  def best_of_shard(query, candidates, exclude):
+  def best_of_shard(query, candidates, among, listed, only):
     first = jax.lax.axis_index(axes) * per_shard
-    return _scan(query, candidates, first, size, exclude, min(k, per_shard))
+    return _scan(query, candidates, among, first, listed, only, min(k, per_shard))
 
   # In order of the shards, so that the first of equal scores is still the one with the lowest id.
-  scores, ids = best_of_shard(query, padded, exclude)
+  scores, ids = best_of_shard(query, candidates, among, listed, only)
   return _without_ids(*_best(scores, ids, k))
 
 
@@ -120,8 +127,8 @@ def joined(vectors: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
   return jax.jit(join)(*vectors)
 
 
-def _scan(query, candidates, first, size, exclude, k: int):
-  """Finds the k best of candidates whose ids start at `first` and end before `size`, in chunks."""
+def _scan(query, candidates, among, first, listed, only, k: int):
+  """Finds the k best of candidates whose ids start at `first`, in chunks."""
   batch, count = query.shape[0], candidates.shape[0]
   chunks = -(-count // max(_MAX_SCORES // max(batch, 1), 1))
   width = -(-count // chunks)
@@ -129,12 +136,11 @@ def _scan(query, candidates, first, size, exclude, k: int):
   def step(best, start):
     # Cut out where it is, the last chunk over the one before it: padding would copy all of them.
     begin = jnp.minimum(start, count - width)
-    rows = jax.lax.dynamic_slice_in_dim(candidates, begin, width)
+    rows, keep = (jax.lax.dynamic_slice_in_dim(x, begin, width) for x in (candidates, among))
     place = begin + jnp.arange(width, dtype=jnp.int32)
-    # Rows past this shard's own belong to the next shard, or to nobody.
-    is_own = (place >= start) & (first + place < jnp.minimum(first + count, size))
     ids = first + place
-    return _merged(best, _scores(query, rows, ids, is_own, exclude), ids, k), None
+    scores = _scores(query, rows, ids, keep & (place >= start), listed, only)
+    return _merged(best, scores, ids, k), None
 
   starts = width * jnp.arange(chunks, dtype=jnp.int32)
   nothing = jnp.full((batch, k), -jnp.inf), jnp.full((batch, k), -1, jnp.int32)
@@ -151,13 +157,14 @@ def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
   return _best(scores, ids, k)
 
 
-def _scores(query, rows, ids, keep, exclude) -> jax.Array:
+def _scores(query, rows, ids, keep, listed, only) -> jax.Array:
   """Returns scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those to leave out."""
   scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
-  scores, column = jnp.where(keep[None], scores, -jnp.inf), exclude - ids[0]
   # Negative columns would count from the end; beyond the end they are dropped.
-  column = jnp.where((exclude >= 0) & (column >= 0), column, scores.shape[1])
-  return scores.at[jnp.arange(scores.shape[0])[:, None], column].set(-jnp.inf, mode="drop")
+  column = jnp.where(listed >= ids[0], listed - ids[0], len(ids))
+  is_listed = jnp.zeros(scores.shape, bool)
+  is_listed = is_listed.at[jnp.arange(len(query))[:, None], column].set(True, mode="drop")
+  return jnp.where(keep[None] & (is_listed == only[:, None]), scores, -jnp.inf)
 
 
 def _best(scores: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

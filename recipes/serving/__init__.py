@@ -3,6 +3,8 @@
     model = serving.load("served")
     model.predict(rows)             # dlrm: probabilities, float64 [N], or of `model.names` [N, S]
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
+    model.similar(["i3"], "item")   # those like it, by the cosine of their vectors
+    model.vectors("user")           # raw ids and vectors, for a vector store
 
 `rows` are a dict of columns, a list of dicts, or a table of Arrow or pandas, with the columns of
 the training file in any order; other columns are ignored. `python -m recipes.predict` does the same
@@ -19,6 +21,11 @@ training has not seen are left out of it. A row without any known value has the 
 and blank scores. Items in the history are not recommended if `config.exclude_seen` was True in
 training. Where fewer than `top` items are left, the rest is blank. A score is a dot product of
 vectors, and compares items of one row.
+
+**Lists.** Columns `allow` and `deny` hold the only items to recommend to a row, and items not to,
+written as a history. `recommend(rows, allow=[...], deny=[...])` takes those of all rows; both hold.
+Unknown ids are left out, so that an allow-list of nothing else has no results. An empty text is no
+list. The most popular items and unseen ones obey the lists as well.
 
 Needs sparse-embed with its extra `serving`. The run, its data and its checkpoint are not read.
 """

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.special import expit
 
@@ -27,6 +28,7 @@ TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
 
 _HISTORY = "history"  # the column with a user's own items
+_ALLOW, _DENY = "allow", "deny"  # those with the only items to recommend, and with items not to
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
 
@@ -60,10 +62,8 @@ def load(folder: str | Path) -> "ClickModel | Recommender":
     stored = dict(file)
   program = jax.export.deserialize(bytearray(stored.pop("program.bin")))
   mesh, candidates = Mesh(np.array(jax.local_devices()), ("data",)), None
-  if (folder / CANDIDATES).exists():  # split over the mesh, zeros at the end; no device holds all
-    rows = np.load(folder / CANDIDATES)
-    rows = np.pad(rows, ((0, -len(rows) % mesh.size), (0, 0)))
-    candidates = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+  if (folder / CANDIDATES).exists():
+    candidates = _split(np.load(folder / CANDIDATES), mesh)
   served = Served(
     transforms=folder / TRANSFORMS,
     about=about,
@@ -74,6 +74,12 @@ def load(folder: str | Path) -> "ClickModel | Recommender":
     mesh=mesh,
   )
   return ClickModel(served) if about["recipe"] == "dlrm" else Recommender(served)
+
+
+def _split(vectors: np.ndarray, mesh: Mesh) -> jax.Array:
+  """Splits vectors over the mesh, zeros at the end; no device holds all."""
+  padded = np.pad(vectors, ((0, -len(vectors) % mesh.size), (0, 0)))
+  return jax.device_put(padded, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -134,7 +140,7 @@ class ClickModel:
 
 
 class Recommended(NamedTuple):
-  """The best items of N rows, the best first; `top` of each.
+  """The best items of N rows, the best first, or users like others; `top` of each.
 
   Attributes:
     items: raw ids, object `[N, top]`, None where there are fewer candidates.
@@ -156,10 +162,12 @@ class Recommender:
   Attributes:
     user: the name of the user's declaration; "" where training has none.
     columns: that rows may have, of which they need at least one.
+    ids: the names of the columns with raw ids, of each "item" and "user".
   """
 
   def __init__(self, served: Served):
-    self.served = served
+    assert served.candidates is not None
+    self.served, self._candidates = served, served.candidates
     folder, about, kinds = served.transforms, served.about, served.kinds
     self._users, self._items = Entities.load(folder, "users"), Entities.load(folder, "items")
     self._history = np.load(folder / "history.npy", mmap_mode="r")
@@ -167,7 +175,7 @@ class Recommender:
     count = len(self._items.texts)
     popularity = np.bincount(self._history, minlength=count)
     if about.get("popularity"):  # scores have it, and rank a query of nothing in this order
-      popularity = np.asarray(served.candidates)[:count, -1]
+      popularity = np.asarray(self._candidates)[:count, -1]
     self._popular = np.argsort(-popularity, kind="stable").astype(np.int32)
     self.user = spec.only(kinds, spec.User) or ""
     of_users = self._users.transforms.kinds
@@ -175,19 +183,35 @@ class Recommender:
     read = {self.user: kinds[self.user]} if self.user else {}
     read |= of_users if self._features else {}
     read |= {_HISTORY: spec.Bag()}
-    self._reader = rows_lib.Reader(read, served.text_format.missing, required=False)
+    missing, lists = served.text_format.missing, {_ALLOW: spec.Bag(), _DENY: spec.Bag()}
+    self._reader = rows_lib.Reader(read, missing, required=False)
+    self._list_reader = rows_lib.Reader(lists, missing, required=False)
+    self._id_reader = rows_lib.Reader({"id": spec.Category()}, missing)
     self.columns = self._reader.columns
-    search = functools.partial(retrieval.top_k, mesh=served.mesh, size=count)
-    self._top_k = jax.jit(search, static_argnames="k")
+    self._declared = {column for name, kind in kinds.items() for column in kind.sources(name)}
+    item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
+    named = {"item": item, "user": self.user}
+    self.ids = {of: kinds[name].sources(name)[0] if name else of for of, name in named.items()}
+    self._directions: dict[str, tuple[np.ndarray, jax.Array]] = {}
+    self._top_k = jax.jit(functools.partial(retrieval.top_k, mesh=served.mesh), static_argnames="k")
 
   def recommend(
-    self, rows: Any, top: int | None = None, *, source: str = "rows", first_row: int = 1
+    self,
+    rows: Any,
+    top: int | None = None,
+    *,
+    allow: Iterable[Any] | None = None,
+    deny: Iterable[Any] | None = None,
+    source: str = "rows",
+    first_row: int = 1,
   ) -> Recommended:
     """Returns the best items for every row.
 
     Args:
       rows: N of them; see `rows.as_table`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
+      allow: raw ids of the only items to recommend to any row; None is all.
+      deny: raw ids of items that are recommended to none.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
@@ -200,44 +224,153 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    values, count = self._reader.read(table, source, first_row), len(table)
-    num_items, is_new = len(self._items.texts), self.served.about["exclude_seen"]
-    top = min(10, num_items) if top is None else top
-    if not 1 <= top <= num_items:
-      raise UserError(f"top is {top}: choose 1 to {num_items}, the number of items")
-    users = np.full(count, -1, np.int32)
+    entities, top = self._asked("item", top)
+    every = np.arange(len(entities.texts))
+    among = np.ones(len(every), bool)
+    if allow is not None:
+      among &= np.isin(every, self._numbers(entities, allow, _ALLOW))
+    if deny is not None:
+      among &= np.isin(every, self._numbers(entities, deny, _DENY), invert=True)
+    values = self._reader.read(table, source, first_row)
+    users = np.full(len(table), -1, np.int32)
     if self.user in values:
       users = self._users.codes.find(values[self.user])
+    vectors, own, is_known = self._queries(users, values)
+    listed, only = self._listed(table, own, source, first_row)
+    ids, scores = self._best(vectors, self._candidates, top, listed, only, among)
+    scores[~is_known] = np.nan
+    for row in np.flatnonzero(~is_known):
+      is_left = among[self._popular] & (np.isin(self._popular, listed[row]) == only[row])
+      liked = self._popular[is_left][:top]
+      ids[row] = [*liked, *[-1] * (top - len(liked))]
+    return _answers(entities, ids, scores, ~is_known)
+
+  def similar(self, ids: Iterable[Any], of: str = "item", top: int | None = None) -> Recommended:
+    """Returns those most like each of N raw ids, without itself; blanks for an unknown one.
+
+    Scores are cosines of vectors without popularity.
+
+    Args:
+      of: "item" or "user".
+      top: as for `recommend`.
+    """
+    entities, top = self._asked(of, top)
+    codes = self._numbers(entities, ids, "ids")
+    if of not in self._directions:
+      vectors = self.vectors(of)[1][:, : -1 if self.served.about.get("popularity") else None]
+      lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+      unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+      self._directions[of] = unit, _split(unit, self.served.mesh)
+    unit, split = self._directions[of]
+    every = np.ones(len(unit), bool)
+    # An unknown id may find nothing but its list, which is empty.
+    best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, every)
+    return _answers(entities, *best, np.zeros(len(codes), bool))
+
+  def vectors(self, of: str) -> tuple[list[str], np.ndarray]:
+    """Returns the raw ids and the vectors, float32 `[N, D]`, of all items or users.
+
+    Dot products of the two are the scores of `recommend` for users as training has stored them.
+
+    Args:
+      of: "item" or "user".
+    """
+    texts = self._asked(of)[0].texts
+    if of == "item":
+      return texts, np.asarray(self._candidates)[: len(texts)]
+    users = np.arange(len(texts), dtype=np.int32)
+    parts = np.split(users, range(_SCORED, len(users), _SCORED))
+    return texts, np.concatenate([self._queries(part, {})[0] for part in parts])
+
+  def _asked(self, of: str, top: int | None = None) -> tuple[Entities, int]:
+    """Returns the items or users, and how many of them are asked for; UserError for no such."""
+    if of not in self.ids:
+      raise UserError(f"of is {of!r}: choose 'item' or 'user'")
+    entities = self._items if of == "item" else self._users
+    most = len(entities.texts)
+    top = min(10, most) if top is None else top
+    if not 1 <= top <= most:
+      raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}s")
+    return entities, top
+
+  def _numbers(self, entities: Entities, ids: Iterable[Any], name: str) -> np.ndarray:
+    """Returns the numbers of raw ids, int32 `[N]`; -1 for unknown ones."""
+    if isinstance(ids, str):
+      raise UserError(f"{name} is {ids!r}: give a list of raw ids")
+    texts = self._id_reader.read(rows_lib.as_table({"id": ids}), name)["id"]
+    return entities.codes.of_distinct(texts)
+
+  def _best(
+    self,
+    vectors: np.ndarray,
+    candidates: jax.Array,
+    top: int,
+    listed: Sequence[np.ndarray],
+    only: np.ndarray,
+    among: np.ndarray,
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids of the best candidates, -1 and NaN where none is left; see `top_k`."""
+    among = np.pad(among, (0, len(candidates) - len(among)))
+    ids, scores = (np.empty((len(vectors), top), kind) for kind in (np.int32, np.float32))
+    for part, places in _batches(len(vectors), _RANKED):
+      lists = [listed[place] for place in places]
+      padded = _padded(lists, retrieval.list_width(max(map(len, lists))))
+      lists_of = {"listed": padded, "only": only[places], "among": among}
+      best = self._top_k(vectors[places], candidates, k=top, **lists_of)
+      scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
+    scores[ids < 0] = np.nan
+    return ids, scores
+
+  def _queries(
+    self, users: np.ndarray, values: Mapping[str, Any]
+  ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """Returns vectors float32 `[N, D]`, known items and what is known; see `_inputs`."""
     own = self._histories(users, values)
     inputs, is_known = self._inputs(users, own, values)
-    ids, scores = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
-    for part, places in _batches(count, _RANKED):
+    vectors = np.empty((len(users), self._candidates.shape[1]), np.float32)
+    for part, places in _batches(len(users), _RANKED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      vectors = np.asarray(self.served.run(batch))  # for any number of devices
-      lists = [own[place] for place in places]
-      seen = _padded(lists, retrieval.list_width(max(map(len, lists)))) if is_new else None
-      best = self._top_k(vectors, self.served.candidates, k=top, exclude=seen)
-      scores[part], ids[part] = (np.asarray(x)[: part.stop - part.start] for x in best)
-    scores[(ids < 0) | ~is_known[:, None]] = np.nan
-    for row in np.flatnonzero(~is_known):
-      liked = self._popular[: top + len(own[row])]
-      liked = liked[~np.isin(liked, own[row])][:top] if is_new else liked[:top]
-      ids[row] = [*liked, *[-1] * (top - len(liked))]
-    texts = lambda each: np.array([*each, None], object)[ids]
-    titles = None if self._items.titles is None else texts(self._items.titles)
-    return Recommended(texts(self._items.texts), scores, titles, ~is_known)
+      vectors[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
+    return vectors, own, is_known
+
+  def _lists(self, values: Mapping[str, Any], name: str, rows: int) -> list[np.ndarray]:
+    """Returns the items in the lists of a column, -1 for unknown ones; none without the column."""
+    lists = values.get(name, pa.nulls(rows, pa.list_(pa.string())))
+    items = self._items.codes.find(lists.flatten())
+    return np.split(items, np.cumsum(lengths_of(lists)))[:-1]
 
   def _histories(self, users: np.ndarray, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the known items of rows, or else of their users."""
-    given = values.get(_HISTORY, pa.nulls(len(users), pa.list_(pa.string())))
-    items = self._items.codes.find(given.flatten())
-    own, start = [], 0
-    for user, count in zip(users.tolist(), lengths_of(given).tolist(), strict=True):
-      row = items[start : (start := start + count)]
-      if not count and user >= 0:
-        row = self._history[self._offsets[user] : self._offsets[user + 1]]
-      own.append(row[row >= 0])
-    return own
+    own = self._lists(values, _HISTORY, len(users))
+    for row, user in enumerate(users.tolist()):
+      if not len(own[row]) and user >= 0:
+        own[row] = self._history[self._offsets[user] : self._offsets[user + 1]]
+    return [items[items >= 0] for items in own]
+
+  def _listed(
+    self, table: pa.Table, own: Sequence[np.ndarray], source: str, first_row: int
+  ) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the items that each row leaves out, or the only ones where `only` `[N]` is True."""
+    given = [name for name in (_ALLOW, _DENY) if name in table.column_names]
+    if clash := [name for name in given if name in self._declared]:
+      raise UserError(
+        f"{source} has the column {clash[0]!r}, of lists of items, but training has declared it as "
+        "something else: leave it out, or rename it in the table and train again"
+      )
+    values = self._list_reader.read(table, source, first_row) if given else {}
+    allow, deny = (self._lists(values, name, len(own)) for name in (_ALLOW, _DENY))
+    only = np.zeros(len(own), bool)
+    if _ALLOW in given:
+      only = _is_list(table[_ALLOW], self.served.text_format.missing)
+    if self.served.about["exclude_seen"]:
+      deny = [np.concatenate(pair) for pair in zip(deny, own, strict=True)]
+    every = np.arange(len(self._items.texts), dtype=np.int32)
+    for row, items in enumerate(deny):
+      if not only[row] and 2 * len(items) > len(every):  # what is left is the shorter list
+        allow[row], only[row] = every, True
+      if only[row]:
+        deny[row] = allow[row][~np.isin(allow[row], items)]
+    return deny, only
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
     """Returns a feature's ids: of the row where it has one, else of the user."""
@@ -269,6 +402,23 @@ class Recommender:
     is_known = np.any([_is_given(x) for x in inputs.values()], axis=0)
     features = (f for f in self._users.transforms.features if f.name in inputs)
     return inputs | {f.name: f.ids(inputs[f.name]) for f in features}, is_known
+
+
+def _answers(
+  entities: Entities, ids: np.ndarray, scores: np.ndarray, is_popular: np.ndarray
+) -> Recommended:
+  listed = lambda texts: [texts[place] if place >= 0 else None for place in ids.flat]
+  shown = lambda texts: np.array(listed(texts), object).reshape(ids.shape)
+  titles = None if entities.titles is None else shown(entities.titles)
+  return Recommended(shown(entities.texts), scores, titles, is_popular)
+
+
+def _is_list(cells: pa.ChunkedArray, missing: Sequence[str]) -> np.ndarray:
+  """Returns which cells have a list, bool `[N]`: an empty list is one, an empty text is none."""
+  if pa.types.is_nested(cells.type):
+    return cells.is_valid().to_numpy()
+  texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
+  return ~pc.is_in(texts, pa.array(["", None, *missing])).to_numpy()
 
 
 def _is_given(ids: np.ndarray) -> np.ndarray:

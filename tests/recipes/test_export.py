@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
+from pages import blocks
 from recipe_runs import two_tower_smoke
 from served_models import (
   LOG,
@@ -152,6 +153,36 @@ def test_a_run_is_exported_by_the_command_without_its_data(clicks, tmp_path, cap
   assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.ci
+def test_the_server_of_the_page_ranks_the_candidates_of_a_row(tmp_path, monkeypatch):
+  client = pytest.importorskip("fastapi.testclient").TestClient
+  file = write_log(tmp_path / "log.csv", items=120)
+  file.write_text(file.read_text().replace("who,what,", "user,movie,", 1))
+  columns = {"user": "user", "movie": "item"}
+  liked = {"kind": "label", "column": "genre", "positive": ("g0",)}
+  retriever = SMALL | {"files": str(file), "columns": columns}
+  ranker = {"files": str(file), "columns": columns | {"liked": liked}, "batch_size": 64, "dim": 8}
+  for name, recipe, table in (("retriever", "two_tower", retriever), ("ranker", "dlrm", ranker)):
+    run_of(recipe, table, tmp_path / f"{name}_run")
+    export.export(tmp_path / f"{name}_run", tmp_path / name, platforms=("cpu",))
+  monkeypatch.chdir(tmp_path)
+  scope = {}
+  for _, code in blocks("serving.md", "py"):
+    exec(code, scope)
+  ask = lambda row, top: client(scope["app"]).post(f"/recommend?top={top}", json=row)
+  row = {"user": "u3", "deny": ["i5"]}
+  answer = ask(row, 100).json()
+  found = serving.load("retriever").recommend([row], top=100).items[0]
+  expected = serving.load("ranker").predict({"user": ["u3"] * 100, "movie": found})
+  assert {each["movie"]: each["score"] for each in answer} == dict(
+    zip(found, expected, strict=True)
+  )
+  assert [each["score"] for each in answer] == sorted(expected, reverse=True)
+  assert ask(row, 3).json() == answer[:3]
+  assert ask(row | {"allow": []}, 3).json() == []
+  assert "none of the columns user" in ask({}, 3).json()["detail"]
+
+
 def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path, capsys):
   def edited(name, **changes):
     (tmp_path / name).mkdir()
@@ -171,7 +202,8 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   ]
   call = lambda given: export.export(*given)
   refused([(given, rf"^[^\n]*{text}[^\n]*$") for given, text in cases], call, UserError)
-  with pytest.raises(SystemExit):
-    export.main([str(tmp_path), f"--out={out}"])
-  assert capsys.readouterr().err.startswith("error: ")
+  for given in ([str(tmp_path)], [str(run), "--vectors=items.parquet"]):
+    with pytest.raises(SystemExit):
+      export.main([*given, f"--out={out}"])
+    assert capsys.readouterr().err.startswith("error: ")
   assert not out.exists()

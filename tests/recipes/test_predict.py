@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases import refused
+from served_models import LOG, run_of, write_log
 
-from recipes import predict, serving
+from recipes import export, predict, serving
 from recipes.errors import UserError
 from recipes.tables.transforms import Transforms
 
@@ -206,6 +207,116 @@ def test_repeats_are_recommended_if_training_said_so(sequences):
   assert not np.allclose(np.sort(turned.scores[0]), np.sort(answer.scores[1]), equal_nan=True)
 
 
+def recommended(model, rows, top=13, **lists):
+  """Returns the recommended items of each row, without blanks."""
+  items = model.recommend(rows, top=top, **lists).items
+  return [[item for item in row if item is not None] for row in items]
+
+
+@pytest.mark.ci
+def test_items_are_allowed_and_denied_in_a_row_and_in_all(sequences, towers, monkeypatch):
+  model, user = sequences.answering, {"who": "u3"}
+  (ranked,) = recommended(model, [user])
+  assert len(ranked) == 13
+  of = lambda row, **lists: recommended(model, [user | row], **lists)[0]
+  few, others = ranked[4:8], ranked[6:10]
+  for given in (few, "|".join(few), [*few, "unheard of"]):
+    assert of({"allow": given}) == few
+    assert of({"deny": given}) == [item for item in ranked if item not in few]
+  assert of({}, allow=few) == of({"allow": "", "deny": None}, allow=few) == few
+  assert of({}, allow=[], deny=few) == of({"allow": []}) == of({"allow": "unheard of"}) == []
+  assert of({"allow": few}, allow=others) == few[2:]
+  assert of({"deny": few}, deny=others) == ranked[:4] + ranked[10:]
+  assert of({"allow": few, "deny": few[:1]}, deny=few[1:2]) == few[2:]
+  assert recommended(model, [user | {"allow": few}, user], top=2) == [few[:2], ranked[:2]]
+  # The most popular items are those of rows without any known value.
+  popular, of_new = recommended(model, [{"who": "new"}])[0], {"who": "new", "allow": few}
+  assert recommended(model, [of_new], deny=few[:1])[0] == [i for i in popular if i in few[1:]]
+  # What a user has had is not recommended, though it is allowed.
+  seen = [towers.answering._items.texts[i] for i in towers.answering._history[:4]]
+  assert recommended(towers.answering, {"history": [seen], "allow": [[*seen, "i99"]]}) == [["i99"]]
+  with pytest.raises(UserError, match="allow is 'i1': give a list"):
+    model.recommend([user], allow="i1")
+  monkeypatch.setattr(model, "_declared", {"deny"})
+  with pytest.raises(UserError, match="declared it as something else: leave it out"):
+    model.recommend([user | {"deny": few}])
+
+
+@pytest.mark.ci
+def test_lists_of_a_thousand_users_are_those_of_brute_force_by_exported_vectors(tmp_path):
+  file, ranks = write_log(tmp_path / "log.csv"), {"ks": (5,), "select": "valid_ndcg@5"}
+  table = {"files": str(file), "columns": LOG, "batch_size": 64, "dim": 8} | ranks
+  run_of("two_tower", table, tmp_path / "run")
+  paths = {name: tmp_path / f"{name}.parquet" for name in ("vectors", "user-vectors")}
+  options = [f"--{name}={path}" for name, path in paths.items()]
+  export.main([str(tmp_path / "run"), f"--out={tmp_path / 'served'}", *options])
+  model, draw = serving.load(tmp_path / "served"), np.random.default_rng(0)
+  stored = [pq.read_table(path) for path in paths.values()]
+  items, users = (table["id"].to_pylist()[:1000] for table in stored)
+  vectors, queries = (np.array(table["vector"].to_pylist(), np.float32)[:1000] for table in stored)
+  assert stored[0].schema.field("vector").type == pa.list_(pa.float32())
+  scores = queries @ vectors.T
+  for user in range(1000):
+    scores[user, model._history[model._offsets[user] : model._offsets[user + 1]]] = -np.inf
+  drawn = np.argsort(draw.random(scores.shape), axis=1)
+  lists = {("allow", n): drawn[:, :n] for n in (1, 10, len(items))} | {("deny", 3): drawn[:, 3:]}
+  for (name, _), chosen in lists.items():
+    is_listed = np.zeros(scores.shape, bool)
+    np.put_along_axis(is_listed, chosen, True, axis=1)
+    wanted = np.sort(np.where(is_listed == (name == "allow"), scores, -np.inf))[:, :-11:-1]
+    rows = {"who": users, name: [[items[i] for i in row] for row in chosen]}
+    answers = model.recommend(rows)
+    np.testing.assert_array_equal(np.equal(answers.items, None), wanted == -np.inf)
+    found = np.nan_to_num(answers.scores, nan=-np.inf)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for row, kept in zip(answers.items, rows[name], strict=True):
+      assert all((item in kept) == (name == "allow") for item in row if item is not None)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("of", ["item", "user"])
+def test_those_alike_have_the_largest_cosines(of, towers):
+  model = towers.answering
+  ids, vectors = model.vectors(of)
+  unit = vectors[:, :-1] / np.linalg.norm(vectors[:, :-1], axis=1, keepdims=True)
+  cosines = unit @ unit.T - 9 * np.eye(len(ids))
+  answers = model.similar([ids[7], "unheard of", ids[2]], of, top=5)
+  for row, place in ((0, 7), (2, 2)):
+    assert answers.items[row].tolist() == [ids[i] for i in np.argsort(-cosines[place])[:5]]
+    np.testing.assert_allclose(answers.scores[row], np.sort(cosines[place])[:-6:-1], rtol=1e-5)
+  assert answers.items[1].tolist() == [None] * 5
+  assert np.isnan(answers.scores[1]).all()
+  alone = model.similar(ids[:1], of, top=len(ids))  # all but itself
+  assert sorted(alone.items[0, :-1]) == sorted(ids[1:])
+  assert alone.items[0, -1] is None
+  with pytest.raises(UserError, match="of is 'film': choose 'item' or 'user'"):
+    model.similar(ids, "film")
+
+
+@pytest.mark.ci
+def test_lists_and_those_alike_by_the_command(towers, tmp_path):
+  (tmp_path / "rows.csv").write_text("who,deny\nnew,i3\nnew,\n")
+  (tmp_path / "allow.txt").write_text("i3\r\n i5 \n\nunheard of\n")
+  options = {"top": 2, "allow": str(tmp_path / "allow.txt")}
+  header, rows, _ = answers(towers, tmp_path / "rows.csv", **options)
+  assert header[:3] == ["who", "deny", "item_1"]
+  assert [{row[2], row[5]} for row in rows] == [{"i5", ""}, {"i3", "i5"}]
+  (tmp_path / "ids.csv").write_text("what,note\ni3,a\nunheard of,b\n")
+  header, rows, note = answers(towers, tmp_path / "ids.csv", top=1, similar="item")
+  assert header == ["what", "note", "item_1", "score_1", "title_1"]
+  assert rows[0][2] == towers.answering.similar(["i3"], top=1).items[0, 0]
+  assert rows[1][2:] == ["", "", ""]
+  assert note == "2 rows, 1 without scores: an unknown id"
+  header, _, _ = answers(towers, tmp_path / "rows.csv", top=1, similar="user")
+  assert header == ["who", "deny", "user_1", "score_1"]
+  with pytest.raises(UserError, match="no column 'who', with the raw ids"):
+    answers(towers, tmp_path / "ids.csv", similar="user")
+  with pytest.raises(UserError, match="leave out --allow and --deny"):
+    answers(towers, tmp_path / "ids.csv", similar="item", deny="x")
+  with pytest.raises(UserError, match="cannot be read"):
+    answers(towers, tmp_path / "rows.csv", deny=str(tmp_path / "ids.txt"))
+
+
 @pytest.mark.ci
 def test_recommendations_are_columns_of_raw_ids_scores_and_titles(towers, tmp_path):
   (tmp_path / "rows.csv").write_text("who,note\nu3,a\nnew,b\n")
@@ -223,8 +334,9 @@ def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
   (tmp_path / "rows.csv").write_text("note\nx\n")
   with pytest.raises(UserError, match="none of the columns who, country, history"):
     answers(towers, tmp_path / "rows.csv")
-  with pytest.raises(UserError, match="--top is for"):
-    answers(clicks, tmp_path / "rows.csv", top=3)
+  for options in ({"top": 3}, {"allow": "x"}, {"deny": "x"}, {"similar": "item"}):
+    with pytest.raises(UserError, match=f"--{next(iter(options))} is for"):
+      answers(clicks, tmp_path / "rows.csv", **options)
   for top in (0, 14):
     with pytest.raises(UserError, match=f"top is {top}: choose 1 to 13"):
       towers.answering.recommend([{"who": "u3"}], top=top)

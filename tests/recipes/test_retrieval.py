@@ -105,6 +105,23 @@ def test_nothing_as_large_as_all_scores_or_a_catalogue_is_made():
     assert sent not in text
 
 
+def test_only_listed_ids_and_those_among_which_all_search(monkeypatch):
+  found = top_k(np.ones((2, 1), np.float32), np.arange(4, dtype=np.float32)[:, None], 4,
+                np.array([[3, 1, -1]] * 2, np.int32), only=np.array([False, True]))  # fmt: skip
+  assert found[1].tolist() == [[2, 0, -1, -1], [3, 1, -1, -1]]
+  query, candidates, listed = draw(2)
+  only, among = np.arange(5) % 2 == 0, np.arange(83) % 3 > 0
+  kept = [
+    among & (np.isin(np.arange(83), ids) == row) for ids, row in zip(listed, only, strict=True)
+  ]
+  wanted = slow(query @ candidates.T, K, [np.flatnonzero(~each) for each in kept])
+  assert -1 in wanted[1]
+  lists = {"only": only, "among": among}
+  check(in_chunks(monkeypatch, 5 * 10, query, candidates, K, listed, **lists), wanted)
+  mesh = meshes.make_mesh()
+  check(in_chunks(monkeypatch, 5 * 4, query, candidates, K, listed, mesh=mesh, **lists), wanted)
+
+
 def test_few_are_left():
   scores = np.array([[3.0, -0.0, 0.0, -1.0]], np.float32)
   exclude = np.array([[0, -1, 3]], np.int32)
