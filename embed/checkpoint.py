@@ -78,16 +78,22 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
       `DynamicVocabulary` was saved with a different bucket width.
   """
   check(tree, **nodes)
+  _load(tree, nodes)
+
+
+def _load(tree: Tree, nodes: Mapping[str, Any]) -> None:
+  """Puts the arrays of a tree into the nodes; what the tree lacks stays as it is."""
   arrays: dict[SparseEmbed, Tree] = {}
+  tree = {name: {"state": {}, "tables": {}} | tree.get(name, {}) for name in nodes}
   for name, node in nodes.items():
     for key, (layer, table) in row_keys(node).items():
-      vocabulary, saved = layer.spec.tables[table].vocabulary, tree[name]["tables"][key]
-      if vocabulary is not None and not admission.fits(vocabulary, saved["raw_ids"]):
+      vocabulary, saved = layer.spec.tables[table].vocabulary, tree[name]["tables"].get(key, {})
+      if vocabulary is not None and saved and not admission.fits(vocabulary, saved["raw_ids"]):
         raise ValueError(
           f"{name}/tables/{key} was saved with another bucket_width. Make its DynamicVocabulary as "
           "it was."
         )
-      of_table = {slot: saved[slot] for slot in layer.variable_shapes[table]}
+      of_table = {slot: saved[slot] for slot in layer.variable_shapes[table] if slot in saved}
       arrays.setdefault(layer, {})[table] = of_table
   for name, node in nodes.items():
     load_dense_arrays(tree[name]["state"], node)  # first: it holds the batch counts
@@ -111,8 +117,9 @@ def check(tree: Tree, **nodes: Any) -> None:
   if found := problems(tree, nodes):
     raise ValueError(
       f"The checkpoint does not fit the model: {'; '.join(found[:10])}. Make the model with the "
-      "names, sizes and optimizers that were saved. For another vocabulary, restore that model, "
-      "and copy its rows and slots to the new one with `load_variables`."
+      "names, sizes and optimizers that were saved, or take what fits by `restore(..., "
+      "partial=True)`. For another vocabulary, restore that model, and copy its rows and slots to "
+      "the new one with `load_variables`."
     )
 
 
@@ -123,17 +130,8 @@ def problems(tree: Tree, nodes: Mapping[str, Any]) -> list[str]:
     expected, saved = _flat(like(node=node)["node"]), _flat(tree.get(name, {}))
     optimizers = _by_key(node, lambda layer: layer.spec.optimizers)
     untrained = {key for key, x in optimizers.items() if x is None or x.equation is None}
-    for path, x in expected.items():
-      where = f"{name}/{path}"
-      if path not in saved:
-        found.append(f"{where} is missing")
-      elif _shape(saved[path]) != x.shape:
-        found.append(f"{where} has shape {_shape(saved[path])}, the model's has {x.shape}")
-      elif not stored_tables.converts(saved[path], x.dtype):
-        dtype = stored_tables.dtype_of(saved[path])
-        found.append(f"{where} has dtype {dtype}, the model's is {x.dtype}")
-      elif isinstance(saved[path], jax.Array) and saved[path].is_deleted():
-        found.append(f"{where} was deleted by a step that donated its model: copy the tree before")
+    misfits = {path: _misfit(saved, path, x) for path, x in expected.items()}
+    found += [f"{name}/{path} {misfit}" for path, misfit in misfits.items() if misfit]
     for path in saved:
       is_slot = path.removeprefix("tables/").rpartition("/")[0] in untrained  # ignored for serving
       if path not in expected and not is_slot:
@@ -141,14 +139,53 @@ def problems(tree: Tree, nodes: Mapping[str, Any]) -> list[str]:
   return found
 
 
+def _misfit(saved: Mapping[str, Any], path: str, wanted: Any) -> str | None:
+  """The reason that the model cannot take an array of a tree, or None."""
+  if path not in saved:
+    return "is missing"
+  if isinstance(saved[path], jax.Array) and saved[path].is_deleted():
+    return "was deleted by a step that donated its model: copy the tree before"
+  return stored_tables.misfit(saved[path], wanted)
+
+
+def _fitting(tree: Tree, nodes: Mapping[str, Any]) -> Tree:
+  """The part of `like` that a tree, or the metadata of a stored one, fits.
+
+  It has the rows of a table with the raw ids and counts that belong to them, or nothing of them,
+  and all slots or none: another optimizer would read some of them differently.
+  """
+  fitting, model = {}, like(**nodes)
+  for name, own in model.items():
+    given = {"state": {}, "tables": {}} | tree.get(name, {})
+    fits = lambda saved, own: {k: x for k, x in own.items() if not _misfit(saved, k, x)}
+    state, tables = fits(given["state"], own["state"]), {}
+    for key, (layer, table) in row_keys(nodes[name]).items():
+      wanted, saved = own["tables"][key], given["tables"].get(key, {})
+      slots, found = layer.spec.stack_of[table].slots, fits(saved, wanted)
+      prefix = f"{key.removesuffix(table)}vocabularies/{table}/admissions/"
+      counts = {path for path in own["state"] if path.startswith(prefix)}
+      is_whole = found.keys() >= wanted.keys() - slots and state.keys() >= counts
+      if is_whole and ("raw_ids" in wanted) == ("raw_ids" in saved):
+        has_slots = found.keys() >= slots.keys()
+        tables[key] = {k: x for k, x in found.items() if has_slots or k not in slots}
+      else:
+        state = {path: x for path, x in state.items() if path not in counts}
+    # Orbax would take an empty dict for an array.
+    fitting[name] = {part: x for part, x in (("state", state), ("tables", tables)) if x}
+  # Scalars and random keys, such as those of dropout, fit almost any model.
+  is_content = lambda x: x.shape and jnp.issubdtype(x.dtype, jnp.floating)
+  if not any(map(is_content, jax.tree.leaves(fitting))):
+    names = lambda tree: {name: list(x.get("tables", {})) for name, x in tree.items()}
+    raise ValueError(
+      f"No table or parameter of the checkpoint fits the model: the tables are {names(tree)} there "
+      f"and {names(model)} here. Make the model with names and sizes that were saved."
+    )
+  return {name: x for name, x in fitting.items() if x}
+
+
 def _flat(tree: Tree) -> dict[str, Any]:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-  shape = getattr(x, "shape", None)  # None in the metadata of a leaf that is not an array
-  return np.shape(x) if shape is None else tuple(shape)
 
 
 # --- arrays outside tables ------------------------------------------------------------------------
@@ -171,10 +208,12 @@ def dense_arrays(node: Any) -> dict[str, Any]:
 
 
 def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
-  """Replaces the arrays outside tables with `dense_arrays` of a node of the same configuration."""
+  """Replaces the arrays outside tables with those of `dense_arrays` of another node, by path."""
   dense, treedef = _dense(node)
 
   def restored(path, old):
+    if path not in arrays:
+      return old
     if not is_key(old):
       return stored_tables.copied_like(arrays[path], old)
     data = stored_tables.copied_like(arrays[path], jax.random.key_data(old))
@@ -202,18 +241,27 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
 # --- Orbax ----------------------------------------------------------------------------------------
 
 
-def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
+def restore(
+  folder: str | os.PathLike[str], *, partial: bool = False, **nodes: Any
+) -> dict[str, list[str]]:
   """Restores models and optimizers from a tree of `to_tree` that Orbax saved.
 
   Each device reads its own part. Slots are not read for a model without optimizers.
 
   Args:
     folder: where Orbax saved the tree; for a `CheckpointManager`, `<step>/default` in its folder.
+    partial: True takes the arrays that fit by name, shape and dtype, and leaves the model's others
+      as they are. The rows of a table, and the raw ids of its `DynamicVocabulary`, are taken
+      together or not at all; so are its slots, and only with the rows.
     **nodes: as in `from_tree`.
+
+  Returns:
+    The paths of arrays in three lists: "taken"; "new", the model's that were not taken; "unused",
+    the tree's that the model lacks.
 
   Raises:
     FileNotFoundError: if the folder holds no tree; the message lists the trees below it.
-    ValueError: as in `from_tree`.
+    ValueError: as in `from_tree`; if `partial`, for a tree of which no table or parameter fits.
   """
   import orbax.checkpoint as ocp  # an extra: the library runs without it
 
@@ -225,12 +273,21 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     )
   with ocp.PyTreeCheckpointer() as reader:
     # The tree's own metadata: the checkpointer's would warn of a file that only step folders have.
-    check(ocp.PyTreeCheckpointHandler().metadata(path).tree, **nodes)
-    expected = like(**nodes)
+    saved = ocp.PyTreeCheckpointHandler().metadata(path).tree
+    if not partial:
+      check(saved, **nodes)
+    expected = _fitting(saved, nodes) if partial else like(**nodes)
     restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
-  from_tree(tree, **nodes)
+  _load(tree, nodes)
+  taken, known = _flat(expected), _flat(like(**nodes))
+  saved = _flat({name: x for name, x in saved.items() if name in nodes})
+  return {
+    "taken": list(taken),
+    "new": [path for path in known if path not in taken],
+    "unused": [path for path in saved if path not in known],
+  }
 
 
 # --- files without Orbax ------------------------------------------------------------------------

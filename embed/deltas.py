@@ -30,16 +30,7 @@ from embed.storage import changes as changes_lib
 from embed.storage.changes import TableRows
 from embed.variables import replace
 
-__all__ = [
-  "Delta",
-  "Fingerprints",
-  "Owners",
-  "apply",
-  "changes",
-  "fingerprint",
-  "read",
-  "write",
-]
+__all__ = ["Delta", "Fingerprints", "Owners", "apply", "changes", "fingerprint", "read", "write"]
 
 _HEADER = "header"  # the entry of a file that describes the others, in JSON
 _DESCRIBED = ("since", "step", "before", "after")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +104,8 @@ class Rows(Mapping[str, RowGrads]):
       ValueError: if arithmetic has changed them elsewhere.
     """
     is_integer = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.integer)
-    ids = [bag.ids for x in self._calls() for bag in x.record.bags]
+    calls = [x for x in itertools.chain(*self.grads.values()) if isinstance(x, ActivationGrads)]
+    ids = [bag.ids for x in calls for bag in x.record.bags]
     is_changed = not is_traced(self.one) and np.asarray(self.one) != 1
     if is_changed or not all(map(is_integer, [self.one, *ids])):
       raise ValueError(f"These are not gradients: {ARITHMETIC}")
@@ -112,10 +114,7 @@ class Rows(Mapping[str, RowGrads]):
   @property
   def is_summed(self) -> bool:
     """True if the gradients of each row are summed, as after `map`."""
-    return any(isinstance(x, DistinctRows) for grads in self.grads.values() for x in grads)
-
-  def _calls(self) -> list[ActivationGrads]:
-    return [x for grads in self.grads.values() for x in grads if isinstance(x, ActivationGrads)]
+    return any(isinstance(x, DistinctRows) for x in itertools.chain(*self.grads.values()))
 
   @functools.cached_property
   def _tables(self) -> dict[str, tuple[Owner, str]]:
@@ -159,11 +158,23 @@ class Rows(Mapping[str, RowGrads]):
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """Applies `f` to the values of each table in turn: `[N, D]`, 0 in entries of other tables."""
-    mapped = {
-      key: [_map_distinct(self._sum(key), self.stacks[key], f)] if grads else ()
-      for key, grads in self.grads.items()
-    }
-    return Rows(mapped, self.stacks, self.one)
+    return self._changed(dict.fromkeys(self, functools.partial(_mapped, f)))
+
+  def filter(self, keep: Mapping[str, Callable[[jax.Array], jax.Array]]) -> "Rows":
+    """Turns the entries of tables whose ids are not kept into unused ones."""
+    if unknown := sorted(keep.keys() - self._tables.keys()):
+      raise ValueError(f"filter: there is no table {unknown[0]!r}; the tables are {list(self)}.")
+    return self._changed({key: functools.partial(_filtered, f) for key, f in keep.items()})
+
+  def _changed(self, changes: Mapping[str, Callable[..., DistinctRows]]) -> "Rows":
+    """Sums the gradients of some tables' stacks, and changes them by `f(stack, table, summed)`."""
+    sums: dict[Owner, DistinctRows] = {}
+    for key, change in changes.items():
+      owner, table = self._tables[key]
+      if self.grads[owner]:
+        summed = sums[owner] if owner in sums else self._sum(owner)
+        sums[owner] = change(self.stacks[owner], table, summed)
+    return Rows(self.grads | {owner: (x,) for owner, x in sums.items()}, self.stacks, self.one)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squared values of all rows that are trained."""
@@ -181,15 +192,23 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(scaled, self.stacks, self.one)
 
 
-def _map_distinct(
-  summed: DistinctRows, stack: StackSpec, f: Callable[[jax.Array], jax.Array]
-) -> DistinctRows:
-  total = jnp.zeros_like(summed.values)
-  for table, size in zip(stack.tables, stack.layout.sizes, strict=True):
-    ids, values = _pick(stack, summed, table, None)
-    new = jnp.where((ids < size)[:, None], f(values), 0)
-    total += _from_table_rows(stack, ids, new, table).values
-  return DistinctRows(summed.ids, total)
+def _mapped(f: Any, stack: StackSpec, table: str, summed: DistinctRows) -> DistinctRows:
+  ids, values = _pick(stack, summed, table, None)
+  is_own = (ids < stack.size(table))[:, None]
+  return DistinctRows(summed.ids, jnp.where(is_own, f(values), summed.values))
+
+
+def _filtered(keep: Any, stack: StackSpec, table: str, summed: DistinctRows) -> DistinctRows:
+  ids, _ = _pick(stack, summed, table, None)
+  kept = stack.placement.prepare(keep, ids, like=ids)
+  if jnp.shape(kept) != ids.shape or jnp.result_type(kept) != jnp.bool_:
+    raise ValueError(
+      f"filter: the function of table {table!r} must return a bool for each id, {ids.shape}, as "
+      f"`lambda ids: ids >= 1000` does. Got {kept!r}."
+    )
+  is_removed = ~mesh.like(kept, ids) & (ids < stack.size(table))
+  values = jnp.where(is_removed[:, None], 0, summed.values)
+  return DistinctRows(jnp.where(is_removed, stack.layout.shard_rows, summed.ids), values)
 
 
 # Eager calls are compiled once, or their loops would be compiled at every call. Under a user's jit
@@ -201,7 +220,6 @@ def _compiled(f: Callable[..., Any], *static: int) -> Callable[..., Any]:
 
 _pick = _compiled(update.pick_table, 2, 3)
 _sum_rows = _compiled(update.sum_rows)
-_from_table_rows = _compiled(update.from_table_rows, 3)
 _squared_norm = _compiled(update.squared_norm)
 
 
@@ -234,6 +252,21 @@ class Grads:
         `[N, D]`.
     """
     return Grads(jax.tree.map(f, self.dense), self.rows.map(f))
+
+  def filter(self, keep: Mapping[str, Callable[[jax.Array], jax.Array]]) -> "Grads":
+    """Keeps the gradients of some rows of a table; the update never touches its other rows.
+
+    These rows and their slots stay bit-identical, where weight decay and momentum would move rows
+    with a gradient of 0, and count in no norm. Tables that are not named train as before.
+
+    Args:
+      keep: `f(ids)` for some of the keys of `rows`: it gets int32 `[N]`, with `vocabulary_size` in
+        unused entries, and returns bool `[N]`, True for the rows to train.
+
+    Raises:
+      ValueError: for an unknown key, or a function that returns anything else.
+    """
+    return Grads(self.dense, self.rows.filter(keep))
 
 
 def global_norm(grads: Grads) -> jax.Array:

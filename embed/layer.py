@@ -433,12 +433,28 @@ class SparseEmbed(nnx.Module):
     are `[vocabulary_size, dim]` or `[vocabulary_size]`. A table with a `DynamicVocabulary` also has
     "raw_ids" and scores. The remarks on the arrays of `tables` apply here too.
     """
-    return read_variables(self)
+    refuse_in_loss("Tables are read")
+    stacks = tuple(self.spec.stacks.values())
+    arrays = [stored_arrays(self, stack) for stack in stacks]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
+      return self.variable_shapes  # under nnx.eval_shape
+    tables = stored_tables.read_all(stacks, arrays)
+    keys = lambda name: ("parameters", *self.spec.stack_of[name].slots)  # jit has sorted them
+    of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(self, name)
+    return {name: of(name) for name in self.spec.tables}
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """The `jax.ShapeDtypeStruct`s of `variables`, without any computation."""
-    return variable_shapes(self)
+
+    def of(name, stack):
+      shapes = stored_tables.shapes(stack, stored_arrays(self, stack), name)
+      vocabulary = self.spec.tables[name].vocabulary
+      if vocabulary is None:
+        return shapes
+      return shapes | admission.owner_shapes(vocabulary, stack.placement)
+
+    return {name: of(name, self.spec.stack_of[name]) for name in self.spec.tables}
 
   def load_tables(self, tables: Mapping[str, Any]) -> None:
     """Replaces the rows of the named tables; slots and other tables stay as they are.
@@ -463,7 +479,7 @@ class SparseEmbed(nnx.Module):
         values that are not real numbers.
     """
     refuse_in_loss("Tables are replaced")
-    shapes = variable_shapes(self)
+    shapes = self.variable_shapes
     for name, replaced in variables.items():
       table_config(self, name)
       for key, value in replaced.items():
@@ -671,36 +687,10 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
 # --- state ---------------------------------------------------------------------------------------
 
 
-def read_variables(layer: SparseEmbed) -> dict[str, dict[str, Any]]:
-  """Implements `SparseEmbed.variables`."""
-  refuse_in_loss("Tables are read")
-  stacks = tuple(layer.spec.stacks.values())
-  arrays = [stored_arrays(layer, stack) for stack in stacks]
-  if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
-    return variable_shapes(layer)  # under nnx.eval_shape
-  tables = stored_tables.read_all(stacks, arrays)
-  keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
-  of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
-  return {name: of(name) for name in layer.spec.tables}
-
-
 def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
   """The arrays of the owners of a table's rows, by name; empty if its ids are its rows."""
   is_dynamic = layer.spec.tables[name].vocabulary is not None
   return dynamic_table(layer, name).owners() if is_dynamic else {}
-
-
-def variable_shapes(layer: SparseEmbed) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-  """The shapes of the arrays that `read_variables` returns, as `jax.ShapeDtypeStruct`s."""
-
-  def of(name, stack):
-    shapes = stored_tables.shapes(stack, stored_arrays(layer, stack), name)
-    vocabulary = layer.spec.tables[name].vocabulary
-    if vocabulary is None:
-      return shapes
-    return shapes | admission.owner_shapes(vocabulary, stack.placement)
-
-  return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 
 
 def store_apart(layer: SparseEmbed) -> None:

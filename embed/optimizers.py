@@ -175,10 +175,7 @@ def _optional(predicate: Callable[[Any], bool], expected: str) -> Check:
 
 
 CHECKS: dict[str, Check] = {  # by argument, or by optimizer and argument
-  "learning_rate": (
-    _is_rate,
-    "a number >= 0, or a schedule such as `lambda step: ...`",
-  ),
+  "learning_rate": (_is_rate, "a number >= 0, or a schedule such as `lambda step: ...`"),
   "clipvalue": _optional(_is_clip_range, "a number >= 0 or (min, max) with min <= max"),
   "weight_decay_factor": _optional(*_NOT_NEGATIVE),
   "multiply_weight_decay_factor_by_learning_rate": _optional(*_BOOL),

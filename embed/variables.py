@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import errors, nnx
 
 from embed.config import TableConfig
@@ -182,11 +181,6 @@ def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> N
   if key not in wanted:
     slots = [kept for kept in wanted if kept != "parameters"]
     raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")
-  what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
-  shape, dtype = np.shape(value), wanted[key].dtype
-  if shape != wanted[key].shape:
-    raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
-  if not stored_tables.converts(value, dtype):
-    raise ValueError(
-      f"{what} has dtype {dtype}, got {stored_tables.dtype_of(value)}: give real numbers."
-    )
+  if misfit := stored_tables.misfit(value, wanted[key]):
+    what = f"table {name!r}" if key == "parameters" else f"slot {key!r} of table {name!r}"
+    raise ValueError(f"The array for {what} {misfit}: give real numbers of its shape.")

@@ -12,16 +12,10 @@ import embed
 from embed import checkpoint, deltas, transforms
 
 API = pathlib.Path(__file__).parents[1] / "docs" / "api"
-MODULES = {
-  "checkpoint": checkpoint,
-  "deltas": deltas,
-  "transforms": transforms,
-}
+MODULES = {"checkpoint": checkpoint, "deltas": deltas, "transforms": transforms}
 
 # For the library's other files, or for JAX.
-INTERNAL = {
-  "embed.Plan": {"choose_strategies", "stacks", "uniform", "with_features"},
-}
+INTERNAL = {"embed.Plan": {"choose_strategies", "stacks", "uniform", "with_features"}}
 
 
 class Entry(NamedTuple):

@@ -8,8 +8,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from meshes import make_mesh
 
 import embed
+from embed import checkpoint
 from embed.layer import sparse_embeds
 
 
@@ -210,3 +212,55 @@ def test_restore_reads_the_tree_of_a_manager(name, managed):
 def test_restore_names_a_folder_without_a_tree_that_fits(name, words, managed):
   with pytest.raises((ValueError, FileNotFoundError), match=words):
     embed.checkpoint.restore(managed[0] / name, model=one_table(rows=5))
+
+
+# --- in part --------------------------------------------------------------------------------------
+
+
+class Tower(nnx.Module):
+  """Tables of two columns, and a dense layer that reads them all."""
+
+  def __init__(self, seed, optimizer=None, mesh=None, **sizes):
+    tables = {name: embed.TableConfig(size, 2, name=name) for name, size in sizes.items()}
+    features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+    rngs = nnx.Rngs(seed)
+    self.embed = embed.SparseEmbed(features, optimizer or embed.adagrad(), rngs=rngs, mesh=mesh)
+    self.first = nnx.Linear(2 * len(sizes), 3, rngs=rngs)
+
+
+RAW, MORE = (embed.DynamicVocabulary(size, bucket_width=4) for size in (8, 12))
+SAVED = {"item": 4, "old": 8, "user": RAW}
+PARTS = {  # a model, and words in the paths of the arrays that it does not take
+  "one table more": (SAVED | {"city": 2}, ["kernel", "city"]),
+  "another optimizer": (
+    SAVED | {"optimizer": embed.adagrad_momentum()},
+    ["accumulators", "momenta"],
+  ),
+  "other sizes": (SAVED | {"item": 5, "user": MORE}, ["item", "user"]),
+  "raw ids where there were none": (SAVED | {"old": RAW, "user": 8}, ["old", "user"]),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mesh", [None, make_mesh()], ids=["one device", "eight"])
+def test_a_model_takes_the_part_of_a_checkpoint_that_fits(mesh, tmp_path):
+  """Each array is that of the checkpoint to the bit, or else the model's own."""
+  saved = Tower(0, **SAVED)
+  saved.embed.admit({"user": np.arange(5)})
+  flat = lambda model: checkpoint._flat(embed.checkpoint.to_tree(model=model))
+  whole = jax.tree.map(np.asarray, flat(saved))
+  save(tmp_path / "c", embed.checkpoint.to_tree(model=saved))
+
+  def check(given, new):
+    model = Tower(1, mesh=mesh, **given)
+    before = jax.tree.map(np.asarray, flat(model))
+    found = embed.checkpoint.restore(tmp_path / "c", partial=True, model=model)
+    assert found["new"] == [path for path in before if any(word in path for word in new)]
+    assert found["taken"] == [path for path in before if path not in found["new"]]
+    assert found["unused"] == [path for path in whole if path not in before]
+    after, taken = flat(model), {path: whole[path] for path in found["taken"]}
+    jax.tree.map(np.testing.assert_array_equal, after, before | taken)
+
+  cases.each(PARTS, check)
+  with pytest.raises(ValueError, match=r"No table or parameter.*'model'.*'embed/old'.*'tower'"):
+    embed.checkpoint.restore(tmp_path / "c", partial=True, tower=Tower(1, item=4))

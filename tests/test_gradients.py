@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from meshes import make_mesh
 from nested_model import A, B, D, Model, V, twice
+from optimizer_cases import DECAY, OPTIMIZERS
 
 import embed
 
@@ -86,21 +88,28 @@ def test_a_stack_is_summed_once():
 
 
 def test_unused_entries_count_nowhere():
-  """Gradients 3 and 4 of four ids, two of them no rows: whatever is mapped to those is dropped."""
-  layer = layers.one_table(rows=np.zeros((10, 1), np.float32))
-  given = np.array([[3.0], [100.0], [4.0], [100.0]], np.float32)
+  """Gradients of 3 and 1 + 3 for two rows, 100 for none; and rows that are filtered out.
+
+  Clipped to 2, the step of the one row that is left is 8 / 2 - 2: it decays once.
+  """
+  sgd = embed.sgd(1.0, weight_decay_factor=0.5)
+  layer = layers.one_table(sgd, rows=np.full((6, 1), 8, np.float32))
+  given = np.array([[3.0], [100.0], [1.0], [100.0], [3.0]], np.float32)
 
   @nnx.jit
   def step(layer, ids):
     _, grads = embed.value_and_grad(lambda m: jnp.sum(m(ids) * given))(layer)
-    clipped = embed.clip_by_global_norm(grads, 2.5)
-    layers.update(layer, clipped.rows)
-    more = grads.map(lambda g: g + 1), embed.accumulate([grads, grads])
-    return [embed.global_norm(x) for x in (grads, *more)]
+    kept, clipped = grads.filter({"t": lambda ids: ids > 3}), embed.clip_by_global_norm(grads, 2.5)
+    layers.update(layer, embed.clip_by_global_norm(kept, 2.0).rows)
+    more = [grads, clipped, embed.clip_by_global_norm(grads, float("inf")), kept]
+    more += [grads.map(lambda g: g + 1), kept.map(lambda g: g + 1), clipped.filter({})]
+    more += [embed.accumulate([grads, grads]), embed.accumulate([kept, grads])]
+    return [embed.global_norm(x) for x in more]
 
-  norms = step(layer, np.array([3, 10, 4, -1]))
-  np.testing.assert_allclose(norms, [5, 41**0.5, 10], rtol=1e-6)
-  assert np.asarray(layer.tables["t"])[:, 0].tolist() == [0, 0, 0, -1.5, -2.0, 0, 0, 0, 0, 0]
+  norms = step(layer, np.array([3, 10, 4, -1, 4]))
+  wanted = [5, 2.5, 5, 4, 41**0.5, 5, 2.5, 10, 73**0.5]
+  np.testing.assert_allclose(norms, wanted, rtol=1e-6)
+  assert layer.tables["t"][:, 0].tolist() == [8, 8, 8, 8, 2, 8]
 
 
 def test_a_sum_inside_of_jit_does_not_outlive_it():
@@ -110,13 +119,6 @@ def test_a_sum_inside_of_jit_does_not_outlive_it():
   norm = lambda: grads.rows["t"].squared_norm()
   inside = jax.jit(norm)()
   np.testing.assert_allclose([inside, norm(), jax.jit(norm)()], 4 * layers.D, rtol=1e-6)
-
-
-def test_an_infinite_norm_clips_nothing():
-  layer = layers.one_table()
-  grads = nnx.jit(embed.value_and_grad(lambda m: m(np.array([3])).sum()))(layer)[1]
-  clipped = jax.jit(lambda g: embed.clip_by_global_norm(g, float("inf")).rows["t"])(grads)
-  assert clipped.values.tolist() == [[1.0] * layers.D]
 
 
 def test_gradients_are_a_tree_that_goes_anywhere():
@@ -177,7 +179,7 @@ def test_nan_in_one_row_is_nan_everywhere_after_clipping():
   np.testing.assert_array_equal(layer.tables["t"], layers.ROWS)
 
 
-def test_frozen_rows_clip_no_other():
+def test_frozen_rows_do_not_move_and_clip_no_other():
   """Gradients of 3 and 4 for rows that train, 12 for a frozen one: the norm is 5."""
   optimizers = {"a": embed.sgd(), "b": embed.sgd(0.2), "f": embed.frozen()}
   features = {
@@ -194,6 +196,58 @@ def test_frozen_rows_clip_no_other():
   def norms(model):
     grads = embed.value_and_grad(loss_fn)(model)[1]
     accumulated = embed.accumulate([grads, grads]).map(lambda g: g / 2)
-    return [embed.global_norm(grads), embed.global_norm(accumulated)]
+    layers.update(model, grads.rows)
+    return grads.rows["f"].values, [embed.global_norm(grads), embed.global_norm(accumulated)]
 
-  np.testing.assert_allclose(norms(model), 5, rtol=1e-6)
+  before = np.asarray(model.tables["f"])
+  values, of_all = norms(model)
+  assert values.tolist() == [[12]]
+  np.testing.assert_allclose(of_all, 5, rtol=1e-6)
+  np.testing.assert_array_equal(model.tables["f"], before)
+
+
+def test_a_filter_that_says_nothing_of_rows_is_refused():
+  layer = layers.one_table()
+  grads = nnx.eval_shape(embed.value_and_grad(lambda m: m(np.array([1])).sum()), layer)[1]
+  wrong = [
+    ({"u": lambda ids: ids > 1}, r"no table 'u'; the tables are \['t'\]"),
+    ({"t": lambda ids: ids}, r"a bool for each id, \(1,\), as `lambda ids: ids >= 1000`"),
+    ({"t": lambda ids: True}, "a bool for each id"),
+  ]
+  cases.refused(wrong, lambda keep: jax.eval_shape(lambda g: g.filter(keep), grads))
+
+
+@pytest.mark.ci
+def test_rows_that_are_filtered_out_keep_every_bit():
+  """Whatever the optimizer, on one device and on eight; all other rows train as ever."""
+  settings = dict(OPTIMIZERS).items()  # the last ones of each optimizer
+  optimizers = [getattr(embed, name)(0.125, **given | DECAY) for name, given in settings]
+  optimizers += [embed.from_optax(optax.adamw(0.1)), embed.from_optax(optax.sgd(0.1, 0.9))]
+  features = {  # two tables of each, in one stack
+    name: embed.FeatureConfig(embed.TableConfig(layers.V, 2, optimizer=optimizer, name=name))
+    for i, optimizer in enumerate(optimizers)
+    for name in (f"some {i}", f"all {i}")
+  }
+  is_new = np.arange(layers.V) % 3 == 0
+  some = {name: lambda ids: jnp.asarray(is_new)[ids] for name in features if "some" in name}
+  loss = lambda m, ids: sum(jnp.sum(x**2) for x in m(dict.fromkeys(features, ids)).values())
+
+  def trained(steps, keep, **where):
+    layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0), **where)
+
+    @nnx.jit
+    def step(layer, ids):
+      layers.update(layer, embed.value_and_grad(loss)(layer, ids)[1].filter(keep).rows)
+
+    for i in range(steps):
+      step(layer, (np.arange(16) * 5 + i) % 9)
+    return jax.tree.map(np.asarray, dict(layer.variables))
+
+  before, wanted = trained(0, {}), trained(3, {})
+  for where in ({}, {"mesh": make_mesh("explicit"), "sharding": "div"}):
+    for name, arrays in trained(3, some, **where).items():
+      learns = is_new if name in some else np.ones(layers.V, bool)
+      for key, x in arrays.items():
+        np.testing.assert_array_equal(x[~learns], before[name][key][~learns], f"{name} {key}")
+        np.testing.assert_allclose(x[learns], wanted[name][key][learns], rtol=1e-5, atol=1e-6)
+        assert (wanted[name][key][:9] != before[name][key][:9]).any(), (name, key)

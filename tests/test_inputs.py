@@ -230,15 +230,6 @@ def test_activations_do_not_depend_on_the_size_of_the_weights():
 
 # --- one conversion to int32 ----------------------------------------------------------------------
 
-# An id of each width that is row 5 if it is cut to its low 32 bits, or below 0; all are out of
-# every table.
-TOO_LARGE = [
-  np.array([2**32 + 5]), np.array([2**31 + 5], np.uint32), np.array([2**63 + 5], np.uint64),
-  np.array([2**63 - 1]), np.array([2**64 - 1], np.uint64),
-]  # fmt: skip
-NEGATIVE = [np.array([5 - 2**32]), np.array([-(2**63)]), np.array([-1], np.int8)]
-
-
 narrow_on_device = jax.jit(lambda ids: narrow(ids, V))
 
 
@@ -327,20 +318,10 @@ WAYS_IN = {
 }
 
 
-def check_that_a_large_id_raises(way, ids):
-  with pytest.raises(ValueError, match=str(ids[0])):
-    nnx.eval_shape(lambda: way(SE(FEATURE, embed.sgd(1.0)), ids))
-
-
-def test_every_way_in_refuses_ids_of_more_than_32_bits():
-  large = {(name, ids[0]): (way, ids) for name, way in WAYS_IN.items() for ids in TOO_LARGE}
-  cases.each(large, check_that_a_large_id_raises)
-
-
 def test_every_way_in_leaves_row_5_alone():
   """Under jit large ids are counted, where nothing reads them; negative ones are none."""
   layer = SE(FEATURE, embed.sgd(1.0))
-  ids = np.concatenate([*(ids for ids in TOO_LARGE if ids.dtype == np.int64), *NEGATIVE])
+  ids = np.array([2**32 + 5, 2**63 - 1, 5 - 2**32, -(2**63), -1])  # cut to 32 bits, row 5 or -1
   run = nnx.jit(lambda layer, ids: [way(layer, ids) for way in WAYS_IN.values()])
   with jax.enable_x64(True):  # else jit itself cuts its arguments to 32 bits
     for result in jax.tree.leaves(run(layer, jnp.asarray(ids))):

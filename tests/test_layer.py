@@ -42,7 +42,7 @@ def test_load_tables_checks_names_and_shapes():
   layer = SE({"f": FC()}, embed.sgd())
   with pytest.raises(ValueError, match="unknown"):
     layer.load_tables({"unknown": np.zeros((4, 2), f32)})
-  with pytest.raises(ValueError, match=r"'t' has shape \(4, 2\), got \(5, 2\)"):
+  with pytest.raises(ValueError, match=r"'t' has shape \(5, 2\), the model's has \(4, 2\)"):
     layer.load_tables({"t": np.zeros((5, 2), f32)})
 
 

@@ -86,17 +86,6 @@ def gradient(seed, *shape):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def test_sgd_by_hand():
-  """Rows are stepped by the sum of their gradients, and decay once, however often they occur."""
-  layer = one_table(embed.sgd(0.5, weight_decay_factor=0.5))
-  grads = np.array([[1, 0, 0], [1, 2, 0], [0, 0, 4]], np.float32)
-  step(layer, np.array([2, 2, 4]), grads)
-  wanted = layers.ROWS.copy()
-  wanted[2] = wanted[2] / 2 - [1, 1, 0]
-  wanted[4] = wanted[4] / 2 - [0, 0, 2]
-  np.testing.assert_array_equal(layer.tables["t"], wanted)
-
-
 def test_equal_hyperparameters_are_equal_optimizers():
   assert embed.adam(1e-3) == embed.adam(learning_rate=1e-3, beta_1=0.9)
   assert embed.adam(1e-3) != embed.adam(1e-3, beta_1=0.8)
@@ -175,21 +164,6 @@ def test_custom_rows_that_meet_are_refused():
   total = lambda g, w, s, lr: (w - lr * g / jnp.linalg.norm(g), s)
   with pytest.raises(ValueError, match=r"depends on other rows.*axis=-1"):
     one_table(embed.custom_optimizer(total))
-
-
-def test_frozen_tables_do_not_move_but_show_their_gradients():
-  layer = one_table(embed.frozen())
-  optimizer = embed.Optimizer(layer, optax.sgd(1.0))
-
-  @nnx.jit
-  def train(layer, optimizer):
-    _, grads = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))(layer)
-    optimizer.update(layer, grads)
-    return grads.rows["t"].values
-
-  assert train(layer, optimizer)[0].tolist() == [2.0] * D
-  np.testing.assert_array_equal(layer.tables["t"], layers.ROWS)
-  assert list(layer.variables["t"]) == ["parameters"]
 
 
 def test_a_schedule_sees_the_step_from_zero():

@@ -148,21 +148,6 @@ def test_ids_out_of_range_raise_eagerly_and_are_dropped_under_jit():
   assert jax.jit(lookup)(np.array([4, 1])).tolist() == [[0], [10]]
 
 
-def test_errors_name_the_feature():
-  dense, bags, weights = np.array([1, 2]), sparse([[1], [2]]), floats([[1.0], [1.0]])
-  length = {"max_sequence_length": 2}
-  for arguments, feature, says in [
-    ((dense, np.ones(2, np.float32)), {}, "'clicks': weights .* kind of their ids.* dense array"),
-    ((bags, ragged_floats([[1], [1]])), {}, "Got embed.Ragged for embed.Sparse"),
-    ((ragged([[1], [2]]), weights), {}, "Got embed.Sparse for embed.Ragged"),
-    ((bags, weights), length, "'clicks': weights of a sequence feature"),
-    ((dense,), length, r"'clicks': a sequence takes embed.Padded\(ids\)"),
-    ((np.ones(2, np.float32),), {}, "'clicks': ids must be integers"),
-  ]:
-    with pytest.raises(ValueError, match=says):
-      serve(*arguments, **feature)
-
-
 def test_tables_that_do_not_fit_are_named():
   feature = embed.FeatureConfig(embed.TableConfig(4, 1, name="t"))
   tables = [

@@ -209,11 +209,6 @@ def narrow(ids: Any, size: int = UNUSED) -> Any:
   return ids.clip(max(limits.min, -1), min(limits.max, size)).astype(np.int32)
 
 
-def count_beyond(ids: jax.Array, size: int) -> jax.Array:
-  """Counts the ids that are at least `size`; returns an int32 scalar."""
-  return _count(ids >= size)
-
-
 def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(mask, dtype=jnp.int32)
 
@@ -229,16 +224,16 @@ def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   if parts.weights is not None and not form.length:
     weights = jnp.where(is_row(ids, size), jnp.asarray(parts.weights, jnp.float32), 0)
   if parts.kind == "dense":
-    return Bags(ids.reshape(*form.shape, 1)), count_beyond(ids, size)
+    return Bags(ids.reshape(*form.shape, 1)), _count(ids >= size)
   if parts.kind == "padded":
     if form.length:
       pad = max(form.length - parts.length, 0)
       given = ids[:, : form.length]
       ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=size)[:, : form.length, None]
-      return Bags(ids), count_beyond(given, size)
+      return Bags(ids), _count(given >= size)
     shape = (*form.shape, parts.length)
     weights = None if weights is None else weights.reshape(shape)
-    return Bags(ids.reshape(shape), weights), count_beyond(ids, size)
+    return Bags(ids.reshape(shape), weights), _count(ids >= size)
   positions = _ragged_positions if parts.kind == "ragged" else _sparse_positions
   bag, column, inside, behind = positions(parts)
   given = (ids >= 0) & ~behind

@@ -195,8 +195,8 @@ def look_up(
     record = dataclasses.replace(record, route=route)
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), jnp.float32)
   out = [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)]
-  if not placement.is_local:
-    out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
+  if not placement.is_local:  # removes the padding of the batch
+    out = [placement.split_batch(act, bag.batch[0]) for act, bag in zip(out, bags, strict=True)]
   return out, record
 
 
@@ -213,11 +213,6 @@ def pad_to_devices(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord
   route_spec = None if record.route is None else _route_spec(stack)
   spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
   return LookupRecord(bags, tables, record.route), spec
-
-
-def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
-  """Removes the padding of the batch."""
-  return placement.split_batch(act, batch[0])
 
 
 def _route_spec(stack: StackSpec) -> Any:

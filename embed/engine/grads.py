@@ -95,11 +95,6 @@ def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
   ]
 
 
-def non_empty(parts: Sequence[GradRows]) -> list[GradRows]:
-  """Drops the parts without ids."""
-  return [part for part in parts if part.ids.size]
-
-
 # --- sums in the forms that XLA:CPU compiles well -------------------------------------------------
 
 

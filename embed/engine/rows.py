@@ -20,6 +20,7 @@ from embed.engine.stack import LANES, Arrays, StackSpec, row_width, rows_per_lin
 # --- lines of 128 columns -------------------------------------------------------------------------
 
 
+_INTO = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))  # rows into their columns of lines
 _CHUNK = 1 << 12  # lines that are packed at a time: a TPU pads rows to 128 columns in between
 
 
@@ -88,16 +89,14 @@ class Lines:
 
   def put(self, ids: jax.Array, rows: jax.Array) -> "Lines":
     """Replaces the rows at distinct `ids` with `rows` `[N, D]`; skips ids outside the table."""
-    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
     lines = lax.scatter(
-      self.array, self._starts(ids), self._filled(rows), numbers, unique_indices=True, mode="drop"
+      self.array, self._starts(ids), self._filled(rows), _INTO, unique_indices=True, mode="drop"
     )
     return dataclasses.replace(self, array=lines)
 
   def add(self, ids: jax.Array, rows: jax.Array) -> "Lines":
     """Adds `rows` `[N, D]` to the rows at `ids`; skips ids outside the table."""
-    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
-    lines = lax.scatter_add(self.array, self._starts(ids), self._filled(rows), numbers, mode="drop")
+    lines = lax.scatter_add(self.array, self._starts(ids), self._filled(rows), _INTO, mode="drop")
     return dataclasses.replace(self, array=lines)
 
   def linear(self) -> jax.Array:
@@ -122,14 +121,12 @@ Rows = jax.Array | Lines  # `[V, D]`
 
 def as_rows(stack: StackSpec, stored: Any) -> Any:
   """Views a tree of a device's tables and slots as rows `[V, D]`, or `[V]` with one value each."""
-
   in_lines = lambda x: Lines(x, stack.dim) if stack.is_packed and x.ndim == 2 else x
   return jax.tree.map(in_lines, stored)
 
 
 def as_stored(stack: StackSpec, rows: Any) -> Any:
   """The inverse of `as_rows`."""
-
   is_lines = lambda x: isinstance(x, Lines)
   return jax.tree.map(lambda x: x.array if is_lines(x) else x, rows, is_leaf=is_lines)
 

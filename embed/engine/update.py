@@ -246,15 +246,6 @@ def pick_table(
   return stack.placement.run(pick, (spec,), (spec.ids, spec.values))(summed)
 
 
-def from_table_rows(
-  stack: StackSpec, ids: jax.Array, values: jax.Array, table: str
-) -> DistinctRows:
-  """The summed gradients of a stack, from one table's gradients as `pick_table` returns them."""
-  index, spec = stack.indices[table], _spec(stack)
-  locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
-  return stack.placement.run(locate, (spec.ids, spec.values), spec)(ids, values)
-
-
 def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
   """Multiplies gradients by a scalar, in float32: before or after summing is the same."""
   times = lambda x: x.astype(jnp.float32) * mesh.like(factor, x)
@@ -267,11 +258,6 @@ def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
   return [scale(x) for x in grads]
 
 
-def non_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
-  """Drops calls that looked up nothing at all."""
-  return [x for x in grads if isinstance(x, DistinctRows) or x.record.used]
-
-
 def _split(stack: StackSpec, grads: Sequence[StackGrads]):
   """Returns gradients padded for all devices, their specs, and whether to add up whole tables."""
   placement = stack.placement
@@ -279,11 +265,13 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
   specs: list[Any] = []
   bags: list[Bags] = []
   tables: list[str] = []
-  for x in non_empty(grads):
+  for x in grads:
     if isinstance(x, DistinctRows):
       padded.append(x)
       specs.append(_spec(stack))
       continue
+    if not x.record.used:
+      continue  # the call looked up nothing at all
     record, spec = exchange.pad_to_devices(stack, x.record)
     values = tuple(placement.pad_batch(x.grads[i], 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
@@ -319,7 +307,7 @@ def step_table(
   """
   is_distinct = isinstance(received, DistinctRows)
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
-  parts = grads_lib.non_empty(parts)
+  parts = [part for part in parts if part.ids.size]
   if not parts:
     return arrays
   optimizer, table = stack.optimizer, arrays["parameters"]

@@ -59,7 +59,7 @@ def _filling(stack: StackSpec, slot: "Slot") -> Callable[[], jax.Array]:
 
 # --- rows that change hands ----------------------------------------------------------------------
 
-_NEW_ROWS = 1 << 9  # rows of a chunk: a batch has few new rows new rows
+_NEW_ROWS = 1 << 9  # rows of a chunk: a batch has few new rows
 
 
 def reset(

@@ -147,12 +147,16 @@ def dtype_of(x: Any) -> Any:
   return x.dtype if is_known else np.asarray(x).dtype
 
 
-def converts(x: Any, dtype: Any) -> bool:
-  """Returns True if the values of an array can be converted to a dtype, up to rounding."""
-  given = dtype_of(x)
+def misfit(x: Any, wanted: Any) -> str | None:
+  """The reason that an array, or the metadata of a stored one, cannot replace another, or None."""
+  shape = getattr(x, "shape", None)  # None in the metadata of a leaf that is not an array
+  shape, given = np.shape(x) if shape is None else tuple(shape), dtype_of(x)
+  if shape != wanted.shape:
+    return f"has shape {shape}, the model's has {wanted.shape}"
+  is_real = given == np.bool_ or jnp.issubdtype(given, jnp.number)
   if jnp.issubdtype(given, jnp.complexfloating):
-    return jnp.issubdtype(dtype, jnp.complexfloating)
-  return given == np.bool_ or jnp.issubdtype(given, jnp.number)
+    is_real = jnp.issubdtype(wanted.dtype, jnp.complexfloating)
+  return None if is_real else f"has dtype {given}, the model's is {wanted.dtype}"
 
 
 def copied_like(value: Any, old: jax.Array) -> jax.Array:

@@ -18,20 +18,6 @@ are, and of the 8 little-endian bytes of an integer of any dtype. 42 and "42" ar
 TensorFlow hashes them alike, with a different function.
 """
 
-from embed.transforms.columns import (
-  Bucketized,
-  Column,
-  HashBucket,
-  RawIds,
-  Transforms,
-  Vocabulary,
-)
+from embed.transforms.columns import Bucketized, Column, HashBucket, RawIds, Transforms, Vocabulary
 
-__all__ = [
-  "Bucketized",
-  "Column",
-  "HashBucket",
-  "RawIds",
-  "Transforms",
-  "Vocabulary",
-]
+__all__ = ["Bucketized", "Column", "HashBucket", "RawIds", "Transforms", "Vocabulary"]

@@ -67,10 +67,7 @@ SKEWED = {
   "one id each": np.where(np.arange(3) == 0, np.arange(16)[:, None], -1),
   "nothing": np.full(BAGS, -1),
 }
-OPTIMIZERS = {
-  "adagrad": lambda: embed.adagrad(0.5),
-  "adam": lambda: embed.adam(0.25, epsilon=1e-2),
-}
+OPTIMIZERS = {"adagrad": lambda: embed.adagrad(0.5), "adam": lambda: embed.adam(0.25, epsilon=1e-2)}
 CASES = [
   ("rows", "mod", 1, "adagrad"),
   pytest.param("lines", "mod", 1, "adagrad", marks=pytest.mark.ci),

@@ -142,15 +142,6 @@ def test_row_gradients_of_a_bfloat16_table_are_float32():
   np.testing.assert_allclose(values[0], 3.009, rtol=1e-6)
 
 
-def test_load_tables_copies():
-  layer = layers.one_table(embed.adagrad(0.1))
-  rows = jnp.ones((V, D))
-  layer.load_tables({"t": rows})
-  train = nnx.jit(lambda m: layers.step(m, np.array([1]), np.ones((1, D))), donate_argnums=0)
-  train(layer)
-  assert (rows == 1).all(), "the caller's array was donated"
-
-
 NUMBERED = (np.eye(V, D) + np.arange(V)[:, None]).astype(np.float32)
 
 

@@ -15,11 +15,7 @@ import embed
 
 V, D = 21, 3
 zeros = jax.nn.initializers.zeros
-SPECS = {
-  "mod": P("data", None),
-  "div": P("data", None),
-  "replicated": P(None, None),
-}
+SPECS = {"mod": P("data", None), "div": P("data", None), "replicated": P(None, None)}
 
 
 @pytest.mark.programs(40, "tables and slots of three strategies are made where they are")

@@ -54,9 +54,7 @@ SETTINGS = {
     "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-3),
     "rowwise_adagrad": embed.rowwise_adagrad(0.1, **FBGEMM_ROWWISE),
   },
-  "torchrec": {
-    "rowwise_adagrad": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10),
-  },
+  "torchrec": {"rowwise_adagrad": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10)},
   "keras": {
     "sgd": embed.sgd(0.1),
     "adagrad": embed.adagrad(0.1, 0.1 + 1e-7),

@@ -153,20 +153,6 @@ def test_loaded_arrays_are_where_those_before_were():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
-def test_trees_go_from_strategy_to_strategy():
-  wanted = numbered()
-  source = numbered_model(mesh=make_mesh())
-  source.embed.load_variables(wanted)
-  tree = embed.checkpoint.to_tree(model=source)
-  four = {"mesh": make_mesh("explicit", (4,)), "sharding": "div"}
-  for where in (four, {}):
-    target = numbered_model(**where)
-    embed.checkpoint.from_tree(tree, model=target)
-    tree = embed.checkpoint.to_tree(model=target)
-    assert_equal(fetched(target.embed.variables), wanted)
-
-
 class Ranker(nnx.Module):
   """Tables of two arrays, and dense layers with a state beside."""
 

@@ -168,10 +168,7 @@ def test_weights_are_for_bags_and_become_float32(layer):
 ERRORS = [  # what is changed, and what is said of it
   ({"feature__user": {"table_id": "users"}}, "'user' has table_id 'users'"),
   ({"table__item": {"vocabulary_size": 3, "dimension": 2}}, "'item' is used by no feature"),
-  (
-    {"feature__user": {"max_sequence_lenght": 3}},
-    "'max_sequence_lenght'. There are max_seq",
-  ),
+  ({"feature__user": {"max_sequence_lenght": 3}}, "'max_sequence_lenght'. There are max_seq"),
   ({"table__user": {"dim": 3}}, "'user': unknown key 'dim'.*dimension"),
   ({"table__x": {"vocabulary_size": 3}}, "'x' has no 'dimension'"),
   ({"table__user": {"learning_rate_fn": lambda step: 0.1}}, "learning_rate and learning_rate_fn"),

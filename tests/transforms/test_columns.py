@@ -12,14 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import embed
-from embed.transforms import (
-  Bucketized,
-  HashBucket,
-  RawIds,
-  Transforms,
-  Vocabulary,
-  hashing,
-)
+from embed.transforms import Bucketized, HashBucket, RawIds, Transforms, Vocabulary, hashing
 
 
 def xxh64(word):
