@@ -8,8 +8,8 @@
 Rows are CSV, Parquet or JSON Lines, with the columns of the training file in any order; text has a
 header. Columns that training has not read may be there, and label, weight, split and time may be
 missing. Rows are written in their order, as CSV in UTF-8 or as Parquet, with more columns: of dlrm
-`score`, the probability of a click, or `score_<label>` of several labels, and of two_tower and
-sequence `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids.
+`score`, the probability of a click, and of two_tower and sequence `item_1`, `score_1`, `title_1`
+(where a title is declared), `item_2`, … of raw ids.
 `--similar` reads the column of items or users alone, and adds those like them. The package
 `recipes.serving`, which does the same from Python, says what is done with lists, and with unknown
 and missing values.
@@ -77,9 +77,7 @@ def predict(
     for table in of_file(path, model.served.text_format, model.columns):
       where: Any = {"source": source, "first_row": rows + 1}
       if isinstance(model, serving.ClickModel):
-        scores = model.predict(table, **where)
-        scores = scores.reshape(len(scores), len(model.names)).T
-        added = dict(zip(model.names, map(pa.array, scores), strict=True))
+        added = {"score": pa.array(model.predict(table, **where))}
       else:
         if similar is None:
           answers = model.recommend(table, top, allow=allowed, deny=denied, **where)

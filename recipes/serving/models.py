@@ -98,7 +98,6 @@ class ClickModel:
 
   Attributes:
     columns: that rows must have.
-    names: of the scores: "score", or of several labels "score_<label>".
   """
 
   def __init__(self, served: Served):
@@ -107,12 +106,9 @@ class ClickModel:
     features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
     self._reader = rows_lib.Reader(features, served.text_format.missing)
     self.columns = self._reader.columns
-    self.names = ("score",)
 
   def predict(self, rows: Any, *, source: str = "rows", first_row: int = 1) -> np.ndarray:
     """Returns the probability of a click for every row, above 0 and below 1, float64 `[N]`.
-
-    Of several labels `[N, len(model.names)]`.
 
     Args:
       rows: N of them; see `rows.as_table`.
@@ -126,14 +122,12 @@ class ClickModel:
     encoded = self._transforms.encode(values, len(table))
     features = cut_ids(encoded["ids"], self._transforms.features)
     inputs = {"dense": encoded["dense"], "features": features}
-    outputs = np.empty((len(table), len(self.names)))
-    for part, places in _batches(len(outputs), _SCORED):
+    logits = np.empty(len(table))
+    for part, places in _batches(len(logits), _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      logits = np.asarray(self.served.run(batch)).reshape(len(places), -1)
-      outputs[part] = logits[: part.stop - part.start]
+      logits[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
     # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
-    scores = np.clip(expit(outputs), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
-    return scores if len(self.names) > 1 else scores[:, 0]
+    return np.clip(expit(logits), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
 
 
 # --- recommendations ------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_statement_makes_histories_that_a_run_reads(tmp_path, monkeypatch):
 @pytest.mark.ci
 def test_the_statement_makes_a_row_of_each_impression(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  lines = [f"{n}\tU{n % 9}\t11/9/2019 1:0{n % 10}:00 PM\tN1 N2\tN{n % 7}-0 N8-1" for n in range(60)]
+  lines = [f"{n}\tU{n % 9}\t11/23/2019 1:0{n % 10}:00 PM\tN1 N2\tN{n % 7}-0 N8-1" for n in range(60)]
   (tmp_path / "behaviors.tsv").write_text("\n".join(lines))
   (code,) = (code for _, code in blocks(PAGE, "py") if "impressions" in code)
   exec(code, {})
