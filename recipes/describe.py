@@ -68,7 +68,7 @@ _FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no cha
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _SIDES = ("user", "item")
-_FEATURES = ("number", "category", "bag")
+_FEATURES = ("number", "category", "bag", "sequence")
 _RESERVED = (*_SIDES, "history")  # names that recipes give a meaning
 _WORDS = {  # parts of names, in addition to those of `_IDS`
   "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "session"},
@@ -260,7 +260,10 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Non
   if "item" in given and roles["item"].shape == _IMPRESSIONS:
     raise UserError(f"--item={given['item']} holds {_IMPRESSIONS}")
   for role, column in roles.items():
-    column.become(role, **{"separator": " "} if role == "item" and column.separator == " " else {})
+    mark = "|" if column.type == "list" else column.separator.strip(",")
+    column.become(role, **{"separator": mark} if role == "item" and mark else {})
+  if "item" in roles:
+    _find_histories(sample, roles["item"])
   if "label" in roles:
     y = _propose_label(sample, roles["label"], positive)
     _leave_out_leaks(sample, y)
@@ -408,6 +411,18 @@ def _propose_feature(sample: Sample, column: Column, time: Column | None) -> Non
     return column.become("number", **options)
   options |= {"min_count": 5} if distinct > 20_000 else {}
   return column.become("category", **options)
+
+
+def _find_histories(sample: Sample, item: Column) -> None:
+  """Turns bags that mostly hold items into histories, which share the table of the item."""
+  known = f"part IN (SELECT text FROM counts WHERE n = {item.number})"
+  for column in sample.columns.values():
+    if column.kind == "bag" and "separator" in column.options:
+      texts = f"SELECT text FROM counts WHERE n = {column.number}"
+      parts = f"SELECT unnest(string_split(text, '{column.options['separator']}')) FROM ({texts})"
+      (share,) = sample.ask(f"SELECT avg(({known})::INT) FROM ({parts}) AS parts(part)")[0]
+      if share >= 0.5:
+        column.become("sequence", "a history of items", **column.options, table=item.name)
 
 
 def _propose_label(sample: Sample, column: Column, positive: str) -> str:

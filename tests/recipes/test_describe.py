@@ -326,6 +326,17 @@ def test_ids_and_times_of_public_logs(tmp_path):
   each({log[0]: (number, *log) for number, log in enumerate(LOGS)}, check)
 
 
+def test_a_row_may_have_several_items(tmp_path):
+  for basket, mark in (
+    (["i1 i2", "i2 i3", "i1"], " "),
+    (["i1|i2", "i3"], "|"),
+    ([["i1"], []], "|"),
+  ):
+    columns = {"who": [f"u{n}" for n in range(9)] * 4, "basket": basket * (36 // len(basket))}
+    found = proposed(tmp_path / "a.parquet", columns, user="who", item="basket")
+    assert found["basket"].options == {"separator": mark}
+
+
 def test_fields_of_objects_are_proposed(tmp_path):
   rows = [{"at": {"city": c, "zip": None}, "y": n % 2, "k": [{}]} for n, c in enumerate("aab" * 50)]
   (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

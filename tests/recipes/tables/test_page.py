@@ -51,13 +51,17 @@ def test_the_statement_makes_histories_that_a_run_reads(tmp_path, monkeypatch):
 @pytest.mark.ci
 def test_the_statement_makes_a_row_of_each_impression(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  lines = [f"{n}\tU{n % 9}\t11/23/2019 1:0{n % 10}:00 PM\tN1 N2\tN{n % 7}-0 N8-1" for n in range(60)]
+  row = "{0}\tU{1}\t11/23/2019 1:0{1}:00 PM\tN{2} N{1}\tN{2}-0 N8-1"
+  lines = [row.format(n, n % 9, n % 7) for n in range(60)]
   (tmp_path / "behaviors.tsv").write_text("\n".join(lines))
   (code,) = (code for _, code in blocks(PAGE, "py") if "impressions" in code)
   exec(code, {})
   made = duckdb.sql("SELECT user, item, clicked, history FROM 'news.parquet'").fetchmany(2)
-  assert made == [("U0", "N0", "0", "N1 N2"), ("U0", "N8", "1", "N1 N2")]
+  assert made == [("U0", "N0", "0", "N0 N0"), ("U0", "N8", "1", "N0 N0")]
   describe.main(["news.parquet", "--label=clicked", "--item=item", "--out=news.py"])
   columns = runpy.run_path("news.py")["get_config"]()["columns"]
   assert (columns["user"], columns["item"], columns["clicked"]) == ("user", "item", "label")
+  assert columns["history_"] == {
+    "kind": "sequence", "column": "history", "separator": " ", "table": "item",
+  }  # fmt: skip
   assert columns["time"] == {"kind": "time", "format": "%m/%d/%Y %I:%M:%S %p"}
