@@ -37,11 +37,11 @@ def histories(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
   }
   past = {
     "seen": {"kind": "sequence", "table": "movie", "max_length": _PAST},
-    "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
+    "liked_before": {"kind": "sequence", "table": "movie", "max_length": _PAST},
   }
   rows = duckdb.sql(f"""
     SELECT * EXCLUDE past, list_transform(past, lambda x: x.movie) AS seen,
-      list_transform(past, lambda x: x.liked) AS seen_liked
+      list_transform(list_filter(past, lambda x: x.liked), lambda x: x.movie) AS liked_before
     FROM (
       SELECT *, list_filter(list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
         PARTITION BY "user" ORDER BY "when", movie ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING

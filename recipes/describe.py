@@ -30,39 +30,44 @@ from .tables.values import literal, outcome, typed, value_of, with_point
 _ROLES = ("label", "user", "item", "time")
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text AS DOUBLE) END"
-_COMMAS, _DATES = "numbers with commas: declare the decimal mark", "dates: declare their format"
+_MARKS = "numbers with marks: write them plainly, or declare decimal and thousands"
+_DATES = "dates: declare their format"
 _IMPRESSIONS = "items, each with 0 or 1 for its click: write a row for each of them"
-_SHAPES = {  # of texts that would be categories of what has an order, fields or items
+_SHAPES = {  # of texts that are no categories, since they have an order, fields or items
   "objects, whose fields are columns as user.id": r'\{".*|\{\}',
   "objects or lists of them, which no recipe reads": r"(\{|\[[\[{]|\[\]).*",
   "numbers of a vector, which no recipe reads": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
+  _IMPRESSIONS: r"""[\['"]*[^\s,|;'"]+[-:][01]([\s,|;'"]+[^\s,|;'"]+[-:][01])*['"\]]*""",
   "list": r"\[.*\]",
-  _IMPRESSIONS: r"\S+-[01]( \S+-[01])*",
-  _COMMAS: r"[+-]?([\d.]*,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?)",
-  _DATES: r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(\d\d)?\d\d|(19|20)\d\d[/.]\d\d?[/.]\d\d?|"
-  r"[A-Z][a-z]+ \d\d?,? \d{4}|\d\d? [A-Z][a-z]+ \d{4})([T ,].*)?",
+  _DATES: r"(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(\d\d)?\d\d|"
+  r"(19|20)\d\d[/.-]\d\d?[/.-]\d\d?|[A-Z][a-z]+ \d\d?,? \d{4}|\d\d?[ -][A-Z][a-z]+[ -]\d{4})"
+  r"([T ,].*)?",
+  _MARKS: r"[$€£]? ?[+-]?(\d{1,3}([ '.,]\d{3})*|\d*)([.,]\d+)? ?[%€$£]?",
 }
-_MARKS = {  # of numbers with commas by the option that reads them: all texts match, and one tells
-  ("decimal", ","): (r"[+-]?(\d{1,3}(\.\d{3})+|\d*)(,\d+)?", r".*(\..*,|,\d{1,2}|,\d{4,})"),
-  ("thousands", ","): (r"[+-]?(\d{1,3}(,\d{3})+|\d{1,3})(\.\d+)?", r".*,.*[.,].*|\d{1,3}"),
-}
+_TWO_CLICKS = r"[-:][01]\W.*[-:][01]"  # in a text: one item alone may be called so
+_WAYS: list[dict[str, Any]] = [  # to write numbers; the first that reads all texts counts
+  {"decimal": ","},
+  {"thousands": ","},
+  {"thousands": "'"},
+  {"thousands": " "},
+  {"decimal": ",", "thousands": " "},
+]
 _CALENDARS = (
-  "%d.%m.",
-  "%d/%m/",
-  "%m/%d/",
-  "%d-%m-",
-  "%m-%d-",
-  "%b %d, ",
-  "%d %b ",
-  "%B %d, ",
-  "%d %B ",
+  *("%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y"),
+  *(
+    "%d.%m.%y",
+    "%d/%m/%y",
+    "%m/%d/%y",
+    "%b %d, %Y",
+    "%d %b %Y",
+    "%d-%b-%Y",
+    "%B %d, %Y",
+    "%d %B %Y",
+  ),
 )
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
-_FORMATS = [  # of times that ISO 8601 does not write so
-  f"{date}{clock}"
-  for date in ["%Y/%m/%d", "%Y.%m.%d", *(f"{day}%{year}" for day in _CALENDARS for year in "Yy")]
-  for clock in _CLOCKS
-]
+_FORMATS = [f"{date}{clock}" for date in _CALENDARS for clock in _CLOCKS]
+_FEW_GAPS = 0.01  # of the rows, which a time may lack
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
@@ -73,7 +78,9 @@ _RESERVED = (*_SIDES, "history")  # names that recipes give a meaning
 _WORDS = {  # parts of names, in addition to those of `_IDS`
   "user": {"user", "uid", "visitor", "customer", "client", "member", "account", "session"},
   "item": {"item", "iid", "product", "movie", "film", "track", "song", "video", "book", "sku"},
-  "time": {"time", "stamp", "datetime", "date", "ts", "day", "when", "created", "at", "event"},
+  "time": {
+    *("time", "stamp", "datetime", "date", "ts", "day", "when", "created", "at", "event", "utc"),
+  },
 }
 _IDS = {"id", "ids", "code", "hash", "key"}
 _OTHER_TIMES = {"birth", "born", "release", "released", "published", "expiry", "expires"}
@@ -107,8 +114,16 @@ class Column:
   median: float = _sql("min(number) FILTER (below >= 0.5 * of_numbers)", 0.0)
   tail: float = _sql("min(number) FILTER (below >= 0.99 * of_numbers)", 0.0)
   high: float = _sql("max(number)", 0.0)
-  is_dated: bool = _sql("bool_and(TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL)", False)
-  shape: str = _sql({k: f"bool_and(regexp_full_match(text, '{v}'))" for k, v in _SHAPES.items()})
+  dated: float = _sql(  # share of the rows with a value
+    "sum(rows) FILTER (TRY_CAST(text AS TIMESTAMPTZ) IS NOT NULL) / sum(rows)", 0.0
+  )
+  shape: str = _sql(
+    {
+      name: f"bool_and(regexp_full_match(text, {literal(pattern)}))"
+      + f" AND bool_or(regexp_matches(text, {literal(_TWO_CLICKS)}))" * (name == _IMPRESSIONS)
+      for name, pattern in _SHAPES.items()
+    }
+  )
   has_digits: bool = _sql(r"sum(rows) FILTER (text SIMILAR TO '.*\d.*') >= 0.5 * sum(rows)", False)
   separator: str = _sql(
     {
@@ -126,7 +141,7 @@ class Column:
 
   def become(self, kind: str, why: str = "", **options: Any) -> None:
     """Proposes what the column is."""
-    written = self.written if kind in ("number", "time") else {}
+    written = {key: x for key, x in self.written.items() if kind and hasattr(spec.KINDS[kind], key)}
     self.kind, self.why, self.options = kind, why, written | options
 
   @property
@@ -134,7 +149,7 @@ class Column:
     """The type of the values in a word."""
     if self.rows == self.numbers:
       return "number" if self.rows else "empty"
-    if self.is_dated or "format" in self.written:
+    if self.dated >= 1 - _FEW_GAPS or "format" in self.written:
       return "time"
     return "list" if self.shape == "list" else "text"
 
@@ -143,8 +158,8 @@ class Column:
     """SQL of a number or a time, in whose order the values are."""
     if "format" in self.written:
       return f"try_strptime({self.text}, {literal(self.written['format'])})"
-    if self.type == "time":
-      return f"TRY_CAST({self.text} AS TIMESTAMPTZ)"
+    if self.type != "number":
+      return f"TRY_CAST({self.text} AS TIMESTAMPTZ)" if self.type == "time" else self.text
     return f"TRY_CAST({with_point(self.text, spec.Number(**self.written))} AS DOUBLE)"
 
 
@@ -214,33 +229,41 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
 
 
 def _written(con: Any) -> dict[int, dict[str, Any]]:
-  """Returns how numbers with commas and dates are written, by column, and fills in the numbers.
+  """Returns how numbers and dates are written, by column, and fills in the numbers.
 
-  Where texts can be read in two ways, as 1/2/2024 and 1,234, there is nothing.
+  Of texts that can be read in two ways, as 1/2/2024 and 1,234, it returns nothing.
   """
   written = dict[int, dict[str, Any]]()
-  matches = lambda pattern: f"regexp_full_match(text, {literal(pattern)})"
-  ask = lambda tests, n: con.execute(
-    f"SELECT {', '.join(tests)} FROM counts WHERE n = {n}"
-  ).fetchone()
-  shapes = f"n, bool_and({matches(_SHAPES[_COMMAS])}), bool_and({matches(_SHAPES[_DATES])})"
-  found = con.execute(
-    f"SELECT {shapes}, count(number) < count(*) FROM counts GROUP BY n"
-  ).fetchall()
-  for n, has_commas, is_dated, _ in (row for row in found if row[-1]):
-    if has_commas:
-      tests = [f"bool_and({matches(a)}) AND bool_or({matches(b)})" for a, b in _MARKS.values()]
-      fits = [option for option, fit in zip(_MARKS, ask(tests, n), strict=True) if fit]
-      if len(fits) == 1:
-        written[n] = dict(fits)
-        number = _FINITE.replace("text", with_point("text", spec.Number(**written[n])))
-        con.execute(f"UPDATE counts SET number = {number} WHERE n = {n}")
-    if is_dated:
-      years = (f"year(try_strptime(text, {literal(each)}))" for each in _FORMATS)
-      tests = [f"bool_and(coalesce({year} BETWEEN 1900 AND 2100, false))" for year in years]
-      fits = [each for each, fit in zip(_FORMATS, ask(tests, n), strict=True) if fit]
-      if len({each.replace("%B", "%b") for each in fits}) == 1:  # all are in May
-        written[n] = {"format": fits[0]}
+  ask = lambda tests, n: con.execute(f"SELECT {tests} FROM counts WHERE n = {n}").fetchone()
+  matches = lambda name: f"bool_and(regexp_full_match(text, {literal(_SHAPES[name])}))"
+  is_new = "bool_or(TRY_CAST(text AS TIMESTAMPTZ) IS NULL)"
+  about = f"{matches(_MARKS)}, {matches(_DATES)} AND {is_new}, bool_and(number IS NOT NULL)"
+  number = lambda way: _FINITE.replace("text", with_point("text", spec.Number(**way)))
+  years = (f"year(try_strptime(text, {literal(each)})) BETWEEN 1900 AND 2100" for each in _FORMATS)
+  is_date = ", ".join(f"bool_and(coalesce({year}, false))" for year in years)
+  for n, has_marks, has_dates, are_numbers in con.execute(
+    f"SELECT n, {about} FROM counts GROUP BY n"
+  ).fetchall():
+    if has_dates:
+      formats = [each for each, fits in zip(_FORMATS, ask(is_date, n), strict=True) if fits]
+      if len({each.replace("%B", "%b") for each in formats}) == 1:  # May is short and long
+        written[n] = {"format": formats[0]}
+    elif has_marks:
+      reads = ", ".join(f"bool_and(({number(way)}) IS NOT NULL)" for way in _WAYS)
+      marked = (
+        "count(*) FILTER (regexp_matches(text, '[.,]')), bool_or(regexp_full_match(text, '\\d+'))"
+      )
+      *fits, count, has_plain = ask(f"{reads}, {marked}", n)
+      ways = [way for way, fit in zip(_WAYS, fits, strict=True) if fit]
+      if are_numbers:  # 62 and 1.112 may be 1112 where a comma is the decimal mark
+        way = None if fits[0] and count and has_plain else {}
+      elif fits[0] and fits[1]:  # three digits after every comma
+        way = _WAYS[1] if count >= _FEW_ROWS and has_plain else None
+      else:
+        way = next(iter(ways), None)
+      if way != {}:
+        con.execute(f"UPDATE counts SET number = {number(way) if way else 'NULL'} WHERE n = {n}")
+        written[n] = way or {}
   return written
 
 
@@ -267,7 +290,8 @@ def propose(sample: Sample, given: Mapping[str, str], positive: str = "") -> Non
   if "label" in roles:
     y = _propose_label(sample, roles["label"], positive)
     _leave_out_leaks(sample, y)
-  if absent := [column.name for column in roles.values() if column.missing]:
+  is_whole = lambda column: not column.missing and (column.type != "time" or column.dated in (0, 1))
+  if absent := [column.name for column in roles.values() if not is_whole(column)]:
     sample.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
     sample.settings["on_bad_row"] = "skip"
   if {*_SIDES} <= {*roles}:
@@ -290,8 +314,8 @@ def _is_called(column: Column, role: str) -> bool:
 
 
 def _is_moment(column: Column) -> bool:
-  """Whether a column may say when: by dates, seconds since 1970, or days as 20241231."""
-  if column.missing or column.distinct < 2 or _words(column.name) & _OTHER_TIMES:
+  """Returns True if a column may be a time: dates, seconds since 1970, or days as 20241231."""
+  if column.missing > _FEW_GAPS or column.distinct < 2 or _words(column.name) & _OTHER_TIMES:
     return False
   spans = [(3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9)] + [(19e6, 21.1e6)]
   is_within = any(first <= column.low and column.high <= last for first, last in spans)
@@ -356,7 +380,10 @@ def _guessed_by_shape(
     finer = next((each for each in kept if follow(column, each)), None)
     if finer is None:
       kept.append(column)
-    elif 2 * column.distinct >= finer.distinct and not _words(finer.name) & _IDS:
+      continue
+    own, other = _words(column.name), _words(finer.name)
+    is_better = own & other if other & _IDS else own & (other | _IDS)
+    if is_better and 2 * column.distinct >= finer.distinct:
       kept[kept.index(finer)] = column  # the same things, as parents of variants
   if known and kept:
     named = [column for column in kept if _words(column.name) & _IDS]
@@ -368,13 +395,13 @@ def _guessed_by_shape(
 
 
 def _follows(sample: Sample, order: str, column: Column) -> bool:
-  """Returns whether the values never fall, or never rise, in an order of the rows."""
+  """Returns True if the values hardly ever fall, or hardly ever rise, in an order of the rows."""
   query = (
-    "SELECT bool_and(x >= low), bool_and(x <= high) FROM (SELECT x, lag(x) OVER (ORDER BY t, x) AS "
-    "low, lag(x) OVER (ORDER BY t, x DESC) AS high FROM "
+    "SELECT avg((x >= low)::INT), avg((x <= high)::INT) FROM "
+    "(SELECT x, lag(x) OVER (ORDER BY t, x) AS low, lag(x) OVER (ORDER BY t, x DESC) AS high FROM "
     f"(SELECT {order} AS t, {column.value} AS x FROM sample) WHERE x IS NOT NULL)"
   )
-  return any(sample.ask(query)[0])
+  return max(x or 0 for x in sample.ask(query)[0]) >= 1 - _FEW_GAPS
 
 
 def _propose_feature(sample: Sample, column: Column, time: Column | None) -> None:
@@ -383,9 +410,12 @@ def _propose_feature(sample: Sample, column: Column, time: Column | None) -> Non
   if not rows or (distinct == 1 and not column.missing):
     return column.become("", "constant" if rows else "no values")
   if column.type == "time" or (_is_called(column, "time") and _is_moment(column)):
-    return column.become("", "another time")
-  if column.type == "number" and time and distinct > 2 and _follows(sample, time.value, column):
+    return column.become("", "another time" if time else "a time with gaps: pass it as --time")
+  is_ordered = column.type in ("number", "text") and distinct > 2
+  if is_ordered and time and _follows(sample, time.value, column):
     return column.become("", "follows the time")
+  if column.type == "number" and column.is_whole and 2 * distinct > rows and _is_moment(column):
+    return column.become("", "may be a time: pass it as --time")
   if column.type == "text" and (column.shape or column.numbers > 0.9 * rows):
     return column.become("", column.shape or "numbers and texts: name those in format.missing")
   options: dict[str, Any] = {"column": name} if name in _RESERVED else {}
@@ -491,12 +521,16 @@ def _complete_rankings(sample: Sample, roles: dict[str, Column], y: str) -> None
           column.become("title")
         elif column.kind in _FEATURES:
           column.options["side"] = side
+  others = list[str]()
   for column in sample.columns.values():
     if column.kind in _FEATURES and "side" not in column.options and not y:
       column.become("", "varies by row")
-      if column.type == "number" and 3 <= column.distinct <= 11 and column.high <= 10:
-        how = f"--label={column.name} takes {column.median:g} or more"
-        sample.notes.append(f"Every row counts, whatever its {column.name}; {how}.")
+      others.append(column.name)
+  if not y:
+    candidates = f" ({', '.join(others)})" * bool(others)
+    sample.notes.append(
+      f"Every row counts as liked. --label=COLUMN{candidates} counts clicks alone."
+    )
   user, item = (roles[side].text for side in _SIDES)
   clicked = f"{user} IS NOT NULL AND {item} IS NOT NULL" + f" AND {y} = 1" * bool(y)
   pairs = f"SELECT count(*), count(DISTINCT hash({user}, {item})) FROM sample WHERE {clicked}"
@@ -524,7 +558,7 @@ def report(sample: Sample) -> str:
   """Returns the columns as a table, and the notes below it."""
   rows = [["column", "type", "distinct", "missing", "proposed", "values"]]
   for name, column in sample.columns.items():
-    options = [f"{key}={value}" for key, value in column.options.items()]
+    options = [f"{key}={value!r}" for key, value in column.options.items()]
     said = ", ".join([column.kind or "left out", *options]) + f": {column.why}" * bool(column.why)
     missing = f"{column.missing:.0%}" if column.missing else "-"
     cells = [name, column.type, f"{column.distinct:,}", missing, said]

@@ -82,7 +82,7 @@ def predict(
         if similar is None:
           answers = model.recommend(table, top, allow=allowed, deny=denied, **where)
         elif (name := model.ids[similar]) in table.column_names:
-          answers = model.similar(table[name], similar, top)
+          answers = model.similar(table[name].to_pylist(), similar, top)
         else:
           hint = spec.nearest(name, table.column_names)
           raise UserError(f"{source} has no column {name!r}, with the raw ids: {hint}")

@@ -86,9 +86,7 @@ class Encoder(nnx.Module):
 class Histories(nnx.Module):
   """Attends to the positions of all histories of a model, each for the candidate of its row.
 
-  The vectors of sequences beside a history are concatenated to those of its positions. The
-  candidate is the row's own feature in the table of a sequence: the item for the items of the
-  history. For a sequence beside it whose table no feature of the row has, it is zeros.
+  The candidate is the row's own feature in the table of the history: the item for items.
 
   Args:
     linear: how many of the last columns are first-order weights, whose mean is taken.
@@ -103,46 +101,39 @@ class Histories(nnx.Module):
     self.dtype, self.linear, self.dim = dtype, linear, config.dim
     single = [f for f in features if f.valency == 1 and not f.history]
     own = {f.table or f.name: f.name for f in reversed(single)} | {f.name: f.name for f in single}
-    lengths = {f.name: f.valency for f in features if f.history and not f.beside}
-    # Of a history: the candidates by sequence, of which the history itself is the first.
-    self.candidates: dict[str, dict[str, str | None]] = {name: {name: None} for name in lengths}
-    for feature in (f for f in features if f.history):
-      self.candidates[feature.beside or feature.name][feature.name] = own.get(feature.history)
     model, options, models = config.history.model, {"dtype": dtype, "rngs": rngs}, {}
-    for name, candidates in self.candidates.items():
-      if candidates[name] is None:
+    self.candidates = {f.name: own.get(f.history, "") for f in features if f.history}  # by history
+    for feature in (f for f in features if f.history):
+      if not self.candidates[feature.name]:
         raise UserError(
-          f"the sequence {name!r} shares its table with no single value of the row, which "
+          f"the sequence {feature.name!r} shares its table with no single value of the row, which "
           "config.history.model attends for: name its `table`, or declare it as a bag"
         )
-      dim = len(candidates) * self.dim
-      models[name] = (
-        DIN(dim, **options)
+      models[feature.name] = (
+        DIN(self.dim, **options)
         if model == "din"
-        else Encoder(model, dim, lengths[name], dropout=config.dropout, **options)
+        else Encoder(model, self.dim, feature.valency, dropout=config.dropout, **options)
       )
     self.models = nnx.Dict(models)
 
   def __call__(
     self, activations: Mapping[str, jax.Array], inputs: Mapping[str, Any]
   ) -> dict[str, jax.Array]:
-    """Returns activations with `[B, width]` for each sequence.
+    """Returns activations with `[B, width]` for each history.
 
     Args:
-      activations: of all features; of sequences `[B, L, width]`.
+      activations: of all features; of histories `[B, L, width]`.
       inputs: their ids, `embed.Padded` for those of several.
     """
     pooled = dict(activations)
-    for name, candidates in self.candidates.items():
+    for name, model in self.models.items():
       keys_BxLxD, query_BxD, mask_BxL = self.arguments(name, activations, inputs)
-      vectors = jnp.split(self.models[name](keys_BxLxD, query_BxD, mask_BxL), len(candidates), 1)
-      for part, vector in zip(candidates, vectors, strict=True):
-        if self.linear:
-          weights = activations[part].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
-          count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
-          mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
-          vector = jnp.concatenate([vector, mean.astype(vector.dtype)], axis=1)
-        pooled[part] = vector
+      pooled[name] = model(keys_BxLxD, query_BxD, mask_BxL)
+      if self.linear:
+        weights = activations[name].reshape(*mask_BxL.shape, -1)[..., -self.linear :]
+        count = jnp.maximum(mask_BxL.sum(axis=1, keepdims=True), 1)
+        mean = jnp.where(mask_BxL[..., None], weights, 0).sum(axis=1) / count
+        pooled[name] = jnp.concatenate([pooled[name], mean.astype(pooled[name].dtype)], axis=1)
     return pooled
 
   def arguments(
@@ -151,14 +142,9 @@ class Histories(nnx.Module):
     """Returns positions `[B, L, D]`, the candidate `[B, D]` and the mask `[B, L]`."""
     ids = getattr(inputs[name], "values", inputs[name])
     mask_BxL = (ids if ids.ndim == 2 else ids[:, None]) >= 0
-    keys, queries = [], []
-    for part, candidate in self.candidates[name].items():
-      key_BxLxW = activations[part].reshape(*mask_BxL.shape, -1)[..., : self.dim]
-      none = jnp.zeros_like(key_BxLxW[:, 0])
-      keys.append(key_BxLxW)
-      queries.append(none if candidate is None else activations[candidate][:, : self.dim])
-    join = lambda parts: jnp.concatenate(parts, axis=-1).astype(self.dtype)
-    return join(keys), join(queries), mask_BxL
+    keys_BxLxD = activations[name].reshape(*mask_BxL.shape, -1)[..., : self.dim]
+    query_BxD = activations[self.candidates[name]][:, : self.dim]
+    return keys_BxLxD.astype(self.dtype), query_BxD.astype(self.dtype), mask_BxL
 
 
 def attends(config, features: Sequence[Feature]) -> bool:

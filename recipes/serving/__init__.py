@@ -1,7 +1,7 @@
 """Predictions by a model that `recipes.export` has written, for rows as they are.
 
     model = serving.load("served")
-    model.predict(rows)             # dlrm: probabilities, float64 [N], or of `model.names` [N, S]
+    model.predict(rows)             # dlrm: probabilities, float64 [N]
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
     model.similar(["i3"], "item")   # those like it, by the cosine of their vectors
     model.vectors("user")           # raw ids and vectors, for a vector store

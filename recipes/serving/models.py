@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +181,6 @@ class Recommender:
     missing, lists = served.text_format.missing, {_ALLOW: spec.Bag(), _DENY: spec.Bag()}
     self._reader = rows_lib.Reader(read, missing, required=False)
     self._list_reader = rows_lib.Reader(lists, missing, required=False)
-    self._id_reader = rows_lib.Reader({"id": spec.Category()}, missing)
     self.columns = self._reader.columns
     self._declared = {column for name, kind in kinds.items() for column in kind.sources(name)}
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
@@ -218,7 +218,7 @@ class Recommender:
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(table.column_names) or 'none'}"
       )
-    entities, top = self._asked("item", top)
+    entities, top = self._entities("item", top)
     every = np.arange(len(entities.texts))
     among = np.ones(len(every), bool)
     if allow is not None:
@@ -239,60 +239,63 @@ class Recommender:
       ids[row] = [*liked, *[-1] * (top - len(liked))]
     return _answers(entities, ids, scores, ~is_known)
 
-  def similar(self, ids: Iterable[Any], of: str = "item", top: int | None = None) -> Recommended:
+  def similar(self, ids: Iterable[Any], side: str = "item", top: int | None = None) -> Recommended:
     """Returns those most like each of N raw ids, without itself; blanks for an unknown one.
 
     Scores are cosines of vectors without popularity.
 
     Args:
-      of: "item" or "user".
+      side: "item" or "user".
       top: as for `recommend`.
+
+    Raises:
+      UserError: there are not `top` of them, or no such side.
     """
-    entities, top = self._asked(of, top)
+    entities, top = self._entities(side, top)
     codes = self._numbers(entities, ids, "ids")
-    if of not in self._directions:
-      vectors = self.vectors(of)[1][:, : -1 if self.served.about.get("popularity") else None]
+    if side not in self._directions:
+      vectors = self.vectors(side)[1][:, : -1 if self.served.about.get("popularity") else None]
       lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
       unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
-      self._directions[of] = unit, _split(unit, self.served.mesh)
-    unit, split = self._directions[of]
+      self._directions[side] = unit, _split(unit, self.served.mesh)
+    unit, split = self._directions[side]
     every = np.ones(len(unit), bool)
     # An unknown id may find nothing but its list, which is empty.
     best = self._best(unit[codes], split, top, [*codes[:, None]], codes < 0, every)
     return _answers(entities, *best, np.zeros(len(codes), bool))
 
-  def vectors(self, of: str) -> tuple[list[str], np.ndarray]:
+  def vectors(self, side: str) -> tuple[list[str], np.ndarray]:
     """Returns the raw ids and the vectors, float32 `[N, D]`, of all items or users.
 
     Dot products of the two are the scores of `recommend` for users as training has stored them.
 
     Args:
-      of: "item" or "user".
+      side: "item" or "user".
     """
-    texts = self._asked(of)[0].texts
-    if of == "item":
+    texts = self._entities(side)[0].texts
+    if side == "item":
       return texts, np.asarray(self._candidates)[: len(texts)]
     users = np.arange(len(texts), dtype=np.int32)
     parts = np.split(users, range(_SCORED, len(users), _SCORED))
     return texts, np.concatenate([self._queries(part, {})[0] for part in parts])
 
-  def _asked(self, of: str, top: int | None = None) -> tuple[Entities, int]:
+  def _entities(self, side: str, top: int | None = None) -> tuple[Entities, int]:
     """Returns the items or users, and how many of them are asked for; UserError for no such."""
-    if of not in self.ids:
-      raise UserError(f"of is {of!r}: choose 'item' or 'user'")
-    entities = self._items if of == "item" else self._users
+    if side not in self.ids:
+      raise UserError(f"side is {side!r}: choose 'item' or 'user'")
+    entities = self._items if side == "item" else self._users
     most = len(entities.texts)
     top = min(10, most) if top is None else top
     if not 1 <= top <= most:
-      raise UserError(f"top is {top}: choose 1 to {most}, the number of {of}s")
+      raise UserError(f"top is {top}: choose 1 to {most}, the number of {side}s")
     return entities, top
 
   def _numbers(self, entities: Entities, ids: Iterable[Any], name: str) -> np.ndarray:
     """Returns the numbers of raw ids, int32 `[N]`; -1 for unknown ones."""
-    if isinstance(ids, str):
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
       raise UserError(f"{name} is {ids!r}: give a list of raw ids")
-    texts = self._id_reader.read(rows_lib.as_table({"id": ids}), name)["id"]
-    return entities.codes.of_distinct(texts)
+    texts = [None if each is None else spec.as_text(each) for each in ids]
+    return entities.codes.of_distinct(pa.array(texts, pa.string()))
 
   def _best(
     self,
@@ -417,7 +420,7 @@ def _is_list(cells: pa.ChunkedArray, missing: Sequence[str]) -> np.ndarray:
 
 def _is_given(ids: np.ndarray) -> np.ndarray:
   """Returns which rows of ids, `[N, ...]`, have one, bool `[N]`."""
-  return (ids != -1).reshape(len(ids), -1).any(axis=1)
+  return (ids != -1).reshape(len(ids), math.prod(ids.shape[1:])).any(axis=1)
 
 
 def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:

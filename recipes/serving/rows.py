@@ -87,9 +87,8 @@ class Reader:
           hint = spec.nearest(lacking, table.column_names)
           raise UserError(f"{source} has no column {lacking!r}, which training has read: {hint}")
         read = [Column(c, places[c], stored[places[c]]) for c in kind.sources(name)]
-        beside = columns.get(getattr(kind, "beside", ""), "")
         try:
-          values[own] = value_of(kind, read, self._missing, place=place, beside=beside)
+          values[own] = value_of(kind, read, self._missing, place=place)
         except DamagedFileError as error:
           raise UserError(f"{source}: {error}") from error
       answer = con.execute(typed("given", values)).to_arrow_table()

@@ -60,8 +60,6 @@ class _Fit:
     made = {name: self._number(name, numbers[name], answers) for name in new}
     made = {name: made.get(name) or self._base.numbers[name] for name in numbers}
     widths = {name: self._width(name, bag, next(answers)) for name, bag in bags.items()}
-    beside = {n: k.beside for n, k in bags.items() if isinstance(k, spec.Ordered) and k.beside}
-    widths |= {name: widths[main] for name, main in beside.items() if main in widths}
     tables: dict[str, list[str]] = {}
     for name, kind in self._kinds.items():
       if isinstance(kind, spec.Category):

@@ -102,7 +102,7 @@ class File:
       return Column(name, *self.columns[name])
     top, *below = name.split(".")
     raw, stored = self.columns.get(top, ("", ""))
-    if below and stored == "JSON":
+    if below and stored in ("JSON", "VARCHAR"):
       return Column(name, _field(raw, *below), "VARCHAR")
     hint = " (If the first line is a row, name the columns: config.format.names=('…', '…').)"
     raise DamagedFileError(
@@ -308,8 +308,7 @@ def _text(path: str, format: Format, lines: Sequence[str], is_all: bool) -> File
     return File(path, columns, bad=wrong, **_cut(path, format, *_LINE, skip=skip + has_header))
   fields = [f"f{place}" for place in range(len(names))]
   rows = [dict(zip(names, map(_object, row), strict=False)) for row in others]
-  types = ("JSON" if any(row.get(name) for row in rows) else "VARCHAR" for name in names)
-  columns = dict(zip(names, zip(fields, types, strict=True), strict=True))
+  columns = {name: (field, "VARCHAR") for name, field in zip(names, fields, strict=True)}
   about = _cut(path, format, fields, delimiter, quote, skip=skip, after=int(has_header))
   if has_header and is_all and not has_rows:
     about["read"] = lambda chosen: iter(())  # which Arrow takes for damaged
@@ -566,8 +565,7 @@ def _query(
     own = [file.column(name) for name in kind.sources(declared)]
     read |= {column.name: column for column in own}
     try:
-      beside = columns.get(getattr(kind, "beside", ""), "")
-      value = value_of(kind, own, source.format.missing, place=number, beside=beside)
+      value = value_of(kind, own, source.format.missing, place=number)
     except DamagedFileError as error:
       raise DamagedFileError(f"{file.path}: {error}") from error
     name = columns[declared]

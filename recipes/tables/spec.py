@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ..errors import UserError
 
-CLICKS, NO_CLICKS = ("1", "true", "yes"), ("0", "false", "no")  # in lower case
+CLICKS, NO_CLICKS = ("1", "true", "yes", "y", "t"), ("0", "false", "no", "n", "f")  # lower case
 WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
 
 
@@ -99,6 +99,7 @@ class Label(Kind):
   positive: tuple[str, ...] = ()  # the values that are clicks; all others are none
   at_least: float | None = None  # the smallest number that is a click
   drop: tuple[str, ...] = ()  # values whose rows are left out
+  decimal: str = _choice(".", ",")  # the mark before the fraction of numbers
 
   def __post_init__(self):
     for name in ("positive", "drop"):
@@ -156,15 +157,10 @@ class Bag(Category):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ordered(Bag):
-  """A bag in the order of time: the last `max_length` values are used of a longer row.
-
-  Sequences beside another one say more of each of its places: they have as many values in a row as
-  that one, and its `max_length`.
-  """
+  """A bag in the order of time: the last `max_length` values are used of a longer row."""
 
   kind: ClassVar[str] = "sequence"
   last: ClassVar[bool] = True
-  beside: str = ""  # another sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,15 +348,7 @@ def table_of(name: str, kind: Kind) -> str:
 
 
 def check_tables(kinds: Mapping[str, Kind]) -> None:
-  """Raises UserError where columns of one table differ, or one goes beside what is no sequence."""
-  for name, kind in kinds.items():
-    if isinstance(kind, Ordered) and kind.beside:
-      main = kinds.get(kind.beside)
-      if not isinstance(main, Ordered) or main.beside:
-        raise UserError(
-          f"config.columns[{name!r}].beside is {kind.beside!r}: name a declared sequence that is "
-          "beside none"
-        )
+  """Raises UserError where columns of one table differ."""
   first: dict[tuple[str, str], str] = {}  # column of each table that has an option
   for name, kind in kinds.items():
     table = table_of(name, kind)

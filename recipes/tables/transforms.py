@@ -120,7 +120,7 @@ class Transforms:
     if isinstance(kind, spec.Bag):
       about |= {"combiner": kind.combiner}
     if isinstance(kind, spec.Ordered):
-      about |= {"history": kind.table or name, "beside": kind.beside}
+      about |= {"history": kind.table or name}
     counted = len(self.vocabulary(name)) + kind.oov
     return Feature(name, kind.hash or kind.size or counted, **about)
 

@@ -12,6 +12,10 @@ from . import spec
 _SPACES = ("' '", "chr(9)", "chr(10)", "chr(13)")
 _LARGEST = "3.4028234663852886e38"  # float32
 _TEXTS = ("VARCHAR", "JSON", "BLOB")
+_CLOCKS = ("%H:%M:%S.%f", "%H:%M:%S", "%H:%M", "%I:%M:%S %p", "%I:%M %p")
+_ITEM = (
+  r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,\[\]\s'"][^,\[\]]*"""  # of a list as Python writes it
+)
 MISSING = 10_000  # added to `bad` of a value that is missing where it must not be
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
@@ -111,7 +115,6 @@ def value_of(
   missing: Sequence[str],
   *,
   place: int = 0,
-  beside: str = "",
 ) -> Value:
   """Returns how a declared column is read.
 
@@ -119,7 +122,6 @@ def value_of(
     columns: of the files, that it reads.
     missing: texts that mean no value.
     place: a number for the names of the steps.
-    beside: the column of the query with the sequence that this one goes beside; "" is none.
 
   Raises:
     DamagedFileError: the column is stored in a way that cannot be read so.
@@ -166,13 +168,9 @@ def value_of(
     cut = _items(columns[0], text, getattr(kind, "separator", ""))
     items = _each(cut, present("x", missing))
     spelled = _each(typed, _spelled("x"))
-    if isinstance(kind, spec.Ordered):  # places without a value stay, for what goes beside it
-      bad = f"coalesce(len({typed}), 0) <> len({beside})" if beside else "false"
-      problem = f"has another number of values than {kind.beside!r}"
-      return value(items, f"coalesce({spelled}, [])", bad, problem)
     # A news log writes what it has shown as `N1-0 N2-1`, where N2 was clicked.
-    shown = rf"regexp_full_match({text}, '\S+-[01](\s\S+-[01])+')"
-    bad = f"coalesce({shown}, false)" if getattr(kind, "separator", "").isspace() else "false"
+    shown = _each(typed, "regexp_full_match(x, '.+[-:][01]')")
+    bad = f"coalesce(len({typed}) > 1 AND list_bool_and({shown}), false)"
     sql = f"coalesce(list_filter({spelled}, lambda x: x IS NOT NULL), [])"
     problem = "holds items, each with 0 or 1 for its click: write a row for each of them"
     return value(items, sql, bad, problem)
@@ -222,7 +220,7 @@ def with_point(text: str, kind: Any) -> str:
   if decimal == "." and not thousands:
     return text
   thousands = thousands or "."
-  groups = rf"\d{{1,3}}({re.escape(thousands)}\d{{3}})+"
+  groups = rf"[1-9]\d{{0,2}}({re.escape(thousands)}\d{{3}})+"
   pattern = rf"[+-]?({groups}|\d*)({re.escape(decimal)}\d+)?(e[+-]?\d+)?"
   plain = f"replace(replace({text}, {literal(thousands)}, ''), {literal(decimal)}, '.')"
   return f"CASE WHEN regexp_full_match(lower({text}), {literal(pattern)}) THEN {plain} END"
@@ -237,7 +235,10 @@ def _items(column: Column, text: str, separator: str) -> str:
   if column.stored.endswith("]"):
     return _each(column.raw, trimmed("x", column.stored.rpartition("[")[0]))
   cut = f"string_split({text}, {literal(separator)})" if separator else f"[{text}]"
-  python = _each(f"string_split(trim({text}, '[]'), ',')", "trim(x, ' ''\"')")
+  # Without its quotes, and what is escaped in them.
+  bare = "regexp_replace(x[2:-2], '\\\\(.)', '\\1', 'g')"
+  unquoted = f"CASE WHEN x[1] IN (chr(39), chr(34)) THEN {bare} ELSE x END"
+  python = _each(f"regexp_extract_all({text}, {literal(_ITEM)})", unquoted)
   listed = f"coalesce(TRY(from_json({text}, '[\"VARCHAR\"]')), {python})"
   is_listed = f"prefix({text}, '[') AND suffix({text}, ']')"
   items = f"CASE WHEN {is_listed} THEN {listed} WHEN {text} IS NOT NULL THEN {cut} END"
@@ -257,7 +258,8 @@ def _time(
     day = f"try_strptime({date}, {literal(kind.format or '%Y%m%d')})"
     if not kind.format:
       day = f"coalesce({day}, TRY_CAST({date} AS TIMESTAMP))"
-    within = f"coalesce(TRY_CAST({clock} AS DOUBLE) * 1000, epoch_us(TRY_CAST({clock} AS TIME)))"
+    within = f"epoch_us(CAST(try_strptime({clock}, {literal(_CLOCKS)}) AS TIME))"
+    within = f"coalesce(TRY_CAST({clock} AS DOUBLE) * 1000, {within})"
     return f"epoch_us({day}) + CAST({within} AS BIGINT)", "is no date with a time or milliseconds"
   if kind.columns:
     parts = [f"TRY_CAST({text} AS DOUBLE)" for text in texts] + ["0"] * (6 - len(texts))
@@ -292,7 +294,7 @@ def _bad_label(kind: spec.Label, text: str) -> tuple[str, str]:
 def outcome(kind: spec.Label, text: str) -> str:
   """Returns the SQL of 1 for a click and 0 for none, given that of a label's text."""
   if kind.at_least is not None:
-    number = f"TRY_CAST({text} AS DOUBLE)"
+    number = f"TRY_CAST({with_point(text, kind)} AS DOUBLE)"
     return f"CASE WHEN isfinite({number}) THEN CAST({number} >= {kind.at_least!r} AS INTEGER) END"
   if kind.positive:
     return f"CAST({among(text, kind.positive)} AS INTEGER)"

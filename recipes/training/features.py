@@ -20,7 +20,6 @@ class Feature:
     table: the name of the table, which features may share; "" is the feature's own name.
     optimizer: the name of the table's optimizer; "" is the model's.
     history: the table of ids in the order of time; "" is a bag.
-    beside: the sequence whose positions these ids say more of; "" is none.
   """
 
   name: str
@@ -30,7 +29,6 @@ class Feature:
   table: str = ""
   optimizer: str = ""
   history: str = ""
-  beside: str = ""
 
   def ids(self, columns: np.ndarray) -> np.ndarray:
     """Returns `[N]`, or `[N, valency]` of a bag."""

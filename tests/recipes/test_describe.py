@@ -112,6 +112,17 @@ KINDS = [
    ("time", {"format": "%m/%d/%Y %I:%M:%S %p"})),
   (["N1 N23", "N4 N1 N23", "N1", "N4 N4"] * 20, ("bag", {"separator": " "})),
   (["N1-0 N2-1", "N2-0", "N1-1"] * 20, ("", {})),  # what was shown, and what was clicked
+  ([["N1-0", "N2-1"], ["N3-1"]] * 20, ("", {})),
+  (["['N1:0', 'N2:1']", "['N3:1']"] * 20, ("", {})),
+  (["sku-1", "sku-0"] * 20, ("category", {})),
+  (["1'250", "7", "12'000.5"] * 20, ("number", {"thousands": "'", "log": True})),
+  (["10 018,73", "7,5", "1 250"] * 20, ("number", {"decimal": ",", "thousands": " ", "log": True})),
+  (["1.234.567", "1.234"] * 20, ("number", {"decimal": ","})),
+  (["1.112", "62", "28.486"] * 20, ("", {})),  # 28,486 or 28.486
+  (["0,250", "0", "1,500"] * 20, ("number", {"decimal": ","})),
+  (["$7", "$1,250.50"] * 20, ("", {})),
+  (["08-Aug-2023", "09-Sep-2023"] * 20, ("time", {"format": "%d-%b-%Y"})),
+  (["2024-01-01"] * 199 + ["soon"], ("", {})),
   ([[0.5, 2.0], [3.0, 4.0], []] * 20, ("bag", {})),
   ([[0.5, 2.0], [3.0, 1e-9]] * 20, ("", {})),  # a vector
   ([*np.linspace(-1, 1, 80).astype(str), "-", "-"], ("", {})),
@@ -150,7 +161,7 @@ def test_a_click_table(tmp_path, capsys):
   assert "left out: unique per row" in lines["row_id"]
   assert "left out: constant" in lines["same"]
   assert "number, log=True: heavy tail" in lines["price"]
-  assert "bag, separator=|" in lines["tags"]
+  assert "bag, separator='|'" in lines["tags"]
   assert f"python -m recipes.dlrm --config={out} --workdir=runs/my" in printed
   text = out.read_text()
   assert "python -m recipes.describe" in text
@@ -167,7 +178,7 @@ def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):
   assert "--user=visitor" in printed
   assert "--item=product" in printed
   assert "exclude_seen is False" in printed
-  assert "Every row counts, whatever its stars; --label=stars takes 3 or more" in printed
+  assert "Every row counts as liked. --label=COLUMN (stars) counts clicks alone." in printed
   assert printed.index("recipes.sequence") < printed.index("recipes.two_tower")
   given = runpy.run_path(str(out))["get_config"]()
   assert given["exclude_seen"] is False

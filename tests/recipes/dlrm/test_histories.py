@@ -1,4 +1,4 @@
-"""Histories in list columns: lists beside each other by hand, and models that attend to them."""
+"""Histories in list columns: their last values by hand, and models that attend to them."""
 
 import functools
 
@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ways
-from cases import refused
 from flax import nnx
 from ml_collections import ConfigDict
 from served_models import own_probabilities, run_of
@@ -15,26 +14,27 @@ from small_tables import completed, write_csv
 import embed
 from recipes import evaluate, export, serving
 from recipes.dlrm import data, histories
-from recipes.errors import DamagedFileError, UserError
+from recipes.errors import UserError
 from recipes.training.features import Feature, cut_ids
 
-HEADER = ("movie", "genre", "clicked", "part", "seen", "seen_liked", "genres")
+HEADER = ("movie", "genre", "clicked", "part", "seen", "liked", "genres")
 ROWS = [
   ("a", "x", 1, "train", "", "", ""),
-  ("b", "y", 0, "train", "a|b|a|b", "1|0|1|1", "x|y|x|y"),
-  ("b", "x", 1, "valid", "b|", "|1", "y|NA"),
-  ("a", "x", 0, "valid", "c", "0", "x"),
-  ("a", "y", 0, "test", "[null, 'a']", "[1, 0]", "|z"),
+  ("b", "y", 0, "train", "a|b|a|b", "a", "x|y|x|y"),
+  ("b", "x", 1, "valid", "b|", "", "y|NA"),
+  ("a", "x", 0, "valid", "c", "", "x"),
+  ("a", "y", 0, "test", "[null, 'a']", "['a']", "|z"),
   ("b", "x", 1, "test", "", "", ""),
 ]
+_PAST = {"kind": "sequence", "min_count": 1, "max_length": 3}
 COLUMNS = {
   "movie": "item",
   "genre": {"kind": "category", "min_count": 1},
   "clicked": "label",
   "part": "split",
-  "seen": {"kind": "sequence", "table": "movie", "min_count": 1, "max_length": 3},
-  "seen_liked": {"kind": "sequence", "beside": "seen", "min_count": 1},
-  "genres": {"kind": "sequence", "beside": "seen", "table": "genre", "min_count": 1},
+  "seen": _PAST | {"table": "movie"},
+  "liked": _PAST | {"table": "movie"},
+  "genres": _PAST | {"table": "genre"},
 }
 
 
@@ -43,41 +43,16 @@ def load(tmp_path, rows=ROWS, columns=COLUMNS, **given):
   return data.load(completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given))
 
 
-def test_lists_beside_each_other_by_hand(tmp_path):
+def test_the_last_values_by_hand(tmp_path):
   loaded = load(tmp_path)
   ids, none = cut_ids(loaded.columns["ids"], loaded.features), [-1, -1, -1]
-  # Training has 3 a and 3 b, 3 likes and 1 other, 3 x and 3 y; 2 is the row of unknown ones.
-  assert ids["seen"].tolist() == [
-    none, [1, 0, 1], [1, -1, -1], [2, -1, -1], [-1, 0, -1], none,
-  ]  # fmt: skip
-  assert ids["seen_liked"].tolist() == [
-    none, [1, 0, 0], [-1, 0, -1], [1, -1, -1], [0, 1, -1], none,
-  ]  # fmt: skip
-  assert ids["genres"].tolist() == [
-    none, [1, 0, 1], [1, -1, -1], [0, -1, -1], [-1, 2, -1], none,
-  ]  # fmt: skip
-  by_name = {feature.name: feature for feature in loaded.features}
-  assert (by_name["seen"].history, by_name["genres"].history) == ("movie", "genre")
-  assert [by_name[name].beside for name in ("seen", "seen_liked")] == ["", "seen"]
-
-
-def test_lists_of_other_lengths_are_bad_rows(tmp_path):
-  short = [*ROWS, ("a", "x", 1, "test", "a|b", "1|0", "x"), ("a", "x", 1, "test", "", "1", "")]
-  said = r"log.csv, row 7, column 'genres': 'x' has another number of values than 'seen'"
-  with pytest.raises(DamagedFileError, match=said):
-    load(tmp_path, short)
-  loaded = load(tmp_path, short, on_bad_row="skip")
-  np.testing.assert_array_equal(loaded.columns["ids"], load(tmp_path).columns["ids"])
-
-
-def test_a_sequence_goes_beside_a_declared_one(tmp_path):
-  beside = lambda name: {"seen_liked": {"kind": "sequence", "beside": name}}
-  cases = [
-    (beside("sean"), r"columns\['seen_liked'\]\.beside is 'sean': name a declared sequence"),
-    (beside("genre"), "beside is 'genre': name a declared sequence"),
-    (beside("genres"), "beside is 'genres': name a declared sequence that is beside none"),
-  ]
-  refused(cases, lambda changes: load(tmp_path, columns=COLUMNS | changes), UserError)
+  # Training has 4 a and 3 b, 3 x and 3 y; 2 is the row of unknown ones.
+  assert ids["seen"].tolist() == [none, [1, 0, 1], [1, -1, -1], [2, -1, -1], [0, -1, -1], none]
+  assert ids["liked"].tolist() == [none, [0, -1, -1], none, none, [0, -1, -1], none]
+  assert ids["genres"].tolist() == [none, [1, 0, 1], [1, -1, -1], [0, -1, -1], [2, -1, -1], none]
+  assert {f.name: f.history for f in loaded.features if f.history} == {
+    "seen": "movie", "liked": "movie", "genres": "genre",
+  }  # fmt: skip
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -127,7 +102,6 @@ FEATURES = (
   Feature("item", 9),
   Feature("city", 3),
   Feature("bought", 9, valency=3, table="item", history="item"),
-  Feature("paid", 4, valency=3, history="paid", beside="bought"),
   Feature("cities", 3, valency=1, table="city", history="city"),
 )
 
@@ -139,17 +113,15 @@ def call(module, activations, inputs):
 
 def test_positions_meet_the_candidate():
   module = attending("din", FEATURES, dim=2, linear=1)
-  shapes = {"item": (1, 3), "city": (1, 3), "bought": (1, 3, 3), "paid": (1, 3, 3)}
-  shapes |= {"cities": (1, 1, 3)}
+  shapes = {"item": (1, 3), "city": (1, 3), "bought": (1, 3, 3), "cities": (1, 1, 3)}
   activations = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) for n, s in shapes.items()}
   inputs = {"bought": embed.Padded(np.array([[4, 2, -1]])), "cities": np.array([1])}
   (keys, query, mask), made = call(module, activations, inputs)
-  assert keys[0].tolist() == [[0, 1, 0, 1], [3, 4, 3, 4], [6, 7, 6, 7]]
-  assert query.tolist() == [[0, 1, 0, 0]]  # nothing of the row is in the table of `paid`
+  assert keys[0].tolist() == [[0, 1], [3, 4], [6, 7]]
+  assert query.tolist() == [[0, 1]]
   assert mask.tolist() == [[True, True, False]]
   assert {x.shape for x in made.values()} == {(1, 3)}
-  means = made["bought"][0, 2], made["paid"][0, 2], made["cities"][0, 2]  # of the linear model
-  assert means == ((2 + 5) / 2, (2 + 5) / 2, 2)
+  assert (made["bought"][0, 2], made["cities"][0, 2]) == ((2 + 5) / 2, 2)  # of the linear model
   with pytest.raises(UserError, match="'bought' shares its table with no single value"):
     attending("din", FEATURES[1:])
 
@@ -162,10 +134,10 @@ def log():
   draw, rows = np.random.default_rng(0), []
   for i in range(300):
     count = int(draw.integers(6))
-    seen, liked, genres = (draw.integers(n, size=count).tolist() for n in (50, 2, 9))
+    seen, genres = (draw.integers(n, size=count).tolist() for n in (50, 9))
     movie, genre, clicked = (int(draw.integers(n)) for n in (50, 9, 2))
     row = (f"i{movie}", f"s{genre}", clicked, ("train", "valid", "test")[i % 3])
-    lists = ([f"i{x}" for x in seen], [*map(str, liked)], [f"s{x}" for x in genres])
+    lists = ([f"i{x}" for x in seen], [f"i{x}" for x in seen[::2]], [f"s{x}" for x in genres])
     rows.append(dict(zip(HEADER, (*row, *lists), strict=True)))
   return rows
 
@@ -213,16 +185,13 @@ def test_other_files_are_measured(run):
 @pytest.mark.ci
 def test_requests_with_little_or_wrong_in_them(run):
   _, folder, rows = run("din")
-  served, lists = serving.load(folder), ("seen", "seen_liked", "genres")
+  served, lists = serving.load(folder), ("seen", "liked", "genres")
   row = rows[0] | dict.fromkeys(lists)
   assert set(lists) <= set(served.columns)
   ask = lambda **given: served.predict([row | given])[0]
   none = ask()
-  assert ask(seen=[], seen_liked="") == none
+  assert ask(seen=[], liked="") == none
   assert 0 < ask(movie="nothing") < 1
-  given = {"seen_liked": [None, "1", "0"], "genres": [None] * 3}
-  assert ask(seen="i3||new", **given) == ask(seen=["i3", None, "new"], **given) != none
-  with pytest.raises(UserError, match=r"column 'seen_liked': .* than 'seen'"):
-    ask(seen=["i3"])
+  assert ask(seen="i3||new") == ask(seen=["i3", None, "new"]) != none
   with pytest.raises(UserError, match="rows has no column 'genres'"):
     served.predict([{name: row[name] for name in row if name != "genres"}])
