@@ -255,15 +255,14 @@ def _written(con: Any) -> dict[int, dict[str, Any]]:
       )
       *fits, count, has_plain = ask(f"{reads}, {marked}", n)
       ways = [way for way, fit in zip(_WAYS, fits, strict=True) if fit]
-      if are_numbers:  # 62 and 1.112 may be 1112 where a comma is the decimal mark
-        way = None if fits[0] and count and has_plain else {}
-      elif fits[0] and fits[1]:  # three digits after every comma
-        way = _WAYS[1] if count >= _FEW_ROWS and has_plain else None
-      else:
-        way = next(iter(ways), None)
-      if way != {}:
-        con.execute(f"UPDATE counts SET number = {number(way) if way else 'NULL'} WHERE n = {n}")
-        written[n] = way or {}
+      if are_numbers and not (fits[0] and count and has_plain):
+        continue
+      if are_numbers or (fits[0] and fits[1]):
+        # Of 62 and 28.486 the point may be of thousands; of 62 and 28,486, often met, the comma is.
+        ways = _WAYS[1:2] if count >= _FEW_ROWS and has_plain and not are_numbers else []
+      written[n] = ways[0] if ways else {}
+      sql = number(ways[0]) if ways else "NULL"
+      con.execute(f"UPDATE counts SET number = {sql} WHERE n = {n}")
   return written
 
 

@@ -289,7 +289,7 @@ def test_those_alike_have_the_largest_cosines(of, towers):
   alone = model.similar(ids[:1], of, top=len(ids))  # all but itself
   assert sorted(alone.items[0, :-1]) == sorted(ids[1:])
   assert alone.items[0, -1] is None
-  with pytest.raises(UserError, match="of is 'film': choose 'item' or 'user'"):
+  with pytest.raises(UserError, match="side is 'film': choose 'item' or 'user'"):
     model.similar(ids, "film")
 
 

@@ -168,6 +168,8 @@ KINDS = [
   ({"kind": "number", "thousands": ","}, ["1,299", "12", "2,300,000.5"], [1299, 12, 2300000.5]),
   ("bag", ["a| b |NA|", "", "[27, 9.0]", "['x', 'y']", '[""q""]'],
    [["a", "b"], [], ["27", "9"], ["x", "y"], ["q"]]),
+  ("bag", ["""['Tyler, The Creator', ""it's""]""", r"""['it\'s', None]"""],
+   [["Tyler, The Creator", "it's"], ["it's"]]),
   ("time", ["5", "-7"], [5, -7]),
   ("time", ["0.5", "2"], [0.5, 2]),
   ("time", ["2024-12-31", "2024/12/31", "2024-12-31T02:00:00+02:00", "2024-12-31 00:00:01Z"],
@@ -190,6 +192,7 @@ LABELS = [
   ({}, ["1", "0.0", "Yes", "false"], [1, 0, 1, 0]),
   ({"positive": ["5", "x"]}, ["5.0", "x", "4"], [1, 1, 0]),
   ({"at_least": 4}, ["4", "3.9", "5"], [1, 0, 1]),
+  ({"at_least": 3.5, "decimal": ","}, ['"3,5"', '"3,4"', "4"], [1, 0, 1]),
   ({"drop": ["3"], "at_least": 4}, ["3", "4", "1"], [1, 0]),
 ]
 
@@ -200,6 +203,23 @@ def test_labels_by_hand(tmp_path):
     assert values(read(path, {"y": {"kind": "label", **options}}))["y"] == expected
 
   each(LABELS, check)
+
+
+def test_a_date_and_a_time_within_it(tmp_path):
+  when = {"kind": "time", "columns": ["day", "at"]}
+  clocks = {"00:00:01": 1, "12:00:01 AM": 1, "4:10 PM": 58_200, "16:10": 58_200, "1500": 1.5}
+  for date in ("2024-12-31", "20241231"):
+    rows = "".join(f"{date},{clock}\n" for clock in clocks)
+    found = values(read(write(tmp_path / "a.csv", f"day,at\n{rows}"), {"when": when}))["when"]
+    assert found == [TIME_US + seconds * 1_000_000 for seconds in clocks.values()]
+
+
+def test_impressions_are_no_items(tmp_path):
+  columns = {"shown": {"kind": "bag", "separator": " "}}
+  rows = [["shown"], ["sku-1"], ["N1-0 N2-1"]]
+  path = write(tmp_path / "a.csv", "\n".join(",".join(row) for row in rows))
+  with pytest.raises(UserError, match="row 2, column 'shown': 'N1-0 N2-1' holds items, each with"):
+    read(path, columns)
 
 
 def test_parquet_types(tmp_path):
