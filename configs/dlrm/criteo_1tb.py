@@ -42,7 +42,7 @@ def get_config(mode: str = "") -> dict:
       "structure": "stacked",
     },
     "dropout": 0.0,
-    "table": {"optimizer": "adagrad", "learning_rate": 4e-3, "init_scale": 0.01},
+    "table": {"optimizer": "adagrad", "learning_rate": 4e-3},
     "dense_optimizer": "adagrad",
     "learning_rate": 4e-3,
     "warmup_steps": 0,

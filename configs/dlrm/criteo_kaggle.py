@@ -24,7 +24,7 @@ def get_config(mode: str = "") -> dict:
     "linear": False,
     "dcnv2": {"rank": 0, "deep": (400, 400, 400)},
     "dropout": 0.0,
-    "table": {"optimizer": "adam", "learning_rate": 1e-3, "init_scale": 0.01},
+    "table": {"optimizer": "adam", "learning_rate": 1e-3},
     "select": "valid_auc",
     "learning_rate": 1e-3,
     "warmup_steps": 1_000,
@@ -42,7 +42,7 @@ def get_config(mode: str = "") -> dict:
     config |= {
       "valid_fraction": 0.1, "test_fraction": 0.2, "dim": 4,
       "dcnv2": {"cross_layers": 1, "rank": 0, "deep": (32,)}, "dropout": 0.3,
-      "table": {"optimizer": "adam", "learning_rate": 1e-2, "init_scale": 0.01},
+      "table": {"optimizer": "adam", "learning_rate": 1e-2},
       "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 0,
       "batch_size": 256, "eval_batch_size": 1_024, "steps": 140,  # five epochs
       "log_every": 14, "eval_every": 14, "checkpoint_every": 0,

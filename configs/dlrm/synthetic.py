@@ -16,7 +16,7 @@ def get_config(mode: str = "") -> dict:
     "dlrm": {"bottom": (64,)},
     "dcnv2": {"cross_layers": 2, "rank": 0},
     "dropout": 0.0,
-    "table": {"optimizer": "adam", "learning_rate": 1e-2, "init_scale": 0.01},
+    "table": {"optimizer": "adam", "learning_rate": 1e-2},
     "learning_rate": 3e-3,
     "warmup_steps": 100,
     "final_rate": 0.0,

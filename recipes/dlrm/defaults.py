@@ -8,11 +8,11 @@ DEFAULTS: dict[str, Any] = {
   # Adds a linear model of all features to the logits. Each table stores its weights in one more
   # column for each output.
   "linear": True,
-  # "regression" starts a new run as the baseline's logistic regression: its weights are the linear
-  # model's, and everything else adds 0. With several labels, `init_from`, no validation, more rows
-  # than `baseline.max_rows`, or columns that share a table or have a dynamic vocabulary, it is
-  # "random".
-  "start": "regression",  # or "random"
+  # "regression" starts a new run as the baseline's logistic regression: the linear model has its
+  # weights, and all else adds 0. "random" draws all weights, as does a run with several labels,
+  # `init_from`, no validation, more rows than `baseline.max_rows`, or columns that share a table or
+  # have a dynamic vocabulary.
+  "start": "regression",
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
     "top": (256, 128),  # widths of the MLP on the dot products
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed, for all tables
-    "init_scale": 0.1,  # standard deviation of new rows
+    "init_scale": 0.01,  # standard deviation of new rows; 10 times it beside a regression's start
     "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },

@@ -28,6 +28,8 @@ from . import data as data_lib
 from .model import CHOICES, build_model
 
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
+# Where a regression has the first-order effects, the gradients of small vectors vanish for epochs.
+_SPREAD = 10  # of its run's new vectors, by which `table.init_scale` is multiplied
 _TINY = 1e-30  # a batch in which a label never counts has no loss, and no gradient
 
 
@@ -72,10 +74,9 @@ def run(config, workdir: str) -> dict[str, Any]:
       writer.eval(step, metrics)
       is_last = stops(step)
       if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
-        # What ranks worse than the regression that the run started as is not selected.
-        ranks = metrics.get("valid_auc", 0) >= writer.scores(0).get("valid_auc", 0)
-        kept = metrics if ranks else {}
-        checkpoints.save(manager, step, model, optimizer, kept, writer.memory(step))
+        if metrics.get("valid_auc", 0) < writer.scores(0).get("valid_auc", 0):
+          metrics = {}  # a state that ranks worse than the run's start is not selected
+        checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
       if is_last:
         raise run_lib.Preempted(step)
     return run_lib.finish("dlrm", config, folder, data, model, writer, manager, evaluate)
@@ -208,7 +209,7 @@ def starts_linear(config, data: data_lib.ClickData) -> bool:
 def start_linear(
   model: Any, data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None
 ) -> None:
-  """Makes the logits those of the logistic regression, in place: the head's start at its bias."""
+  """Makes the logits those of the logistic regression, in place: the head returns its bias."""
   from . import baselines
 
   mesh_lib.say("starting from the logistic regression")
@@ -220,7 +221,7 @@ def start_linear(
   tables, new = model.embed.tables, {}
   for feature, own in zip(data.features, of_ids, strict=True):
     rows = tables[feature.name]
-    new[feature.name] = jax.jit(_with_last, out_shardings=rows.sharding)(rows, own)
+    new[feature.name] = jax.jit(_with_weights, out_shardings=rows.sharding)(rows, own)
   model.embed.load_tables(new)
   if data.num_dense:
     model.inputs.wide.kernel.set_value(jnp.asarray(rest[:-1, None]))
@@ -229,8 +230,8 @@ def start_linear(
   mesh_lib.replicate(mesh, model)
 
 
-def _with_last(rows: jax.Array, column: jax.Array) -> jax.Array:
-  return rows.at[:, -1].set(column)
+def _with_weights(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  return (_SPREAD * rows).at[:, -1].set(weights)
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:
