@@ -28,6 +28,7 @@ def get_config(mode: str = "") -> dict:
     "steps": 2312,  # eight epochs at most
     "log_every": 100,
     "eval_every": 289,  # an epoch
+    "patience": 2,
     "baseline": {"inverse_penalties": (1.0,)},
   }
   if mode == "smoke":

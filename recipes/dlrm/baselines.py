@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse
@@ -11,6 +12,7 @@ from scipy.special import logit
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
+from .. import cache
 from ..evaluation.metrics import click_metrics
 from ..run import scalars
 from ..training.features import cut_ids
@@ -28,7 +30,7 @@ def tasks(data: "ClickData", config) -> dict[str, Callable[[], Mapping[str, floa
     "constant rate": lambda: constant_rate(data)
   }
   if config.baseline.max_rows and len(range(*data.splits["valid"])):
-    fits["logistic regression"] = lambda: logistic_regression(data, **config.baseline)
+    fits["logistic regression"] = lambda: regression(data, config)[1]
   return fits
 
 
@@ -51,9 +53,22 @@ def _weights(data: "ClickData", rows: slice) -> np.ndarray:
   return np.ones(rows.stop - rows.start, np.float32)
 
 
+def regression(data: "ClickData", config) -> tuple[np.ndarray, dict[str, float]]:
+  """Returns what `logistic_regression` does, fitted once for the data and kept in the cache."""
+  settings = {"data": data.name, "features": data.meta["features"]} | config.baseline.to_dict()
+
+  def build(folder: Path) -> dict[str, Any]:
+    weights, scores = logistic_regression(data, **config.baseline)
+    np.save(folder / "weights.npy", weights)
+    return {"scores": scores}
+
+  columns, meta = cache.prepared(config.cache_dir, "regression", settings, build)
+  return np.array(columns["weights"]), meta["scores"]
+
+
 def logistic_regression(
   data: "ClickData", *, max_rows: int, inverse_penalties: Sequence[float]
-) -> dict[str, float]:
+) -> tuple[np.ndarray, dict[str, float]]:
   """Fits L2-regularised linear models to the same rows and tests the best one on validation.
 
   At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is in
@@ -63,7 +78,8 @@ def logistic_regression(
     inverse_penalties: values of scikit-learn's `C` to choose from.
 
   Returns:
-    The metrics of the chosen fit, as "test_auc", its `c`, and the number of `rows` in training.
+    The weights of the chosen fit, float32: of the ids of each feature, the numbers, and the bias;
+    and its metrics, as "test_auc", its `c`, and the number of `rows` in training.
   """
   parts = {
     split: _part(data, slice(max(start, stop - max_rows), stop))
@@ -84,18 +100,23 @@ def logistic_regression(
       if len(label):
         scores |= scalars(split, click_metrics(model.decision_function(matrix), label, weight))
     if not best or scores["valid_auc"] > best["valid_auc"]:
-      best = scores
-  return best
+      best, weights = scores, np.append(model.coef_, model.intercept_).astype(np.float32)
+  return weights, best
 
 
 def _part(data: "ClickData", rows: slice) -> tuple[csr_matrix, np.ndarray, np.ndarray]:
-  """Returns one-hot ids and numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows."""
+  """Returns one-hot ids and numbers `[N, columns]`, labels `[N]` and weights `[N]` of some rows.
+
+  The ids of a bag have the weights of its combiner, as in the model.
+  """
   blocks, ids = [], cut_ids(data.columns["ids"][rows], data.features)
   for feature in data.features:
     own, size = ids[feature.name].reshape(-1, feature.valency), feature.vocabulary_size
-    ends = np.cumsum([0, *(own >= 0).sum(axis=1)])
-    ones = np.ones(ends[-1], np.float32)
-    blocks.append(csr_matrix((ones, own[own >= 0], ends), (len(own), size)))
+    counts = (own >= 0).sum(axis=1)
+    power = {"sum": 0.0, "sqrtn": -0.5, "mean": -1.0}[feature.combiner]
+    shares = np.repeat(np.maximum(counts, 1).astype(np.float32) ** power, counts)
+    ends = np.cumsum([0, *counts])
+    blocks.append(csr_matrix((shares, own[own >= 0], ends), (len(own), size)))
   blocks.append(csr_matrix(np.asarray(data.columns["dense"][rows])))
   matrix = scipy.sparse.hstack(blocks, format="csr")
   return matrix, data.columns["label"][rows], _weights(data, rows)

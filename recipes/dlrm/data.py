@@ -78,7 +78,7 @@ class ClickData(cache.Prepared):
 
   def baseline_tasks(self, config) -> Mapping[str, Callable[[], Mapping[str, float]]]:
     """Returns, by name, functions that fit a baseline and return its metrics."""
-    from . import baselines  # scikit-learn, which training does without
+    from . import baselines  # scikit-learn's models take time to import
 
     return baselines.tasks(self, config)
 

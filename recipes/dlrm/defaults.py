@@ -8,6 +8,10 @@ DEFAULTS: dict[str, Any] = {
   # Adds a linear model of all features to the logits. Each table stores its weights in one more
   # column for each output.
   "linear": True,
+  # "regression" starts a new run as the baseline's logistic regression: the linear model has its
+  # weights, and all else adds 0. "random" draws all weights, as does a run with `init_from`, no
+  # validation, more rows than `baseline.max_rows`, or columns that share a table.
+  "start": "regression",
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
     "top": (256, 128),  # widths of the MLP on the dot products
@@ -23,20 +27,20 @@ DEFAULTS: dict[str, Any] = {
   "history": {
     "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
   },
-  "dropout": 0.2,  # rate in the MLP before the logit
+  "dropout": 0.5,  # rate in the MLP before the logit
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed, for all tables
-    "init_scale": 0.01,  # standard deviation of new rows
+    "init_scale": 0.01,  # standard deviation of new rows; 10 times it beside a regression's start
     "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "dense_optimizer": "adamw",  # or "adagrad"
   "learning_rate": 1e-3,  # of dense parameters
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
-  "epochs": 10,  # of a run whose `steps` are 0
+  "epochs": 15,  # of a run whose `steps` are 0
   "select": "valid_logloss",  # or "valid_auc": its best state is tested; "" tests the last state
-  "patience": 2,  # validations without improvement until training stops; 0 never stops
+  "patience": 3,  # validations without improvement until training stops; 0 never stops
   "baseline": {
     "inverse_penalties": (0.01, 0.1, 1.0),  # values of C of the logistic regression to choose from
     "max_rows": 1_000_000,  # that it is fitted to; 0 leaves it out

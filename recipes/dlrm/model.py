@@ -141,6 +141,7 @@ class DCNV2(Ranker):
 MODELS: dict[str, Any] = {"dlrm": DLRM, "dcnv2": DCNV2}
 CHOICES: dict[str, Any] = {  # the known values by setting
   "model": MODELS,
+  "start": ("regression", "random"),
   "dense_optimizer": ("adamw", "adagrad"),
   "dcnv2.structure": ("parallel", "stacked"),
   "history.model": histories_lib.MODELS,

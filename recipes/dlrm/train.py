@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from etils import epath
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import embed
 
@@ -26,6 +27,8 @@ from . import data as data_lib
 from .model import CHOICES, build_model
 
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
+# Where a regression has the first-order effects, the gradients of small vectors vanish for epochs.
+_SPREAD = 10  # of its run's new vectors, by which `table.init_scale` is multiplied
 _TINY = 1e-30  # a batch whose weights are 0 has no loss, and no gradient
 
 
@@ -55,6 +58,11 @@ def run(config, workdir: str) -> dict[str, Any]:
   evaluate, rate = evaluator(data, config, mesh), build.rate(config)
 
   with run_lib.begun(config, folder, data, model, optimizer) as (writer, manager, stops):
+    if manager.latest_step() is None and starts_linear(config, data):
+      start_linear(model, data, config, mesh)
+      metrics = scalars("valid", evaluate(model, "valid"))
+      writer.eval(0, metrics)
+      checkpoints.save(manager, 0, model, optimizer, metrics, writer.memory(0))
     batches = data_lib.train_batches(data, config, writer.step)
     for step, batch in enumerate(mesh_lib.prefetch_to_device(mesh, batches), writer.step + 1):
       if writer.has_stalled(config.select, config.patience):
@@ -65,6 +73,8 @@ def run(config, workdir: str) -> dict[str, Any]:
       writer.eval(step, metrics)
       is_last = stops(step)
       if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
+        if metrics.get("valid_auc", 0) < writer.scores(0).get("valid_auc", 0):
+          metrics = {}  # a state that ranks worse than the run's start is not selected
         checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
       if is_last:
         raise run_lib.Preempted(step)
@@ -164,6 +174,46 @@ def make_state(
     optimizer = embed.Optimizer(model, dense_optimizer(config))
   mesh_lib.replicate(mesh, model, optimizer)
   return model, optimizer
+
+
+def starts_linear(config, data: data_lib.ClickData) -> bool:
+  """Returns whether a new run starts as its logistic regression; see `start` in the defaults."""
+  return (
+    config.start == "regression"
+    and config.linear
+    and not config.init_from
+    and "logistic regression" in data.baseline_tasks(config)
+    and data.num_examples <= config.baseline.max_rows
+    and not any(feature.table for feature in data.features)
+  )
+
+
+def start_linear(
+  model: Any, data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None
+) -> None:
+  """Makes the logits those of the logistic regression, in place: the head returns its bias."""
+  from . import baselines
+
+  mesh_lib.say("starting from the logistic regression")
+  weights, _ = baselines.regression(data, config)
+  # Of one process: the last digits of a fit may differ between machines.
+  weights = np.asarray(multihost_utils.broadcast_one_to_all(weights))
+  ends = np.cumsum([feature.vocabulary_size for feature in data.features])
+  *of_ids, rest = np.split(weights, ends)
+  tables, new = model.embed.tables, {}
+  for feature, own in zip(data.features, of_ids, strict=True):
+    rows = tables[feature.name]
+    new[feature.name] = jax.jit(_with_weights, out_shardings=rows.sharding)(rows, own)
+  model.embed.load_tables(new)
+  if data.num_dense:
+    model.inputs.wide.kernel.set_value(jnp.asarray(rest[:-1, None]))
+  model.head.kernel.set_value(jnp.zeros(model.head.kernel.shape))
+  model.head.bias.set_value(jnp.asarray(rest[-1:]))
+  mesh_lib.replicate(mesh, model)
+
+
+def _with_weights(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  return (_SPREAD * rows).at[:, -1].set(weights)
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:

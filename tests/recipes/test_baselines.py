@@ -93,7 +93,7 @@ def click_scores(dense, label, weight, test, penalties):
   columns = {"dense": dense.astype(np.float32), "label": label, "weight": weight}
   columns["ids"] = np.zeros((rows, 0), np.int32)
   data = ClickData(columns, {"splits": splits, "features": []})
-  return logistic_regression(data, max_rows=1000, inverse_penalties=penalties)
+  return logistic_regression(data, max_rows=1000, inverse_penalties=penalties)[1]
 
 
 def test_logistic_regression_without_test_rows_is_validated_alone():
