@@ -19,7 +19,7 @@ nothing. Any setting can be given: --config.batch_size=4096.
 
 python -m {here}.describe FILE                  your own table, and a config that trains on it
 python -m {here}.baselines runs/dlrm            baselines of a run whose data are not small
-python -m {here}.evaluate runs/dlrm             the metrics of a run, or on other --files
+python -m {here}.evaluate runs/mine --files=F   the metrics of a run of dlrm on other files
 python -m {here}.export runs/mine --out=served  a run on a table, to answer raw rows
 python -m {here}.predict served < rows.csv      scores or recommendations for raw rows
 python -m {here}.report runs/dlrm               the metrics of finished runs and their baselines

@@ -40,7 +40,7 @@ RUN: dict[str, Any] = {
   # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
   "hbm_bytes": 0,
   "test": True,  # whether the run ends with its test; a False one is tested by changing it later
-  "writers": ("tensorboard",),  # where metrics go besides metrics.jsonl: also "wandb"
+  "tensorboard": True,  # whether metrics also go to TensorBoard
 }
 
 # Settings of your own table, shared by all recipes.
@@ -66,9 +66,8 @@ LENGTH = ("steps", "epochs", "patience", "test", "files")
 # The settings that may differ when a run resumes: they change no number of a step already taken.
 MAY_CHANGE = (
   *LENGTH, "log_every", "eval_every", "checkpoint_every", "eval_batch_size", "cache_dir",
-  "data_dir", "hbm_bytes", "writers",
+  "data_dir", "hbm_bytes", "tensorboard",
 )  # fmt: skip
-_WRITERS = ("tensorboard", "wandb")
 
 
 def complete(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
@@ -136,8 +135,6 @@ def copied(config: ConfigDict, **changes: Any) -> ConfigDict:
 def check(config: ConfigDict, mesh: Any) -> None:
   """Raises UserError for settings of all recipes that make no sense, before any data is read."""
   mesh_lib.check_batch_sizes(mesh, batch_size=config.batch_size or mesh_lib.num_devices(mesh))
-  if not set(_WRITERS) >= set(config.writers):
-    raise UserError(f"config.writers is {config.writers}: choose some of {', '.join(_WRITERS)}")
 
 
 def with_schedule(

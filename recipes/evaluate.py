@@ -1,10 +1,9 @@
-"""Measures the tested state of a run again: on its validation and test rows, or on other files.
+"""Measures the tested state of a run of dlrm on other files.
 
-    python -m recipes.evaluate runs/clicks
     python -m recipes.evaluate runs/clicks --files=new_rows.csv
 
-Other files have the columns of the run's table, labels included. Ids that the run has not seen are
-unknown, as in requests. Rankings are measured on the rows of the run alone.
+They have the columns of the run's table, the label included. Ids that the run has not seen are
+unknown, as in requests.
 """
 
 import sys
@@ -29,24 +28,8 @@ from .tables.settings import READING
 from .tables.transforms import Transforms
 
 
-def evaluate(workdir: str | Path) -> dict[str, float]:
-  """Returns `{"valid_...", "test_..."}` of the tested state of a run, on the devices that are here.
-
-  Raises:
-    UserError: the run has not ended, or its data have changed.
-  """
-  mesh, run = mesh_lib.start(), run_lib.opened(workdir)
-  data = run.load()
-  config, model = config_lib.with_even_evaluation(run.config, mesh), run.model(data, mesh)
-  measure = run.train.evaluator(data, config, mesh)
-  valid, test = (run_lib.scalars(split, measure(model, split)) for split in ("valid", "test"))
-  return valid | test
-
-
-def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
+def evaluate(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
   """Returns the number of `rows` and the `metrics` of a run on a table, on other files of clicks.
-
-  Metrics are those of `evaluation.metrics.label_metrics`.
 
   Raises:
     UserError: the run is of rankings, or a file cannot be read.
@@ -78,17 +61,13 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
 def main(argv: Sequence[str]) -> None:
   parser = errors.parser(f"{__package__}.evaluate", __doc__)
   parser.add_argument("run", help="the workdir of a run that has ended")
-  parser.add_argument("--files", nargs="+", help="others than the validation and test rows")
+  parser.add_argument("--files", nargs="+", required=True, help="with the columns of its table")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
-    if arguments.files:
-      measured = evaluate_files(arguments.run, arguments.files)
-      print(f"{measured['rows']:,} rows")
-      metrics = measured["metrics"]
-    else:
-      metrics = evaluate(arguments.run)
-  for name, value in metrics.items():
+    measured = evaluate(arguments.run, arguments.files)
+  print(f"{measured['rows']:,} rows")
+  for name, value in measured["metrics"].items():
     print(f"{name:24}{value:.4f}")
 
 

@@ -1,15 +1,13 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard or W&B, and a progress bar.
+"""What a run reports while it trains: metrics.jsonl, TensorBoard, and a progress bar.
 
-`metrics.jsonl` has a line every `log_every` steps and for each evaluation. Writers get the same.
+`metrics.jsonl` and TensorBoard get a line every `log_every` steps and for each evaluation.
 """
 
-import hashlib
-import importlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,47 +28,15 @@ FILE = "metrics.jsonl"
 _COMPILING = 2  # steps that may compile, which the rate leaves out
 
 
-# What takes the metrics of a step, and what ends it.
-Writer = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
-
-
-def _tensorboard(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
-  """Writes `<workdir>/tensorboard`; replaces the steps after the one that the run resumes from."""
-  from tensorboardX import SummaryWriter
-
-  board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-
-  def write(step: int, metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-      board.add_scalar(name, value, step)
-    board.flush()  # or a kill would lose steps before the checkpoint that a run resumes from
-
-  return write, board.close
-
-
-def _wandb(workdir: epath.Path, config: Mapping[str, Any], start: int) -> Writer:
-  """Writes a run of Weights & Biases; a resumed run continues it, by the path of the workdir.
-
-  `WANDB_PROJECT` and the other variables of wandb say where it is.
-  """
-  name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
-  wandb = importlib.import_module("wandb")
-  run = wandb.init(id=name, name=workdir.name, config=dict(config), resume="allow")
-  return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
-
-
-_WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}
-
-
 class Log:
-  """The metrics of a run; a context manager, which closes the writers.
+  """The metrics of a run; a context manager.
 
   All processes call the same methods; only the main one writes.
 
   Args:
     workdir: has `metrics.jsonl`. Lines after `start` are of a run that was killed after its
       checkpoint; they are removed and written again, the same.
-    config: of the run; `writers` names what gets the metrics besides the file.
+    config: of the run; with `tensorboard`, `<workdir>/tensorboard` gets the metrics too.
     start: the step that the run resumes from; 0 begins it.
     memory: what `memory` returned at that step; {} at step 0.
   """
@@ -83,8 +49,12 @@ class Log:
       name: list(values) for name, values in memory.get("values", {}).items()
     }
     self._seconds = memory.get("seconds", 0.0)
-    names = config.writers if mesh_lib.is_main() else ()
-    self._writers = [_WRITERS[name](workdir, config.to_dict(), start) for name in names]
+    self._board = None
+    if config.tensorboard and mesh_lib.is_main():
+      from tensorboardX import SummaryWriter
+
+      # Without the steps after the one that the run resumes from.
+      self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
     self._bar = tqdm(
       total=config.steps,
       initial=start,
@@ -100,8 +70,8 @@ class Log:
 
   def __exit__(self, *error: Any) -> None:
     self._bar.close()
-    for _, close in self._writers:
-      close()
+    if self._board is not None:
+      self._board.close()
 
   def train(self, step: int, model: nnx.Module, values: Mapping[str, Any]) -> None:
     """Logs a step: means of its values since the last line, every `log_every` steps.
@@ -178,8 +148,10 @@ class Log:
     if mesh_lib.is_main():
       # As a whole: a store of objects, such as gs://, cannot append.
       files.write(self._path, "".join(f"{json.dumps(line)}\n" for line in self._lines))
-    for write, _ in self._writers:
-      write(step, metrics)
+    if self._board is not None:
+      for name, value in metrics.items():
+        self._board.add_scalar(name, value, step)
+      self._board.flush()  # or a kill would lose steps before the run's last checkpoint
 
   def _say(self, step: int, text: str) -> None:
     if mesh_lib.is_main():

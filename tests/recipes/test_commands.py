@@ -2,27 +2,10 @@
 
 import json
 
-import jax
 import pytest
-import ways
 
 from recipes import baselines, errors, evaluate
-from recipes import mesh as mesh_lib
 from recipes.dlrm import train
-
-
-@pytest.mark.parametrize("trained", ["clicks", *ways.ci("towers", "sequences")], indirect=True)
-@pytest.mark.programs(60, "a run's model is made anew, and evaluated")
-def test_a_run_is_measured_again(trained, monkeypatch):
-  monkeypatch.setattr(mesh_lib, "start", lambda: None)
-  assert evaluate.evaluate(trained.workdir) == trained.result["metrics"]
-
-
-@pytest.mark.ci
-def test_a_run_is_measured_on_devices_that_its_batches_do_not_divide(clicks, monkeypatch):
-  monkeypatch.setattr(mesh_lib, "start", lambda: jax.make_mesh((6,), ("data",)))
-  found = evaluate.evaluate(clicks.workdir)
-  assert found == pytest.approx(clicks.result["metrics"], abs=1e-5)
 
 
 @pytest.mark.ci
@@ -30,7 +13,7 @@ def test_a_run_is_measured_on_other_files(clicks, tmp_path):
   header, *rows = clicks.file.read_text().splitlines()
   test = [row for row in rows if row.endswith(",test")]
   (tmp_path / "test.csv").write_text("\n".join([header, *test]) + "\n")
-  found = evaluate.evaluate_files(clicks.workdir, str(tmp_path / "test.csv"))
+  found = evaluate.evaluate(clicks.workdir, str(tmp_path / "test.csv"))
   assert found["rows"] == len(test) == 50
   expected = {name: clicks.result["metrics"][f"test_{name}"] for name in ("auc", "logloss")}
   assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
@@ -38,7 +21,7 @@ def test_a_run_is_measured_on_other_files(clicks, tmp_path):
 
 def test_a_run_of_rankings_is_not_measured_on_other_files(towers):
   with pytest.raises(errors.UserError, match="two_tower, and other files measure dlrm alone"):
-    evaluate.evaluate_files(towers.workdir, "more.csv")
+    evaluate.evaluate(towers.workdir, "more.csv")
 
 
 def test_baselines_are_added_once(clicks, tmp_path, monkeypatch):
@@ -55,7 +38,7 @@ def test_baselines_are_added_once(clicks, tmp_path, monkeypatch):
 def test_a_run_of_changed_data_is_named(clicks, tmp_path):
   run = clicks.copy(tmp_path, data_sha256={"clicks.csv": "0"})
   with pytest.raises(errors.UserError, match="have changed since it was trained"):
-    evaluate.evaluate(run)
+    baselines.fit(run)
 
 
 def test_what_has_not_ended_is_named(clicks, tmp_path):

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pytest
 from cases import refused
@@ -18,7 +16,7 @@ STEPS = 12
 SETTINGS = {
   "rows": 2_000, "batch_size": 128, "dropout": 0.2, "steps": STEPS, "log_every": 2, "eval_every": 3,
   "checkpoint_every": 5, "select": "valid_logloss", "baseline.max_rows": 0, "clip_norm": 1.0,
-  "writers": (),
+  "tensorboard": False,
 }  # fmt: skip
 
 
@@ -210,7 +208,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(trained, tmp_path):
 
 
 def log_of(folder, start=0, memory=None, **settings):
-  settings = {"batch_size": 8, "writers": ()} | settings
+  settings = {"batch_size": 8, "tensorboard": False} | settings
   return log.Log(epath.Path(folder), completed(**settings), start, memory or {})
 
 
@@ -249,16 +247,3 @@ def test_the_rate_is_without_the_steps_that_compile_and_without_saves(tmp_path, 
         clock[0] += 50
   found = log.lines(tmp_path / log.FILE)
   assert [line["examples_per_second"] for line in found] == [8.0, 8.0]
-
-
-def test_wandb_gets_the_metrics_and_a_resumed_run_continues(tmp_path, monkeypatch):
-  monkeypatch.setattr(log, "_reports", lambda model: {})
-  calls, run_of_wandb = [], SimpleNamespace(finish=lambda: calls.append("finished"))
-  run_of_wandb.log = lambda metrics, step: calls.append((step, metrics["loss"]))
-  init = lambda **options: calls.append((options["id"], options["resume"])) or run_of_wandb
-  monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-  for start in (0, 1):
-    with log_of(tmp_path, start, steps=2, log_every=1, writers=("wandb",)) as writer:
-      writer.train(start + 1, None, {"loss": 0.5})
-  assert calls[0] == calls[3]
-  assert calls[1:3] == [(1, 0.5), "finished"]

@@ -178,7 +178,7 @@ def test_other_files_are_measured(run):
   expected = own_probabilities(training)
   label = np.array([row["clicked"] for row in in_order(rows)])
   logloss = -np.mean(np.log(np.where(label, expected, 1 - expected)))
-  found = evaluate.evaluate_files(folder.parent / "run", training.config.files)
+  found = evaluate.evaluate(folder.parent / "run", training.config.files)
   assert found["metrics"]["logloss"] == pytest.approx(logloss)
 
 
