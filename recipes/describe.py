@@ -170,7 +170,6 @@ class Sample:
   con: Any  # with `sample`, and `counts`: a column's number `n`, a value `text` and its `rows`
   columns: dict[str, Column]
   rows: int
-  is_all: bool  # whether the table has no other rows
   notes: list[str]  # sentences for the user, of which the first are about rows that cannot be read
   settings: dict[str, Any]  # of the config, apart from files, format and columns
   recipes: Sequence[str] = ()  # that the config trains, the first being the one to try first
@@ -225,7 +224,7 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
     known |= {"missing": 1 - known["rows"] / rows, "written": written.get(n, {})}
     columns[names[n]] = dataclasses.replace(columns[names[n]], **known)
   settings = {"on_bad_row": "skip"} if notes else {}
-  return Sample(con, columns, rows, rows < num_rows, notes, settings)
+  return Sample(con, columns, rows, notes, settings)
 
 
 def _written(con: Any) -> dict[int, dict[str, Any]]:
@@ -361,20 +360,16 @@ def _guessed_by_shape(
     f"{b.text} IS NOT NULL"
   )[0][0]
   follow = lambda a, b: pairs(a, b) <= _SAME * max(a.distinct, b.distinct)
-  known = [roles[side] for side in _SIDES if side in roles]
-  others, time = list[Column](), roles.get("time")
-  for column in sorted(ids, key=lambda each: -each.distinct):
-    is_named = bool(_words(column.name) & _IDS) or column.has_zeros or column.low >= 1e8
-    is_id = is_named if column.type == "number" else column.has_digits and not column.separator
-    if is_id and column not in roles.values() and column.distinct**2 >= max(column.rows, 100):
-      others.append(column)
+  is_named = lambda c: bool(_words(c.name) & _IDS) or c.has_zeros or c.low >= 1e8
+  is_id = lambda c: is_named(c) if c.type == "number" else c.has_digits and not c.separator
+  is_many = lambda c: c not in roles.values() and c.distinct**2 >= max(c.rows, 100)
+  others = sorted(filter(is_many, filter(is_id, ids)), key=lambda column: -column.distinct)
+  known, kept = [roles[side] for side in _SIDES if side in roles], list[Column]()
   if len(known) == 2 or len(others) > 6:  # as the hashed categories of an ad
     return {}
-  kept = list[Column]()
   for column in others:
-    if time and column.type == "number" and _follows(sample, time.value, column):
-      continue
-    if any(follow(column, each) for each in known):
+    is_ordered = "time" in roles and _follows(sample, roles["time"].value, column)
+    if is_ordered or any(follow(column, each) for each in known):
       continue
     finer = next((each for each in kept if follow(column, each)), None)
     if finer is None:
@@ -469,7 +464,8 @@ def _propose_label(sample: Sample, column: Column, positive: str) -> str:
     why = f": {options['at_least']} or more is a click, by the median"
   elif column.distinct == 2 and not are_flags:
     options, why = {"positive": (texts[1],)}, f": {texts[1]}, the rarer value, is a click"
-  y = outcome(spec.Label(**options), column.text)
+  column.become("label", **options)
+  y = outcome(spec.Label(**column.options), column.text)
   clicks, rows = sample.ask(f"SELECT coalesce(sum({y}), 0)::BIGINT, count({y}) FROM sample")[0]
   if clicks in (0, rows):
     listed = ", ".join(texts[:5]) + " …" * (column.distinct > 5)
@@ -478,7 +474,6 @@ def _propose_label(sample: Sample, column: Column, positive: str) -> str:
       "others: say which is a click, as --positive=VALUE"
     )
   sample.notes.append(f"{clicks / rows:.2%} of the rows are clicks{why}.")
-  column.become("label", **options)
   return y
 
 
@@ -612,7 +607,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   roles = {role: name for role in _ROLES if (name := getattr(arguments, role))}
   propose(sample, roles, arguments.positive)
   table = files[0] if len(files) == 1 else tuple(files)
-  rows = f"{'all' if sample.is_all else 'the first'} {sample.rows:,} rows"
+  rows = f"{'all' if sample.rows < arguments.rows else 'the first'} {sample.rows:,} rows"
   yield f"{', '.join(files)}: {len(names)} columns, {rows}"
   yield report(sample)
   if not sample.recipes:

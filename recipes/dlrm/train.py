@@ -202,18 +202,14 @@ def start_linear(
   *of_ids, rest = np.split(weights, ends)
   tables, new = model.embed.tables, {}
   for feature, own in zip(data.features, of_ids, strict=True):
-    rows = tables[feature.name]
-    new[feature.name] = jax.jit(_with_weights, out_shardings=rows.sharding)(rows, own)
+    rows, start = tables[feature.name], lambda rows, own: (_SPREAD * rows).at[:, -1].set(own)
+    new[feature.name] = jax.jit(start, out_shardings=rows.sharding)(rows, own)
   model.embed.load_tables(new)
   if data.num_dense:
     model.inputs.wide.kernel.set_value(jnp.asarray(rest[:-1, None]))
   model.head.kernel.set_value(jnp.zeros(model.head.kernel.shape))
   model.head.bias.set_value(jnp.asarray(rest[-1:]))
   mesh_lib.replicate(mesh, model)
-
-
-def _with_weights(rows: jax.Array, weights: jax.Array) -> jax.Array:
-  return (_SPREAD * rows).at[:, -1].set(weights)
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:

@@ -91,10 +91,7 @@ def _fitted(table: Table, rows: Rows) -> tuple[Transforms, list[str], np.ndarray
   if table.base is not None and (table.base / "columns.json").exists():  # not of another recipe
     base = Transforms.load(table.base)
   transforms, lines = fit(rows.con, rows.view, rows.columns, table.kinds, base)
-  weight = table.name_of(spec.Weight)
-  weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
-  about = [*rows.notes, *lines, *[weighs] * bool(weight), *rates]
-  return transforms, [*about, _summary(transforms)], sizes
+  return transforms, [*rows.notes, *lines, *rates, _summary(transforms)], sizes
 
 
 def _counted(table: Table, rows: Rows) -> tuple[np.ndarray, list[str]]:

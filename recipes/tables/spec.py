@@ -149,7 +149,6 @@ class Bag(Category):
 
   kind: ClassVar[str] = "bag"
   is_list: ClassVar[Any] = True
-  last: ClassVar[bool] = False  # whether the last values are used of a longer row
   separator: str = "|"
   max_length: int = 0  # values used of a row; 0: as many as a training row has, up to 64
   combiner: str = _choice("mean", "sum", "sqrtn")  # of the vectors
@@ -160,7 +159,6 @@ class Ordered(Bag):
   """A bag in the order of time: the last `max_length` values are used of a longer row."""
 
   kind: ClassVar[str] = "sequence"
-  last: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,7 @@ class Transforms:
     ids = _by_distinct(functools.partial(self._of_distinct, name), lists.flatten())
     lengths = lengths_of(lists)
     stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, width)
-    return _taken(ids, stops - (kept if kind.last else lengths), kept, width)
+    return _taken(ids, stops - (kept if isinstance(kind, spec.Ordered) else lengths), kept, width)
 
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of texts, int32 `[N]`."""

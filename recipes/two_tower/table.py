@@ -110,10 +110,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _check(table: Table) -> None:
   """Raises UserError for features that the towers cannot take."""
-  for name, kind in table.kinds.items():
-    if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id) or not kind.side:
-      continue
-    if name in ("user", "item", "history"):
+  for name in ("user", "item", "history"):
+    kind = table.kinds.get(name)
+    if isinstance(kind, spec.Side) and kind.side and not isinstance(kind, spec.Id):
       raise UserError(
         f"{name!r} is the name of an input of the towers: declare the column by another name, "
         f"with column={name!r}"
