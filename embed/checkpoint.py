@@ -256,8 +256,8 @@ def restore(
     **nodes: as in `from_tree`.
 
   Returns:
-    The paths of arrays in three lists: "taken"; "new", the model's that were not taken; "unused",
-    the tree's that the model lacks.
+    Three lists of the paths of arrays, "taken", "new" and "unused". New ones are the model's that
+    were not taken, and unused ones the tree's that the model lacks.
 
   Raises:
     FileNotFoundError: if the folder holds no tree; the message lists the trees below it.

@@ -199,8 +199,7 @@ def read(data_files: Sequence[str], format: Format, num_rows: int) -> Sample:
       if rows == num_rows:
         break
     problems.update(problem for _, problem, _ in file.unreadable)
-    counted = ((f"{n:,} row{'s' * (n > 1)}", what) for what, n in problems.items() if n)
-    notes += [f"{number}: {what}." for number, what in counted]
+    notes += [f"{n:,} row{'s' * (n > 1)}: {what}." for what, n in problems.items() if n]
     if rows == num_rows:
       break
   if not rows:

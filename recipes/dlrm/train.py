@@ -29,6 +29,7 @@ from .model import CHOICES, build_model
 _PENDING = 8  # batches that an evaluation sends to the devices ahead of their results
 # Where a regression has the first-order effects, the gradients of small vectors vanish for epochs.
 _SPREAD = 10  # of its run's new vectors, by which `table.init_scale` is multiplied
+_BETTER = 1e-4  # of validation AUC, than the regression that a run starts as
 _TINY = 1e-30  # a batch whose weights are 0 has no loss, and no gradient
 
 
@@ -73,8 +74,8 @@ def run(config, workdir: str) -> dict[str, Any]:
       writer.eval(step, metrics)
       is_last = stops(step)
       if evaluates or is_last or run_lib.is_due(step, config.checkpoint_every):
-        if metrics.get("valid_auc", 0) < writer.scores(0).get("valid_auc", 0):
-          metrics = {}  # a state that ranks worse than the run's start is not selected
+        if metrics.get("valid_auc", 0) < writer.scores(0).get("valid_auc", -1) + _BETTER:
+          metrics = {}  # a state that does not rank better than the run's start is not selected
         checkpoints.save(manager, step, model, optimizer, metrics, writer.memory(step))
       if is_last:
         raise run_lib.Preempted(step)
