@@ -23,7 +23,7 @@ from recipes.dlrm.model import CHOICES
 
 _DATA = "MovieLens 100K"
 _PAST = 30  # positions of a history, the same for all models
-_DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "learning_rate": 2e-3}
+_DCNV2 = {"linear": False, "dcnv2": {"rank": 0}, "dropout": 0.2, "learning_rate": 2e-3}
 
 
 def histories(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -36,12 +36,15 @@ def histories(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     "when": "time",
   }
   past = {
-    "seen": {"kind": "sequence", "table": "movie", "max_length": _PAST},
-    "liked_before": {"kind": "sequence", "table": "movie", "max_length": _PAST},
+    "likes": {"kind": "sequence", "table": "movie", "max_length": _PAST},
+    "others": {"kind": "sequence", "table": "movie", "max_length": _PAST},
+    "outcomes": {"kind": "bag", "min_count": 1, "max_length": _PAST},
   }
   rows = duckdb.sql(f"""
-    SELECT * EXCLUDE past, list_transform(past, lambda x: x.movie) AS seen,
-      list_transform(list_filter(past, lambda x: x.liked), lambda x: x.movie) AS liked_before
+    SELECT * EXCLUDE past,
+      list_transform(list_filter(past, lambda x: x.liked), lambda x: x.movie) AS likes,
+      list_transform(list_filter(past, lambda x: NOT x.liked), lambda x: x.movie) AS others,
+      list_transform(past, lambda x: x.liked) AS outcomes
     FROM (
       SELECT *, list_filter(list({{movie: movie, liked: rating >= 4, time: "when"}}) OVER (
         PARTITION BY "user" ORDER BY "when", movie ROWS BETWEEN {_PAST} PRECEDING AND 1 PRECEDING
