@@ -17,7 +17,7 @@ def test_everything_left_out_is_the_default(tmp_path):
   assert config.dlrm.top == (8,)
   assert config.dlrm.bottom == (128,)
   assert config.columns["y"].to_dict() == {
-    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (),
+    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (), "decimal": ".",
   }  # fmt: skip
 
 
@@ -73,12 +73,12 @@ def test_settings_are_checked_before_anything_is_read(tmp_path):
 
 def test_steps_follow_from_the_rows(tmp_path):
   given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
-  cases = [(100, 64, 20), (1_000_000, 4096, 2450), (50_000, 256, 1960)]
+  cases = [(100, 64, 30), (1_000_000, 4096, 3675), (50_000, 256, 2940)]  # of 15 epochs
 
   def check(rows, batch, steps):
     config = completed("dlrm", tmp_path)
     chosen = config_lib.with_schedule(config, rows, None)
-    assert (chosen.batch_size, chosen.steps, chosen.eval_every) == (batch, steps, steps // 10)
+    assert (chosen.batch_size, chosen.steps, chosen.eval_every) == (batch, steps, steps // 15)
     assert config.steps == 0
     chosen = config_lib.with_schedule(completed("dlrm", tmp_path, **given), rows, None)
     assert {name: chosen[name] for name in given} == given
