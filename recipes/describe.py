@@ -33,7 +33,7 @@ _FINITE = "CASE WHEN abs(TRY_CAST(text AS DOUBLE)) <= 3.4e38 THEN TRY_CAST(text 
 _MARKS = "numbers with marks: write them plainly, or declare decimal and thousands"
 _DATES = "dates: declare their format"
 _IMPRESSIONS = "items, each with 0 or 1 for its click: write a row for each of them"
-_SHAPES = {  # of texts that are no categories, since they have an order, fields or items
+_SHAPES = {  # texts that are no categories: what they are, and the pattern of all of them
   "objects, whose fields are columns as user.id": r'\{".*|\{\}',
   "objects or lists of them, which no recipe reads": r"(\{|\[[\[{]|\[\]).*",
   "numbers of a vector, which no recipe reads": r"\[(-?\d+(\.\d+(e[-+]?\d+)?|e[-+]\d+)(, *)?)+\]",
@@ -44,8 +44,8 @@ _SHAPES = {  # of texts that are no categories, since they have an order, fields
   r"([T ,].*)?",
   _MARKS: r"[$€£]? ?[+-]?(\d{1,3}([ '.,]\d{3})*|\d*)([.,]\d+)? ?[%€$£]?",
 }
-_TWO_CLICKS = r"[-:][01]\W.*[-:][01]"  # in a text: one item alone may be called so
-_WAYS: list[dict[str, Any]] = [  # to write numbers; the first that reads all texts counts
+_TWO_CLICKS = r"[-:][01]\W.*[-:][01]"  # an id alone may end in -1
+_WAYS: list[dict[str, Any]] = [  # options of numbers, in the order that they are tried
   {"decimal": ","},
   {"thousands": ","},
   {"thousands": "'"},
@@ -53,21 +53,12 @@ _WAYS: list[dict[str, Any]] = [  # to write numbers; the first that reads all te
   {"decimal": ",", "thousands": " "},
 ]
 _CALENDARS = (
-  *("%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y"),
-  *(
-    "%d.%m.%y",
-    "%d/%m/%y",
-    "%m/%d/%y",
-    "%b %d, %Y",
-    "%d %b %Y",
-    "%d-%b-%Y",
-    "%B %d, %Y",
-    "%d %B %Y",
-  ),
-)
+  "%Y/%m/%d", "%Y.%m.%d", "%Y-%m-%d", "%d.%m.%Y", "%d.%m.%y", "%d/%m/%Y", "%d/%m/%y", "%m/%d/%Y",
+  "%m/%d/%y", "%d-%m-%Y", "%m-%d-%Y", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%d-%b-%Y",
+)  # fmt: skip
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 _FORMATS = [f"{date}{clock}" for date in _CALENDARS for clock in _CLOCKS]
-_FEW_GAPS = 0.01  # of the rows, which a time may lack
+_FEW_GAPS = 0.01  # share of the rows that may lack a time, or be out of its order
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id, or its values' outcomes no chance
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says

@@ -16,11 +16,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Lines, and files where they count. A change may lower a number, and raises none.
 BUDGETS = {
   "embed/**/*.py": (10_940, 48),
-  "recipes/**/*.py": (10_500, 72),
+  "recipes/**/*.py": (10_491, 72),
   "configs/**/*.py": (544, None),
   "benchmarks/**/*.py": (3_248, None),
   "tests/*.py tests/[!r]*/**/*.py": (10_997, None),  # all but the recipes' own
-  "tests/recipes/**/*.py": (7_602, None),
+  "tests/recipes/**/*.py": (7_599, None),
   "*.md docs/**/*.md recipes/**/*.md colabs/*.md benchmarks/*.md tests/**/*.md": (5_190, None),
 }
 UNCOUNTED = {"CHANGELOG.md", "docs/_build", "docs/colabs"}  # the last two a build writes
