@@ -17,7 +17,7 @@ import numpy as np
 
 from . import files
 
-FORMAT = 9  # raise it with a change of what the `build` of any data set writes
+FORMAT = 10  # raise it with a change of what the `build` of any data set writes
 META = "meta.json"
 
 
