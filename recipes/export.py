@@ -178,10 +178,11 @@ def main(argv: Sequence[str]) -> None:
     if any(stores.values()) and run_lib.opened(arguments.run).recipe == "dlrm":
       raise UserError("dlrm has no vectors of items and users: export a two_tower or sequence run")
     out = export(arguments.run, arguments.out)
-    for of, path in stores.items():
+    if any(stores.values()):
+      model: Any = models_lib.load(out)
+    for side, path in stores.items():
       if path:
-        model: Any = models_lib.load(out)
-        ids, vectors = model.vectors(of)
+        ids, vectors = model.vectors(side)
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"id": ids, "vector": [*vectors]}), path)
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")

@@ -202,8 +202,9 @@ def start_linear(
   ends = np.cumsum([feature.vocabulary_size for feature in data.features])
   *of_ids, rest = np.split(weights, ends)
   tables, new = model.embed.tables, {}
+  start = lambda rows, own: (_SPREAD * rows).at[:, -1].set(own)
   for feature, own in zip(data.features, of_ids, strict=True):
-    rows, start = tables[feature.name], lambda rows, own: (_SPREAD * rows).at[:, -1].set(own)
+    rows = tables[feature.name]
     new[feature.name] = jax.jit(start, out_shardings=rows.sharding)(rows, own)
   model.embed.load_tables(new)
   if data.num_dense:

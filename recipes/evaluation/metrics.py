@@ -83,17 +83,15 @@ class Users:
   feature: str = ""
   known: int = 0
 
-  def codes(self, ids: Any) -> Any:
+  def codes(self, ids: Any) -> np.ndarray:
     """Returns `ids` as numbers of users, int `[N]`, of which negative ones have no part in GAUC.
 
     Args:
-      ids: int32 `[N]`, negative where there is none; or None.
+      ids: int32 `[N]`, negative where there is none.
 
     >>> Users("user", known=2).codes(np.array([0, 1, 2, -1])).tolist()
     [0, 1, -1, -1]
     """
-    if ids is None:
-      return None
     return np.where(ids < (self.known or np.inf), ids, -1)
 
 
