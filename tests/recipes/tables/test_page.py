@@ -15,7 +15,7 @@ from recipes import describe
 from recipes.dlrm import train
 from recipes.tables import settings, spec
 
-PAGE = "how_to/own_table.md"
+PAGE = "own_table.md"
 
 
 @pytest.mark.ci
