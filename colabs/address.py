@@ -5,7 +5,7 @@ The address is set in one place, `Repository` under `[project.urls]` in pyprojec
     python colabs/address.py
 
 writes it wherever a file has to have it: in the first code cell of every notebook, which installs
-from it in Colab, under the title of the notebook, in `colabs/README.md` and in `docs/tpu_pods.md`.
+from it in Colab, under the title of the notebook, in `colabs/README.md` and in `docs/shard.md`.
 Without an address it takes them out again.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
     notebook = nbformat.read(path, as_version=4)
     stamp_notebook(notebook, address, path.name)
     nbformat.write(notebook, path)
-  for path in (ROOT / "colabs" / "README.md", ROOT / "docs" / "tpu_pods.md"):
+  for path in (ROOT / "colabs" / "README.md", ROOT / "docs" / "shard.md"):
     path.write_text(stamp_text(path.read_text(), address))
   print(address or "pyproject.toml has no Repository under [project.urls]: addresses taken out")
 

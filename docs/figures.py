@@ -4,7 +4,8 @@
     python docs/figures.py --check  # writes nothing, and exits with 1 if a page differs
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end figures -->`. NAME is a key of
-`FIGURES`; the function behind it reads `docs/results` and returns the Markdown in between.
+`FIGURES`; the function behind it reads `docs/results` and returns the Markdown in between. The
+functions of `CHARTS` draw the files of `docs/images` that it names.
 """
 
 import argparse
@@ -240,12 +241,12 @@ def step() -> str:
 ON_GPU = ("ours", "ours, jit_step", "FBGEMM", "torch", "plain JAX")
 
 
-def step_gpu() -> str:
-  """Returns the steps on a GPU, or a sentence until they have been timed."""
+def step_gpu(sizes: int | None = None) -> str:
+  """Returns the steps on a GPU of the first sizes, or a sentence until they have been timed."""
   if not (RESULTS / "step_gpu.json").exists():
     return "This version has not been timed on a GPU.\n"
   measured, rows = result("step_gpu.json"), []
-  for of in measured["points"]:
+  for of in measured["points"][:sizes]:
     size = f"{of['vocabulary']:,} x {of['dim']}, {of['ids']:,} ids"
     for name, times in of["results"].items():
       rows.append([size, name, *row_of_times(times, ON_GPU, ("in_a_row_ms", "each_ms"))])
@@ -255,6 +256,82 @@ def step_gpu() -> str:
     table(("table", "step", *ON_GPU), rows, words=2)
     + f"\n{measured['device']}, driver {measured['driver']}; {versions}; {measured['date']}; "
     "`docs/results/step_gpu.json`.\n"
+  )
+
+
+def speed_gpu() -> str:
+  """Returns the first size of `step_gpu`, with a line above a table."""
+  found = step_gpu(sizes=1)
+  above = "On a GPU, in milliseconds of a step among many / of a step that is waited for:\n\n"
+  return above + found if found.startswith("|") else found
+
+
+def steps_chart() -> str:
+  """Returns the step of one table as bars, drawn for 360 pixels; on a GPU, once timed there."""
+  if on_gpu := (RESULTS / "step_gpu.json").exists():
+    measured, kind = result("step_gpu.json")["points"][0], "in_a_row_ms"
+    contenders = {"ours, jit_step": "ours", "FBGEMM": "FBGEMM", "torch": "torch"}
+  else:
+    measured, kind = result("step.json"), "median_ms"
+    contenders = {"ours": "ours", "fbgemm": "FBGEMM", "torch": "torch"}
+  times = {
+    step: {
+      name: time
+      for contender, name in contenders.items()
+      if (time := time_of(of, contender, kind)) is not None
+    }
+    for step, of in measured["results"].items()
+    if step != "lookup"
+  }
+  longest = max(time for of in times.values() for time in of.values())
+  lines, y = [], 0
+  for step, of in times.items():
+    y += 20
+    lines.append(f'<text x="0" y="{y}" class="group">{step}</text>')
+    for name, time in of.items():
+      y, width = y + 19, 230 * time / longest
+      lines.append(f'<text x="58" y="{y}" class="name">{name}</text>')
+      lines.append(f'<rect x="65" y="{y - 11}" width="{width:.1f}" height="14" class="{name}"/>')
+      lines.append(f'<text x="{70 + width:.1f}" y="{y}">{short(time)}</text>')
+    y += 9
+  words = "; ".join(
+    f"{step}: " + ", ".join(f"{name} {short(time)}" for name, time in of.items())
+    for step, of in times.items()
+  )
+  where = "a GPU" if on_gpu else "a CPU"
+  return CHART.format(height=y, where=where, words=words, bars="\n  ".join(lines))
+
+
+# On the site the colors follow its theme; elsewhere, the system's.
+CHART = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 {height}" class="chart" role="img">
+  <title>Milliseconds of a training step of one table on {where}: {words}</title>
+  <style>
+    .chart {{ --ink: var(--color-foreground-primary, #1f2328); }}
+    @media (prefers-color-scheme: dark) {{
+      .chart {{ --ink: var(--color-foreground-primary, #e6edf3); }}
+    }}
+    .chart text {{ fill: var(--ink); font: 13px system-ui, "Segoe UI", Helvetica, sans-serif; }}
+    .chart .group {{ font-weight: 600; }}
+    .chart .name {{ text-anchor: end; }}
+    .chart .ours {{ fill: #2f7ce0; }}
+    .chart .FBGEMM, .chart .torch {{ fill: #8c959f; }}
+  </style>
+  {bars}
+</svg>
+"""
+
+
+def chart_origin() -> str:
+  """Returns the line under the chart: the step, the hardware and the file."""
+  name = "step_gpu.json" if (RESULTS / "step_gpu.json").exists() else "step.json"
+  of = result(name)
+  size = of["points"][0] if "points" in of else of
+  where = of.get("device") or f"{of['cores']} cores of {of['cpu']}"
+  return (
+    "One training step of a table, in milliseconds, less is better: "
+    f"{size['vocabulary']:,} rows of width {size['dim']}, {size['ids']:,} ids in bags of 8. "
+    f"{where}; {of['date']}; `docs/results/{name}`.\n"
   )
 
 
@@ -276,23 +353,6 @@ def whole_model() -> str:
   )
 
 
-def loop() -> str:
-  measured = result("loop.json")
-  header = ("config", "bare step", "loop", "loop / step", "input alone / step")
-  both = lambda of, show: " / ".join(show(of[kind]) for kind in ("best", "median"))
-  rows = [
-    [
-      name,
-      both(of, lambda x: f"{x['step']:,.0f}"),
-      both(of, lambda x: f"{x['loop']:,.0f}"),
-      both(of, lambda x: f"{x['loop'] / x['step']:.0%}"),
-      both(of, lambda x: f"{x['input'] / x['step']:.1f}"),
-    ]
-    for name, of in measured["examples_per_second"].items()
-  ]
-  return table(header, rows) + origin(measured, ["loop.json"], "jax")
-
-
 def vocabulary() -> str:
   measured = result("vocabulary.json")
   header = ("", "", "100,000 rows, ms", "10,000,000 rows, ms", "times as long")
@@ -304,15 +364,6 @@ def vocabulary() -> str:
     if contender in of
   ]
   return table(header, rows, words=2) + origin(measured, ["vocabulary.json"], "jax", "torch")
-
-
-def vocabulary_memory() -> str:
-  header = ("", "table and slots, MiB", "memory beyond them, MiB")
-  rows = (
-    [name, f"{of['table_and_slots_mib']:,.0f}", f"{of['peak_beyond_mib']:.0f}"]
-    for name, of in result("vocabulary.json")["results"].items()
-  )
-  return table(header, rows)
 
 
 def admission() -> str:
@@ -348,29 +399,6 @@ def drift() -> str:
     rows.append([words[method], "all" if share == "1/1" else share, *cells])
   header = ("table", "rows", *names.values())
   return table(header, rows, words=2) + origin(measured, ["drift.json"], "jax")
-
-
-def admission_hits() -> str:
-  header = ("drift, ids a batch", "hit rate", "exact LRU", "share of it", "turned away")
-  measured = result("admission.json")
-  rows = [
-    [str(of["drift"]), *(f"{of[key]:.2%}" for key in ("hit_rate", "exact", "of_exact", "away"))]
-    for of in measured["hit_rate"]
-  ]
-  return table(header, rows, words=0) + _admission_origin(measured)
-
-
-def costs() -> str:
-  """Returns the time that runs of CLICKS and RANKINGS have taken, means over their seeds."""
-  rows, above = [], None
-  for data, model, stem, _ in (*CLICKS, *with_width(RANKINGS)):
-    of_seeds = runs(stem)
-    minutes = statistics.fmean(run["seconds"] for run in of_seeds) / 60
-    steps = statistics.fmean(run["steps"] for run in of_seeds)
-    shown = f"{minutes:.1f}" if minutes < 10 else f"{minutes:,.0f}"
-    rows.append([data if data != above else "", model, f"{steps:,.0f}", shown])
-    above = data
-  return table(("data", "model, width", "steps", "minutes on 1 or 2 cores"), rows, words=2)
 
 
 def _admission_origin(of: dict[str, Any]) -> str:
@@ -411,25 +439,6 @@ def _pods(*names: str) -> str:
   return table(header, ([name, *(show(of) for _, of in columns)] for name, show in rows.items()))
 
 
-def weak_scaling() -> str:
-  header = (
-    "chips",
-    "ids and rows, MiB",
-    "rows, against the least",
-    "one more round would add, MiB",
-  )
-  rows = (
-    [
-      str(of["chips"]),
-      f"{(of['sent_bytes']['ids'] + of['sent_bytes']['rows']) / 2**20:.0f}",
-      f"{of['rows_over_least']:.2f}",
-      f"{of['extra_rounds_bytes'] / 2**20:.0f}",
-    ]
-    for of in result("weak_scaling.json")["results"]
-  )
-  return table(header, rows)
-
-
 # --------------------------------------------------------------------------- models side by side
 
 _METRICS = {"auc": "AUC", "logloss": "log loss"}
@@ -460,20 +469,6 @@ def first_config() -> str:
   return table(header, lines, words=3) + _busy(measured, "first_config.json")
 
 
-def first_rankings() -> str:
-  measured, lines = result("first_rankings.json"), []
-  models = ("item kNN", "popularity")
-  for name, of_recipes in measured["logs"].items():
-    for recipe, of in of_recipes.items():
-      every = [of["metrics"], *(of["baselines"].get(model) for model in models)]
-      scores = [spread([each["test_ndcg@10"]]) if each else "" for each in every]
-      pairs = sum(n for key, n in of["data"].items() if key.endswith(" pairs"))
-      first = [name, f"{pairs:,}"] if recipe == "two_tower" else ["", ""]
-      lines.append([*first, recipe, *best_is_bold(scores, least=False)])
-  header = ("log", "rows", "recipe", "model", *models)
-  return table(header, lines, words=3) + _busy(measured, "first_rankings.json")
-
-
 def _scores(runs: Sequence[Any], metric: str) -> str:
   return spread([run["metrics"][metric] for run in runs])
 
@@ -495,11 +490,12 @@ def _busy(of: dict[str, Any], name: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
-    clicks, rankings, chosen, costs, speed, step, step_gpu, whole_model, loop, vocabulary,
-    vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
-    histories, first_config, first_rankings,
+    clicks, rankings, chosen, speed, speed_gpu, step, step_gpu, whole_model,
+    vocabulary, admission, drift, pods, histories, first_config,
+    chart_origin,
   )
 }  # fmt: skip
+CHARTS: dict[str, Callable[[], str]] = {"steps.svg": steps_chart}
 
 
 def written(text: str) -> str:
@@ -511,17 +507,22 @@ def written(text: str) -> str:
   return BLOCK.sub(lambda block: f"{block[1]}{FIGURES[block[2]]()}{block[3]}", text)
 
 
+def expected() -> dict[Path, str]:
+  """Returns the text of every page and chart, as the result files have it."""
+  charts = {ROOT / "docs" / "images" / name: draw() for name, draw in CHARTS.items()}
+  return charts | {page: written(page.read_text()) for page in PAGES}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Writes the tables of figures in the pages.")
   parser.add_argument("--check", action="store_true", help="write nothing; fail on a difference")
   check = parser.parse_args(argv).check
   stale = []
-  for page in PAGES:
-    text = page.read_text()
-    if (new := written(text)) != text:
-      stale.append(page.relative_to(ROOT).as_posix())
+  for path, text in expected().items():
+    if not path.exists() or path.read_text() != text:
+      stale.append(path.relative_to(ROOT).as_posix())
       if not check:
-        page.write_text(new)
+        path.write_text(text)
   if stale:
     print(*(f"{'differs' if check else 'written'}: {name}" for name in stale), sep="\n")
   return int(check and bool(stale))

@@ -87,26 +87,3 @@ def test_a_written_signature_is_the_true_one():
       scope = {"np": np}
       exec(f"def written{entry.signature}: pass", scope)
       assert parameters(scope["written"]) == parameters(value), entry
-
-
-# --- the table of optimizers ---------------------------------------------------------------------
-
-
-def test_the_table_of_optimizers_has_their_slots_and_bytes():
-  returns = lambda f: inspect.isfunction(f) and inspect.signature(f).return_annotation
-  public = {name for name in embed.__all__ if returns(getattr(embed, name)) is embed.RowOptimizer}
-  lines = re.findall(r"^\| (`.*) \|$", (API / "optimizers.md").read_text(), re.MULTILINE)
-  rows = [line.split(" | ") for line in lines]
-  assert {row[0].strip("`") for row in rows} == public
-  dim = 64
-  for name, shapes, size, *_ in rows:
-    name = name.strip("`")
-    if name.endswith(("optax", "optimizer")):
-      continue
-    slots = getattr(embed, name)().slots(dim)
-    assert re.findall(r"`(\w+)`", shapes) == list(slots)
-    of_rows = {slot.per_row for slot in slots.values()}
-    assert ("[V, D]" in shapes, "[V]" in shapes) == (False in of_rows, True in of_rows), name
-    each = [np.dtype(s.dtype).itemsize * (1 if s.per_row else dim) for s in slots.values()]
-    factor, _, unit = size.partition(" ")
-    assert int(factor) * {"": 1, "D": dim}[unit] == sum(each), name

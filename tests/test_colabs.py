@@ -152,14 +152,14 @@ def test_an_address_is_written_once_and_taken_out_again():
 
 @pytest.mark.ci
 def test_pages_have_the_address_of_pyproject(tmp_path):
-  for page in ("colabs/README.md", "docs/tpu_pods.md"):
+  for page in ("colabs/README.md", "docs/shard.md"):
     text = (address.ROOT / page).read_text()
     assert address.stamp_text(text, address.repository()) == text, "run python colabs/address.py"
     with_it = address.stamp_text(text, "https://github.com/someone/a-fork")
     assert address.stamp_text(with_it, "https://github.com/someone/a-fork") == with_it
     assert with_it.count("colab-badge") == (len(PATHS) if "colabs" in page else 0)
     assert ("git clone https://github.com/someone/a-fork sparse_embed" in with_it) == (
-      "tpu_pods" in page
+      "shard" in page
     )
     assert address.stamp_text(with_it, address.repository()) == text
   pyproject = tmp_path / "pyproject.toml"

@@ -1,7 +1,7 @@
 """Ours against what torch, FBGEMM, TorchRec and keras-rs made of the same 100 steps.
 
 `make_torch.py` and `make_keras.py` wrote the `.npz`, with the versions in them. The settings are
-those that the pages of docs/moving name.
+those that docs/moving.md names.
 """
 
 import functools
