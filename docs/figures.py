@@ -307,11 +307,14 @@ CHART = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 {height}" class="chart" role="img">
   <title>Milliseconds of a training step of one table on {where}: {words}</title>
   <style>
-    .chart {{ --ink: var(--color-foreground-primary, #1f2328); }}
+    .chart {{
+      --ink: var(--color-foreground-primary, #1f2328);
+      font-family: var(--font-stack, system-ui, "Segoe UI", Helvetica, Arial, sans-serif);
+    }}
     @media (prefers-color-scheme: dark) {{
       .chart {{ --ink: var(--color-foreground-primary, #e6edf3); }}
     }}
-    .chart text {{ fill: var(--ink); font: 13px system-ui, "Segoe UI", Helvetica, sans-serif; }}
+    .chart text {{ fill: var(--ink); font-size: 13px; }}
     .chart .group {{ font-weight: 600; }}
     .chart .name {{ text-anchor: end; }}
     .chart .ours {{ fill: #2f7ce0; }}
