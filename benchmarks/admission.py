@@ -1,4 +1,4 @@
-"""What a dynamic vocabulary costs in a training step, and how near it comes to the exact policy.
+"""The cost of a dynamic vocabulary in a training step, and its hit rate beside the exact policy's.
 
 Cost: a training step on the rows that `translate` has found, and the same step with `admit`, in
 turns in one process on CPU; of a table alone and of one under a dense head of three layers; also

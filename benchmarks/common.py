@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, configs by name, and what they write."""
+"""Options that the benchmarks share, configs by name, and what they write."""
 
 import argparse
 import ast

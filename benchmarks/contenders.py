@@ -67,7 +67,7 @@ class Contender(NamedTuple):
 
 
 class Missing(Exception):
-  """Why a contender cannot take part."""
+  """Says why a contender cannot take part."""
 
 
 def make_problem(

@@ -158,7 +158,7 @@ def recipe_in_process(recipe: str, args: argparse.Namespace) -> dict[str, Any]:
 def in_process(
   command: list[str], variables: dict[str, str], args: argparse.Namespace
 ) -> dict[str, Any]:
-  """What a Python program prints, which is shown as well, and how it failed if it did."""
+  """Returns the output of a Python program, shown as well, and its failure, if it failed."""
   outcome: dict[str, Any] = {}
   printed, start, seconds = [], time.monotonic(), 60 * args.minutes
   variables = variables | {"PYTHONUNBUFFERED": "1"} | ({"JAX_PLATFORMS": "cpu"} if args.cpu else {})
@@ -302,7 +302,7 @@ def error_of(
   unused = counts == 0
   if not np.array_equal(after[unused], before[unused]):
     return np.inf
-  # Of n terms in float32, by Higham and Mary, 2019; the new row is rounded to its dtype.
+  # A sum of n float32 terms, by Higham and Mary, 2019; the new row is rounded to its dtype.
   allowed = float(jnp.finfo("float32").eps) * np.sqrt(counts)[:, None] * (sizes + np.abs(start))
   allowed += float(jnp.finfo(before.dtype).eps) * np.abs(start - sums)
   return float(np.max(np.abs(after.astype(np.float64) - (start - sums)) / allowed))

@@ -78,7 +78,7 @@ STEPS, TURNS = 30, 4  # on a GPU
 
 
 def set_threads(threads: int) -> None:
-  """Of torch and FBGEMM, whose threads wait for each other."""
+  """Sets the threads of torch and FBGEMM, which wait for each other."""
   import torch
 
   torch.set_num_threads(threads)
@@ -159,7 +159,7 @@ def time_in_turns(
 
 
 class Load:
-  """What other processes take of the machine: `cores()` on average since it was made."""
+  """Measures other processes: `cores()` that they took on average since it was made."""
 
   def __init__(self) -> None:
     self.start = self._now()

@@ -56,7 +56,7 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
 
 
 def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
-  """What a step needs, in bytes of a device."""
+  """Returns the memory that a step needs, in bytes of a device."""
   program, layer, stack = compiled(topology, dtype, dim, way, ROWS)
   memory = program.memory_analysis()
   least = ROWS * min(dim, stack.row_width) * stack.dtype.itemsize

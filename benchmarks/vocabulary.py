@@ -129,7 +129,7 @@ def main() -> None:
   parser.add_argument("--seconds", type=float, default=15, help="time for each optimizer")
   args = parser.parse_args()
 
-  # What JAX itself takes on first use is no optimizer's.
+  # Memory that JAX takes on first use is no optimizer's.
   jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(8)))
   print("{:,} and {:,} rows".format(*SIZES) + f" x {DIM}, {IDS:,} ids, bags of {VALENCY}")
   print(f"{'':27s} {'best ms':>17s} {'ratio':>6s}   {'median ms':>17s} {'ratio':>6s}   "

@@ -31,10 +31,10 @@ RUN: dict[str, Any] = {
   "init_from": "",  # the --workdir of a run whose tables, slots and dense parameters to start from
   # Scales all gradients, of tables and dense parameters together, down to this norm; 0 does not.
   "clip_norm": 0.0,
-  # Of the computation between tables and loss: "float32" or "bfloat16". Parameters, slots and
+  # The computation between tables and loss: "float32" or "bfloat16". Parameters, slots and
   # losses are float32 in any case.
   "dtype": "float32",
-  # Of the rows of tables: "float32" or "bfloat16", whose updates are rounded at random.
+  # The rows of tables: "float32" or "bfloat16", whose updates are rounded at random.
   "table_dtype": "float32",
   # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
   # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.

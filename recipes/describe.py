@@ -247,7 +247,7 @@ def _written(con: Any) -> dict[int, dict[str, Any]]:
       if are_numbers and not (fits[0] and count and has_plain):
         continue
       if are_numbers or (fits[0] and fits[1]):
-        # Of 62 and 28.486 the point may be of thousands; of 62 and 28,486, often met, the comma is.
+        # Beside 62, the point of 28.486 may mark thousands, and the comma of 28,486 often does.
         ways = _WAYS[1:2] if count >= _FEW_ROWS and has_plain and not are_numbers else []
       written[n] = ways[0] if ways else {}
       sql = number(ways[0]) if ways else "NULL"

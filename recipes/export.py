@@ -120,7 +120,7 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .two_tower import train
 
   sides = {side: Entities.load(serve, f"{side}s") for side in ("user", "item")}
-  # Which items have been trained is in the checkpoint.
+  # The checkpoint knows the items that have been trained.
   meta: dict[str, Any] = {"splits": {"train": (0, 0)}, "features": {}}
   columns = {"item": np.zeros(0, np.int32)}
   for side, entities in sides.items():

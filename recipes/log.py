@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard, and a progress bar.
+"""Reports of a run while it trains: metrics.jsonl, TensorBoard, and a progress bar.
 
 `metrics.jsonl` and TensorBoard get a line every `log_every` steps and for each evaluation.
 """

@@ -83,7 +83,7 @@ class Instruction(NamedTuple):
 
   @property
   def exchanged(self) -> tuple[Array, ...]:
-    """What a collective returns; an asynchronous start returns its operands, too."""
+    """Returns the results of a collective; an asynchronous start returns its operands, too."""
     results = tuple(array._replace(layout="") for array in self.results)
     if self.opcode in ("all-gather-start", "collective-permute-start"):
       return results[1:2]

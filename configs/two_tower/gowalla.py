@@ -7,7 +7,7 @@ Cost: 69 to 75 s a seed on 2 CPU cores, 2026-11-23; of width 64, 167 to 207 s on
 Number: test Recall@20 / NDCG@20 .1826 ± .0005 / .1492 ± .0002,
   mean of seeds 0, 1, 2 with the standard deviation; popularity .0416 / .0317. EASE's
   matrix of all pairs of items would not fit. Settings and epochs were chosen on validation
-  NDCG@20, where they reach .2197 / .1240, among those of docs/results/two_tower_gowalla_search.json; then
+  NDCG@20, where they reach .2197 / .1240, among the settings of two_tower_gowalla_search.json; then
   "refit" learns from the validation pairs as well, as the published models did.
   Of width 64, as the published models, .1736 ± .0002 / .1403 ± .0002 (seeds 0, 1, 2): ten epochs,
   chosen on validation among seven trials, whose best one's test score had been seen before the

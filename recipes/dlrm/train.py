@@ -197,7 +197,7 @@ def start_linear(
 
   mesh_lib.say("starting from the logistic regression")
   weights, _ = baselines.regression(data, config)
-  # Of one process: the last digits of a fit may differ between machines.
+  # One process decides: the last digits of a fit may differ between machines.
   weights = np.asarray(multihost_utils.broadcast_one_to_all(weights))
   ends = np.cumsum([feature.vocabulary_size for feature in data.features])
   *of_ids, rest = np.split(weights, ends)

@@ -1,1 +1,1 @@
-"""What a trained model is measured by: metrics, rankings of a catalogue, baselines."""
+"""Measures of a trained model: metrics, rankings of a catalogue, baselines."""

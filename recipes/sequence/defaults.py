@@ -8,14 +8,14 @@ DEFAULTS: dict[str, Any] = {
   "blocks": 2,  # of the encoder
   "heads": 1,  # of attention in a block
   "max_length": 50,  # items of a history that the model sees, the last ones
-  # Whether longer histories train in several windows, so that every item is a target; False trains
+  # True trains on longer histories in several windows, so that every item is a target; False trains
   # on their last items only.
   "windows": True,
   "positions": "end",  # the last item is at the last position; or "start", the first at the first
   "dropout": 0.2,  # rate on the input and in the blocks
-  # What a block of sasrec adds to: "input", as in the paper, or "norm", as in the authors' code.
+  # The residual of a block of sasrec: "input", as in the paper, or "norm", as in the authors' code.
   "residual": "input",
-  # Of dense layers, but for queries, keys and values: "xavier", or "normal", of deviation 0.02.
+  # Dense layers, but for queries, keys and values: "xavier", or "normal", with deviation 0.02.
   "init": "xavier",
   "loss": "sampled_softmax",  # or "softmax", over all items
   "negatives": {

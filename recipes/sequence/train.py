@@ -93,7 +93,7 @@ def loss_function(config) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model, batch) -> jax.Array:
     queries, targets = model(batch), batch["targets"]
     if config.loss == "softmax":
-      # Of padding, whose target is -1, it is finite, and masked below.
+      # Padding, whose target is -1, has a finite loss, which is masked below.
       scores = model.scores(queries)
       by_target = optax.softmax_cross_entropy_with_integer_labels(scores, targets)
     else:

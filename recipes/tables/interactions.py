@@ -87,7 +87,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
     log.notes.append(_about_repeats(int(repeats.sum()), len(repeats), table.exclude_seen))
-  # What is left out of a ranking cannot be found in it.
+  # A ranking cannot find the items that it leaves out.
   if table.exclude_seen and repeats.any():
     rows = [each[~repeats] for each in rows]
   if table.core:

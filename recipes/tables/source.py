@@ -504,7 +504,7 @@ def read(
 
 
 class _Query(NamedTuple):
-  """What types the rows of a file."""
+  """A query that types the rows of a file."""
 
   columns: list[Column]  # of the file
   sql: str  # of the typed columns, `bad`, `value` and `place`

@@ -90,7 +90,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Label(Kind):
-  """What is predicted: a click (1, true, yes) or none (0, false, no).
+  """The predicted value: a click (1, true, yes) or none (0, false, no).
 
   Values are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
   """
@@ -336,7 +336,7 @@ def only(kinds: Mapping[str, Kind], cls: type[Kind]) -> str | None:
 
 
 def has_table(kind: Kind) -> bool:
-  """Whether a column has vectors; a number without buckets has none."""
+  """Returns True if a column has vectors; a number without buckets has none."""
   return isinstance(kind, Side) and not (isinstance(kind, Number) and not kind.buckets)
 
 

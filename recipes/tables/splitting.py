@@ -41,7 +41,7 @@ def per_user(
     (share > 0) & (counts >= least) & (share * counts < 1), 1, (share * counts).astype(np.int64)
   )
   test, valid = part(test_fraction, 2), part(fraction, 3)
-  # How many of the user's rows come from here on.
+  # The number of the user's rows from here on.
   left = np.repeat(np.cumsum(counts), counts) - np.arange(len(user))
   split = np.empty(len(user), np.int8)
   split[order] = np.where(

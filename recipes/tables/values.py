@@ -1,4 +1,4 @@
-"""What a raw value of a file means, as SQL: texts, numbers, times, lists and labels."""
+"""The meaning of a raw value of a file, as SQL: texts, numbers, times, lists and labels."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def among(text: str, values: Sequence[str | float]) -> str:
 
 
 def is_time(stored: str) -> bool:
-  """Whether a type of DuckDB is a date or a time."""
+  """Returns True if a type of DuckDB is a date or a time."""
   return stored.startswith("TIMESTAMP") or stored == "DATE"
 
 

@@ -1,1 +1,1 @@
-"""What trains a model, whatever the recipe: layers, features, optimizers."""
+"""Parts that train a model of any recipe: layers, features, optimizers."""

@@ -1,4 +1,4 @@
-"""What settings name: dtypes, learning rates, optimizers, and strategies of tables."""
+"""Objects that settings name: dtypes, learning rates, optimizers, and strategies of tables."""
 
 from collections.abc import Callable, Collection
 from typing import Any

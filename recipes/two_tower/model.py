@@ -64,7 +64,7 @@ class Tower(nnx.Module):
 
 
 class Trained(nnx.Variable):
-  """Which items have training interactions, bool `[items]`; exports know it of the checkpoint."""
+  """Marks items with training interactions, bool `[items]`; exports read it from the checkpoint."""
 
 
 class TwoTower(nnx.Module):

@@ -116,7 +116,7 @@ def loss_function(
       _placed(x, mesh, PartitionSpec())
       for x in (items["candidate"]["item"], items["popularity"], candidates)
     )
-    # How often a batch has an item: as the positive of its queries, and drawn.
+    # The expected number of times that a batch has an item: as a positive, and drawn.
     expected = config.batch_size * jnp.exp(log_share) + config.negatives.number / num_items
     log_expected = config.logq * jnp.log(expected) - config.popularity * log_share
     vectors = queries.astype(dtype), candidates.astype(dtype)
