@@ -165,8 +165,8 @@ def _row_ids(value: Any, where: str, feature: config_lib.FeatureConfig) -> Any:
   array = _integers(value, where)
   is_row = feature.table.vocabulary is None or array.dtype == np.int32 or not array.size
   text = (
-    f"raw ids ({array.dtype}) of a table with a DynamicVocabulary. Before the loss write `batch = "
-    "model.embed.admit(batch)`; to evaluate or serve, `batch = model.embed.translate(batch)`."
+    f"raw ids ({array.dtype}) of a table with a DynamicVocabulary. Before the loss write `ids = "
+    "model.embed.admit(ids)`; to evaluate or serve, `ids = model.embed.translate(ids)`."
   )
   _require(where, (is_row, text))
   return array

@@ -379,7 +379,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
-    """Counts of the last `admit` of each table with a `DynamicVocabulary`: scalars, under jit too.
+    """Counts of the last `admit`, by the name of each table with a `DynamicVocabulary`.
 
     - `ids`, `hits`, `turned_away`: the occurrences of all ids, of ids that already had a row, and
       of ids that got none.

@@ -36,11 +36,11 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
   Returns:
     `f(model, *args, **kwargs)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that
     the loss makes to the model's state (batch statistics, random counters, `report`) are kept. The
-    loss is NaN if a lookup has run more or fewer times than it was traced.
+    loss is NaN if a lookup does not run exactly as often as it was traced.
 
   Raises:
     ValueError: when called, if the gradient of a lookup would be lost: under `jax.jit`, `vmap` or a
-      loop, in a copy of the model, or in a layer that is not in the first argument; and if the loss
+      loop, in a copy of the model, or in a layer that is in no argument; and if the loss
       reads, replaces or updates tables.
     TypeError: if the first argument is not an `nnx.Module`.
 

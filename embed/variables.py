@@ -168,7 +168,7 @@ def refuse_in_loss(what: str) -> None:
   if LOSSES.get():
     raise ValueError(
       f"{what} inside the loss, where no gradient comes back from the tables. Write "
-      "sparse_embed.attend(query, table_name) to score against rows; read, replace and update "
+      "`layer.attend(query, table_name)` to score against rows; read, replace and update "
       "tables outside."
     )
 

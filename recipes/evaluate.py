@@ -36,12 +36,10 @@ def evaluate(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
   """
   mesh, run = mesh_lib.start(), run_lib.opened(workdir)
   if run.recipe != "dlrm":
-    raise UserError(
-      f"{workdir} is a run of {run.recipe}, and other files measure dlrm alone: take the items of "
-      "recipes.predict and metrics of your own"
-    )
+    raise UserError(f"{workdir} is a run of {run.recipe}; other files measure runs of dlrm alone")
   reading, transforms = read_json(run.serve / READING), Transforms.load(run.serve)
-  kinds, text_format = spec.parse(reading["columns"]), spec.Format(**reading["format"])
+  declared, text_format = spec.parse(reading["columns"]), spec.Format(**reading["format"])
+  kinds = {name: kind for name, kind in declared.items() if not isinstance(kind, spec.Title)}
   given = source.Source({"": tuple(paths(files))}, text_format, kinds, {})
   with (
     source.connect() as con,

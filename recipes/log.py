@@ -120,11 +120,13 @@ class Log:
     return self._seconds + time.perf_counter() - self._began
 
   def has_stalled(self, select: str, patience: int) -> bool:
-    """Returns whether a metric has not improved in the last `patience` evaluations; 0 is False."""
+    """Tells if a metric has not improved in the last `patience` evaluations; 0 is False."""
     if not patience:  # every step asks
       return False
     gains = [gain(select, line[select]) for line in self._lines if select in line]
-    return len(gains) > patience and max(gains[-patience:]) < max(gains)
+    if stalled := len(gains) > patience and max(gains[-patience:]) < max(gains):
+      self._say(self.step, f"ends: {select} has not improved in {patience} evaluations (patience)")
+    return stalled
 
   def scores(self, step: int) -> dict[str, float]:
     """Returns the validation metrics of the last evaluation up to a step; {} if there was none."""

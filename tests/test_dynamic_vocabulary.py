@@ -239,7 +239,7 @@ def test_raw_ids_without_rows_and_ids_that_jax_has_cut_raise():
   model, _ = make({"id": embed.FeatureConfig(table())})
   ids = np.array([3, 2**40])
   wrong = [
-    (lambda: model({"id": ids}), r"batch = model\.embed\.admit\(batch\)"),
+    (lambda: model({"id": ids}), r"ids = model\.embed\.admit\(ids\)"),
     (
       lambda: nnx.jit(lambda m, ids: m.admit({"id": ids}))(model, ids),
       r"embed\.raw_ids\(ids\) on the host",

@@ -153,7 +153,7 @@ def test_the_best_state_is_tested(trained, tmp_path, monkeypatch, select, scores
 
 
 @pytest.mark.ci
-def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch):
+def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch, capsys):
   settings = {"select": "valid_auc", "patience": 2}
   with monkeypatch.context() as patch:
     scripted(patch, [0.5, 0.4, 0.3])
@@ -162,6 +162,7 @@ def test_patience_ends_a_run_also_after_a_kill(trained, tmp_path, monkeypatch):
       trained(tmp_path / "run", **settings)
   scripted(monkeypatch, [])
   result = trained(tmp_path / "run", **settings)
+  assert "valid_auc has not improved in 2 evaluations" in capsys.readouterr().err
   assert (result["steps"], result["tested_step"]) == (9, 3)
   assert result["metrics"] == {"valid_auc": 0.5, "test_auc": 0.0}
 
