@@ -18,47 +18,47 @@ from .tables import spec
 
 # On the command line each is `--config.<name>=<value>`.
 RUN: dict[str, Any] = {
-  "seed": 0,  # of parameters, the order of examples, and all draws
-  "cache_dir": "~/.cache/sparse_embed",  # where prepared data sets and downloads are
-  "batch_size": 0,  # examples of a step, on all devices; 0 goes by the number of examples
-  "steps": 0,  # of the whole run; 0 is as many as the epochs have
-  "log_every": 0,  # steps from one line of the log to the next; 0 logs ten times an epoch
-  "eval_every": 0,  # steps from one validation to the next; 0 is an epoch
-  "checkpoint_every": 0,  # saves after this many steps, as well as after validations
-  "warmup_steps": -1,  # over which learning rates rise; -1 is a tenth of the steps, up to 100
-  "final_rate": 0.1,  # share of the learning rates that a cosine leaves at the end
+  "seed": 0,  # for initial parameters, the order of examples, and all other draws
+  "cache_dir": "~/.cache/sparse_embed",  # folder of prepared data sets and downloads
+  "batch_size": 0,  # examples per step, over all devices; 0 chooses by the number of examples
+  "steps": 0,  # of the whole run; 0 takes as many as `epochs` need
+  "log_every": 0,  # steps between two lines of the log; 0 logs ten times per epoch
+  "eval_every": 0,  # steps between two validations; 0 validates once per epoch
+  "checkpoint_every": 0,  # steps between two checkpoints; every validation also saves one
+  "warmup_steps": -1,  # during which learning rates rise; -1 is a tenth of all steps, up to 100
+  "final_rate": 0.1,  # learning rates at the end of the cosine, as a share of their peak
   "weight_decay": 0.0,  # of dense parameters; tables have their own
-  "init_from": "",  # the --workdir of a run whose tables, slots and dense parameters to start from
-  # Scales all gradients, of tables and dense parameters together, down to this norm; 0 does not.
+  "init_from": "",  # --workdir of the run that supplies initial tables, slots and dense parameters
+  # Largest norm of all gradients together, of tables and dense parameters; 0 does not clip.
   "clip_norm": 0.0,
-  # The computation between tables and loss: "float32" or "bfloat16". Parameters, slots and
-  # losses are float32 in any case.
+  # Dtype of the computation between tables and loss: "float32" or "bfloat16". Dense parameters,
+  # slots and losses are always float32.
   "dtype": "float32",
-  # The rows of tables: "float32" or "bfloat16", whose updates are rounded at random.
+  # Dtype of the tables' rows: "float32", or "bfloat16" with stochastic rounding.
   "table_dtype": "float32",
-  # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
-  # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
+  # Bytes on each device for tables, slots and exchange. If set, `embed.plan` chooses a strategy for
+  # each table instead of `table.sharding`, and the run prints the plan; 0 does not plan.
   "hbm_bytes": 0,
-  "test": True,  # whether the run ends with its test; a False one is tested by changing it later
-  "tensorboard": True,  # whether metrics also go to TensorBoard
+  "test": True,  # whether the run ends with a test; to test a finished run, change False to True
+  "tensorboard": True,  # whether to write metrics for TensorBoard as well
 }
 
 # Settings of your own table, shared by all recipes.
 TABLE: dict[str, Any] = {
   "dataset": "table",
-  "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
+  "files": "",  # a file, a folder, a pattern, a list, or {"train": ..., "valid": ..., "test": ...}
   "format": dataclasses.asdict(spec.Format()),
   "columns": {},
-  "on_bad_row": "raise",  # or "skip", which counts
+  "on_bad_row": "raise",  # or "skip", which leaves bad rows out and counts them
   "split": {
-    "by": "",  # hash, time, order, user, last, column; "" goes by files and columns, see docs
-    "valid": 0.1,  # of the rows
+    "by": "",  # hash, time, order, user, last or column; "" depends on the files and columns
+    "valid": 0.1,  # share of the rows
     "test": 0.1,
     "seed": 0,
-    "on": "",  # by hash: the column whose equal values stay together; "" is the row
+    "on": "",  # for hash: a column whose equal values stay together; "" hashes the row
   },
-  "exclude_seen": True,  # whether rankings leave out what the user has had, and repeats are merged
-  "core": 0,  # users and items with fewer interactions are dropped, repeatedly
+  "exclude_seen": True,  # whether rankings leave out a user's previous items; repeats are merged
+  "core": 0,  # drops users and items with fewer interactions, until none is left
 }
 
 # A run that has ended resumes if one of these has changed.

@@ -3,58 +3,58 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "query": (),  # some of user, history and the features of users; () is all of them but user
-  "candidate": (),  # some of item and the features of items; () is all of them
+  "query": (),  # user, history and features of users; () is all but user
+  "candidate": (),  # item and features of items; () is all
   "share_history": True,  # whether histories read the items' own table
-  "history": 32,  # items of a history in training
-  "eval_history": 256,  # items of a history in evaluation and predictions
-  "dim": 64,  # columns of the tables, and of what the towers return
-  "hidden": (),  # widths of the towers' MLPs; () makes them weighted sums
+  "history": 32,  # most items of a history in training
+  "eval_history": 256,  # most items of a history in evaluation and predictions
+  "dim": 64,  # width of the tables, and of the towers' outputs
+  "hidden": (),  # widths of the towers' MLPs; () sums weighted vectors instead
   "dropout": 0.0,  # rate in the query tower
-  "temperature": 0.1,  # that scores are divided by in the softmax
-  "logq": 1.0,  # how much of the logQ correction; 0 is none
-  "popularity": 1.0,  # weight of the log popularity that is added to a score; 0 adds none
+  "temperature": 0.1,  # divides the scores in the softmax
+  "logq": 1.0,  # strength of the logQ correction; 0 does not correct
+  "popularity": 1.0,  # weight of the log popularity in a score; 0 leaves it out
   "negatives": {
-    "number": 0,  # drawn for a batch from the whole catalogue, besides its own items
+    "number": 0,  # drawn per batch from the whole catalogue, in addition to its own items
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
-    "sharding": "mod",  # a strategy of embed, for all tables
+    "sharding": "mod",  # strategy for all tables; see `embed.plan`
     "init_scale": 0.1,  # standard deviation of new rows
     "learning_rate": 5e-3,  # of the rows
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "learning_rate": 3e-3,  # of dense parameters
-  "eval_batch_size": 256,  # users that are ranked for at once, on all devices
-  "epochs": 10,  # of a run whose `steps` are 0
-  "select": "valid_ndcg@10",  # the metric whose best state is tested; "" tests the last state
+  "eval_batch_size": 256,  # users per evaluation step, over all devices
+  "epochs": 10,  # if `steps` is 0
+  "select": "valid_ndcg@10",  # metric that selects the tested state; "" tests the last state
   "patience": 3,  # validations without improvement until training stops; 0 never stops
-  "examples": "users",  # a ranking for each user, or for each of the "rows"
-  "exclude_seen": True,  # whether rankings leave out what the user has had
+  "examples": "users",  # one ranking per user; "rows" makes one per row of the split
+  "exclude_seen": True,  # whether to leave a user's previous items out of rankings
   "ks": (10, 20),  # cutoffs of the metrics
   "baseline": {"ease_l2": 0.0},  # EASE's penalty; 0 leaves it out
 }
 
 _PUBLISHED = {
-  "data_dir": "",  # the folder of the files; "" downloads those that may be
+  "data_dir": "",  # folder of the files; "" downloads them where that is allowed
   "split_seed": 0,  # of the random split
 }
 
 # The settings that a data set adds.
 DATA_SETS: dict[str, dict[str, Any]] = {
   "synthetic": {
-    "num_users": 5_000,  # that are drawn
-    "num_items": 3_000,  # that they draw from
-    "num_groups": 20,  # of items, which a user likes to different degrees
-    "mean_items": 40,  # of a user
+    "num_users": 5_000,  # to generate
+    "num_items": 3_000,  # that users choose from
+    "num_groups": 20,  # of items; a user likes groups to different degrees
+    "mean_items": 40,  # per user
   },
   "movielens1m": {
     **_PUBLISHED,
-    "core": 10,  # users and items with fewer rows are dropped
+    "core": 10,  # drops users and items with fewer rows
   },
   "movielens100k": _PUBLISHED,
   "gowalla": {
     **_PUBLISHED,
-    "valid": 0.1,  # of a user's rows without valid.txt; 0 trains on those of valid.txt as well
+    "valid": 0.1,  # share of a user's rows if there is no valid.txt; 0 also trains on valid.txt
   },
 }
