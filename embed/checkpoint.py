@@ -250,7 +250,7 @@ def restore(
 
   Args:
     folder: where Orbax saved the tree; for a `CheckpointManager`, `<step>/default` in its folder.
-    partial: True takes the arrays that fit by name, shape and dtype, and leaves the model's others
+    partial: True takes the arrays that fit by name and shape, and leaves the model's others
       as they are. The rows of a table, and the raw ids of its `DynamicVocabulary`, are taken
       together or not at all; so are its slots, and only with the rows.
     **nodes: as in `from_tree`.

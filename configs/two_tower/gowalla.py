@@ -3,7 +3,7 @@
 Reproduces: Recall@20 / NDCG@20 on this split, full ranking without what was seen: YoutubeDNN (two
   towers) .1754 / .1473, MF-BPR .1627 / .1378, EASE .1765 / .1467, LightGCN .1820 / .1547, SimpleX
   .1872 / .1557.
-Cost: 69 to 75 s a seed on 2 CPU cores, 2026-11-23; of width 64, 167 to 207 s on one, 2026-11-26.
+Cost: 66 to 170 s a seed on shared CPU cores, 2026-11; of width 64, 115 to 157 s.
 Number: test Recall@20 / NDCG@20 .1826 ± .0005 / .1492 ± .0002,
   mean of seeds 0, 1, 2 with the standard deviation; popularity .0416 / .0317. EASE's
   matrix of all pairs of items would not fit. Settings and epochs were chosen on validation
