@@ -445,7 +445,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """The `jax.ShapeDtypeStruct`s of `variables`, without any computation."""
+    """The shapes of `variables` as `jax.ShapeDtypeStruct`, without any computation."""
 
     def of(name, stack):
       shapes = stored_tables.shapes(stack, stored_arrays(self, stack), name)
