@@ -64,9 +64,8 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   with errors.in_one_line(parser):
     measured = evaluate(arguments.run, arguments.files)
-  print(f"{measured['rows']:,} rows")
-  for name, value in measured["metrics"].items():
-    print(f"{name:24}{value:.4f}")
+  metrics = (f"{name:24}{value:.4f}" for name, value in measured["metrics"].items())
+  print(f"{measured['rows']:,} rows", *metrics, sep="\n")
 
 
 if __name__ == "__main__":

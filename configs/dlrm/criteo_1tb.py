@@ -13,7 +13,7 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
 Cost: not run. Tables and slots are 195 GiB over all chips. One machine prepares the days, and
   writes 0.7 TB.
 Number: not run: the data's licence has to be accepted, and there was no pod. The second command
-  compiles the training step for one, needs neither chips nor data, and says what it takes.
+  compiles the training step for a pod without chips or data, and reports memory and exchanges.
 Mode "smoke": the same code on tables of a few rows, a run of seconds; it reads 24 small files.
 Command: python -m recipes.dlrm --config=configs/dlrm/criteo_1tb.py \
            --config.data_dir=<folder of day_0 to day_23> --workdir=runs/criteo_1tb

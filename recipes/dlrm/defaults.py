@@ -67,6 +67,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   },
   "criteo_1tb": {
     "data_dir": "",  # the folder of day_0 to day_23, plain or .gz
+    "on_bad_row": "raise",  # or "skip", which leaves bad rows out and counts them
     # Half of day 23 each; all days have 4,373,472,329 rows.
     "valid_fraction": 0.0203814,
     "test_fraction": 0.0203814,
