@@ -157,7 +157,7 @@ def lowered(stack):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name", ["row", *ci(*OPTIMIZERS)])
+@pytest.mark.parametrize("name", ci("row", *OPTIMIZERS))
 @pytest.mark.parametrize("dims", [(3, 4, 128), pytest.param(DIMS, marks=pytest.mark.weekly)])
 def test_every_optimizer_is_lowered(name, dims, on_h100):
   """It writes rows and slots in place, and has no array of a row for each id."""
