@@ -17,7 +17,6 @@ extensions = [
   "myst_nb",
   "sphinx.ext.autodoc",
   "sphinx.ext.napoleon",
-  "sphinx.ext.mathjax",
   "sphinx_copybutton",
   "sphinx_design",
 ]
@@ -34,7 +33,7 @@ html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 pygments_dark_style = "github-dark"
 
-myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold the outputs of a run; the tests execute them
 

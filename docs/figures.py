@@ -241,11 +241,16 @@ def step() -> str:
 ON_GPU = ("ours", "ours, jit_step", "FBGEMM", "torch", "plain JAX")
 
 
+def on_gpu() -> Any:
+  """Returns the steps on a GPU; None until they have been timed."""
+  return result("step_gpu.json") if (RESULTS / "step_gpu.json").exists() else None
+
+
 def step_gpu(sizes: int | None = None) -> str:
   """Returns the steps on a GPU of the first sizes, or a sentence until they have been timed."""
-  if not (RESULTS / "step_gpu.json").exists():
+  if (measured := on_gpu()) is None:
     return "This version has not been timed on a GPU.\n"
-  measured, rows = result("step_gpu.json"), []
+  rows = []
   for of in measured["points"][:sizes]:
     size = f"{of['vocabulary']:,} x {of['dim']}, {of['ids']:,} ids"
     for name, times in of["results"].items():
@@ -261,18 +266,17 @@ def step_gpu(sizes: int | None = None) -> str:
 
 def speed_gpu() -> str:
   """Returns the first size of `step_gpu`, with a line above a table."""
-  found = step_gpu(sizes=1)
   above = "On a GPU, in milliseconds of a step among many / of a step that is waited for:\n\n"
-  return above + found if found.startswith("|") else found
+  return above * bool(on_gpu()) + step_gpu(sizes=1)
 
 
 def steps_chart() -> str:
   """Returns the step of one table as bars, drawn for 360 pixels; on a GPU, once timed there."""
-  if on_gpu := (RESULTS / "step_gpu.json").exists():
-    measured, kind = result("step_gpu.json")["points"][0], "in_a_row_ms"
+  if timed := on_gpu():
+    measured, kind, where = timed["points"][0], "in_a_row_ms", "a GPU"
     contenders = {"ours, jit_step": "ours", "FBGEMM": "FBGEMM", "torch": "torch"}
   else:
-    measured, kind = result("step.json"), "median_ms"
+    measured, kind, where = result("step.json"), "median_ms", "a CPU"
     contenders = {"ours": "ours", "fbgemm": "FBGEMM", "torch": "torch"}
   times = {
     step: {
@@ -298,7 +302,6 @@ def steps_chart() -> str:
     f"{step}: " + ", ".join(f"{name} {short(time)}" for name, time in of.items())
     for step, of in times.items()
   )
-  where = "a GPU" if on_gpu else "a CPU"
   return CHART.format(height=y, where=where, words=words, bars="\n  ".join(lines))
 
 
@@ -327,10 +330,11 @@ CHART = """\
 
 def chart_origin() -> str:
   """Returns the line under the chart: the step, the hardware and the file."""
-  name = "step_gpu.json" if (RESULTS / "step_gpu.json").exists() else "step.json"
-  of = result(name)
-  size = of["points"][0] if "points" in of else of
-  where = of.get("device") or f"{of['cores']} cores of {of['cpu']}"
+  if of := on_gpu():
+    name, size, where = "step_gpu.json", of["points"][0], of["device"]
+  else:
+    name, size = "step.json", (of := result("step.json"))
+    where = f"{of['cores']} cores of {of['cpu']}"
   return (
     "One training step of a table, in milliseconds (lower is better): "
     f"{size['vocabulary']:,} rows of width {size['dim']}, {size['ids']:,} ids in bags of 8. "
@@ -384,7 +388,10 @@ def admission() -> str:
     ]
     for of in measured["cost"]
   ]  # fmt: skip
-  return table(header, rows, words=1) + _admission_origin(measured)
+  where = f"{measured['cores']} cores of {measured['cpu']}"
+  load = f"load {measured['load']:.1f} of other processes"
+  versions = f"jax {measured['versions']['jax']}; {measured['date']}; `docs/results/admission.json`"
+  return table(header, rows, words=1) + f"\n{where}, {load}; {versions}.\n"
 
 
 def drift() -> str:
@@ -402,12 +409,6 @@ def drift() -> str:
     rows.append([words[method], "all" if share == "1/1" else share, *cells])
   header = ("table", "rows", *names.values())
   return table(header, rows, words=2) + origin(measured, ["drift.json"], "jax")
-
-
-def _admission_origin(of: dict[str, Any]) -> str:
-  where = f"{of['cores']} cores of {of['cpu']}, load {of['load']:.1f} of other processes"
-  versions = f"jax {of['versions']['jax']}; {of['date']}; `docs/results/admission.json`"
-  return f"\n{where}; {versions}.\n"
 
 
 def pods() -> str:

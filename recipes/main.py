@@ -25,7 +25,7 @@ _RESUMES = "stopped; the same command resumes from the last checkpoint"
 
 def train(recipe: str, config, workdir: str) -> None:
   """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result."""
-  # Slow imports stand here, so that a wrong flag is answered at once.
+  # Import slow modules here, so that a wrong flag is reported at once.
   module = importlib.import_module(f".{recipe}.train", __package__)
   from . import baselines, report
   from . import mesh as mesh_lib

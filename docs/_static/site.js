@@ -1,6 +1,6 @@
 /* Says of code and tables that are wider than the page where there is more of them. */
 document.addEventListener("DOMContentLoaded", () => {
-  const boxes = document.querySelectorAll(".highlight pre, .table-wrapper, .math-wrapper, .cell_output pre");
+  const boxes = document.querySelectorAll(".highlight pre, .table-wrapper, .cell_output pre");
   const mark = (box) => {
     const hidden = box.scrollWidth - box.clientWidth;
     box.classList.toggle("more-left", box.scrollLeft > 1);
